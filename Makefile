@@ -1,0 +1,45 @@
+# Every target builds .venv by itself from a bare Python (3.10 to 3.13).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+# Ranks of the tests are processes: one thread each, or they fight over the cores.
+export OMP_NUM_THREADS := 1
+# Plain gloo turns mismatched collectives into aborts; with this they are Python errors.
+export TORCH_DISTRIBUTED_DEBUG := DETAIL
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types layers clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## build .venv with the package and its development tools
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## start the main job on 4 ranks of this machine
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/hello/train.py
+
+test: check  ## everything: `make check`, then the slow tests
+	$(BIN)/python -m pytest -q -m slow
+
+check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+layers: $(READY)
+	$(BIN)/lint-imports
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,40 @@
+"""Colonnade: parallel training on PyTorch whose gradients are proven equal to one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colonnade._lazy import lazy_names
+from colonnade.version import __version__
+
+if TYPE_CHECKING:
+    from colonnade.config import Config as Config
+    from colonnade.context.parallel_context import ParallelContext as ParallelContext
+    from colonnade.context.parallel_mode import ParallelMode as ParallelMode
+    from colonnade._launch import get_default_parser as get_default_parser
+    from colonnade._launch import launch as launch
+    from colonnade._launch import launch_from_openmpi as launch_from_openmpi
+    from colonnade._launch import launch_from_slurm as launch_from_slurm
+    from colonnade._launch import launch_from_torch as launch_from_torch
+    from colonnade.logging import get_dist_logger as get_dist_logger
+
+_NAMES = {
+    "Config": "colonnade.config",
+    "ParallelContext": "colonnade.context.parallel_context",
+    "ParallelMode": "colonnade.context.parallel_mode",
+    "get_default_parser": "colonnade._launch",
+    "get_dist_logger": "colonnade.logging",
+    "launch": "colonnade._launch",
+    "launch_from_openmpi": "colonnade._launch",
+    "launch_from_slurm": "colonnade._launch",
+    "launch_from_torch": "colonnade._launch",
+}
+__all__ = ["__version__", *sorted(_NAMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    return lazy_names(__name__, name, _NAMES)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

@@ -1,0 +1,147 @@
+"""Launch: from a config to a running world, whoever started the processes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colonnade import logging as _logging
+from colonnade.config import Config
+from colonnade.context.environment import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
+from colonnade.errors import LaunchError
+
+DEFAULT_SEED = 1024
+LEAST_TORCH = (2, 11)
+
+ConfigSource = Config | dict[str, Any] | str | Path
+
+
+def launch(
+    config: ConfigSource,
+    rank: int | None = None,
+    world_size: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int | None = None,
+    verbose: bool = True,
+    *,
+    context: ParallelContext | None = None,
+    cpu_groups: bool = False,
+    timeout: float | None = None,
+) -> ParallelContext:
+    """Join the world and create the groups that the config asks for. Collective over the world.
+
+    Rank, world size, host and port come from the arguments, else from the environment (torchrun's
+    variables), else this is a world of one. The backend is nccl where there is CUDA, gloo elsewhere.
+    `context` is filled and returned; by default `colonnade.core.global_context`.
+    """
+    address = override(detect(), rank, world_size, local_rank, host, port)
+    return _start(config, address, backend, seed, verbose, context, cpu_groups, timeout)
+
+
+def launch_from_torch(config: ConfigSource, backend: str | None = None, **options: Any) -> ParallelContext:
+    """`launch` for processes started by torchrun, `python -m torch.distributed.launch` or `colonnade run`."""
+    return _launch_from(read(TORCH), config, backend, options)
+
+
+def launch_from_slurm(
+    config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
+) -> ParallelContext:
+    """`launch` for processes started by srun; `host` and `port` are those of rank 0."""
+    return _launch_from(read(SLURM, host=host, port=port), config, backend, options)
+
+
+def launch_from_openmpi(
+    config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
+) -> ParallelContext:
+    """`launch` for processes started by mpirun; `host` and `port` are those of rank 0."""
+    return _launch_from(read(OPENMPI, host=host, port=port), config, backend, options)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """The arguments every training script takes; add your own.
+
+    `--local_rank` and `--local-rank` are both accepted, because `torch.distributed.launch` passes the latter.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path of the config file")
+    parser.add_argument("--host", type=str, help="address of rank 0")
+    parser.add_argument("--port", type=int, help="port of rank 0")
+    parser.add_argument("--world_size", type=int, help="number of ranks")
+    parser.add_argument("--rank", type=int, help="rank of this process")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="rank of this process on its host")
+    parser.add_argument("--backend", type=str, default=None, help="nccl, gloo or mpi; by device if left out")
+    return parser
+
+
+def _launch_from(
+    address: WorldAddress, config: ConfigSource, backend: str | None, options: dict[str, Any]
+) -> ParallelContext:
+    known = {"seed": None, "verbose": True, "context": None, "cpu_groups": False, "timeout": None}
+    unknown = options.keys() - known.keys()
+    if unknown:
+        raise TypeError(f"unexpected argument {sorted(unknown)[0]!r}; allowed: {', '.join(known)}")
+    return _start(config, address, backend, **{**known, **options})
+
+
+def _start(
+    config: ConfigSource,
+    address: WorldAddress,
+    backend: str | None,
+    seed: int | None,
+    verbose: bool,
+    context: ParallelContext | None,
+    cpu_groups: bool,
+    timeout: float | None,
+) -> ParallelContext:
+    check_torch(torch.__version__)
+    context = global_context if context is None else context
+    context.load_config(config)
+    context.verbose = verbose
+    context.init_global_dist(
+        address.rank, address.world_size, backend, address.host, address.port, timeout
+    )
+    try:
+        context.set_device(address.local_rank)
+        _logging.attach(_rank_in(context), verbose)
+        context.init_parallel_groups(cpu_groups)
+        context.set_seed(_seed(context.config, seed))
+        context.config.freeze()
+    except BaseException:
+        # A failed launch leaves nothing behind, so that the caller may correct the config and try again.
+        context.destroy()
+        raise
+    _logging.get_dist_logger().info(f"{context!r}; {address.source}; device {context.device}")
+    return context
+
+
+def check_torch(version: str) -> None:
+    """Refuse a torch that lacks what this library stands on."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise LaunchError(f"torch {version} is too old: Colonnade needs torch {least} or newer. Upgrade torch.")
+
+
+def _seed(config: Config, seed: int | None) -> int:
+    """The argument, else the config's `seed`, else the default."""
+    chosen = config.get("seed", DEFAULT_SEED) if seed is None else seed
+    return int(chosen)
+
+
+def _rank_in(context: ParallelContext) -> Any:
+    def rank_of(mode: Any) -> int:
+        if mode is None or not context.is_initialized(mode):
+            return context.get_global_rank()
+        return context.get_local_rank(ParallelMode(mode))
+
+    return rank_of

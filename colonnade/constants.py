@@ -1,0 +1,21 @@
+"""Names that users may extend at run time."""
+
+from __future__ import annotations
+
+INITIALIZER_MAPPING: dict[str, str] = {
+    "data": "Initializer_Data",
+    "model": "Initializer_Model",
+    "pipeline": "Initializer_Pipeline",
+    "tensor": "Initializer_Tensor",
+    "1d": "Initializer_1D",
+    "2d": "Initializer_2D",
+    "2.5d": "Initializer_2p5D",
+    "3d": "Initializer_3D",
+    "sequence": "Initializer_Sequence",
+    "expert": "Initializer_Expert",
+}
+"""Mode name in the config -> name in `DIST_GROUP_INITIALIZER`.
+
+Open: a tensor mode is allowed by being a key here, and by nothing else. Add your own with
+`colonnade.constants.INITIALIZER_MAPPING['new_mode'] = 'MyParallelInitializer'`.
+"""

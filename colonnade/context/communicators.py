@@ -1,0 +1,101 @@
+"""Torch process groups for the modes of a layout: one per distinct rank set, only where this rank is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+from colonnade.context.layout import Layout
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ContextError
+
+RankSet = tuple[int, ...]
+
+
+class Communicators:
+    """Creates, shares and destroys process groups, keyed by the set of ranks."""
+
+    def __init__(self, rank: int, cpu_twins: bool) -> None:
+        self._rank = rank
+        self._cpu_twins = cpu_twins and dist.get_backend() != "gloo"
+        self._groups: dict[RankSet, Any] = {}
+        self._cpu_groups: dict[RankSet, Any] = {}
+        self._borrowed: set[RankSet] = set()
+
+    def create(self, layout: Layout) -> None:
+        """Create every group of the layout. Collective over the world: all ranks walk the same list.
+
+        A rank that is not in a group only counts it (torch numbers groups by count) and opens no connection.
+        """
+        for ranks in _distinct_rank_sets(layout):
+            self.add(ranks)
+
+    def add(self, ranks: RankSet) -> None:
+        """Create the group of one rank set, unless it is there. Collective over the world."""
+        if ranks in self._groups:
+            return
+        world = len(ranks) == dist.get_world_size()
+        group = dist.group.WORLD if world else dist.new_group(list(ranks))
+        twin = dist.new_group(list(ranks), backend="gloo") if self._cpu_twins else group
+        if world:
+            self._borrowed.add(ranks)
+        if self._rank in ranks:
+            self._groups[ranks] = group
+            self._cpu_groups[ranks] = twin
+
+    def adopt(self, ranks: RankSet, group: Any, cpu_group: Any) -> None:
+        """Use a group that somebody else created and will destroy."""
+        self._groups[ranks] = group
+        self._cpu_groups[ranks] = cpu_group if cpu_group is not None else group
+        self._borrowed.add(ranks)
+
+    def group(self, ranks: Iterable[int]) -> Any:
+        """The process group of exactly these ranks."""
+        return self._find(self._groups, tuple(ranks))
+
+    def cpu_group(self, ranks: Iterable[int]) -> Any:
+        """The gloo twin of the group; the group itself where the backend is gloo."""
+        key = tuple(ranks)
+        if not self._cpu_twins and dist.get_backend() != "gloo":
+            raise ContextError(
+                f"no gloo twin exists for the group of ranks {list(key)}; launch with cpu_groups=True to have them"
+            )
+        return self._find(self._cpu_groups, key)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def destroy(self) -> None:
+        """Destroy what was created here; borrowed groups stay with their owner."""
+        for held in (self._groups, self._cpu_groups):
+            for ranks, group in list(held.items()):
+                if ranks not in self._borrowed or (held is self._cpu_groups and self._cpu_twins):
+                    if group in _alive():
+                        dist.destroy_process_group(group)
+            held.clear()
+        self._borrowed.clear()
+
+    def _find(self, held: dict[RankSet, Any], ranks: RankSet) -> Any:
+        if ranks not in held:
+            raise ContextError(
+                f"there is no group of exactly the ranks {list(ranks)} on rank {self._rank}; groups exist for "
+                f"the modes of the config. Add a mode whose groups are these ranks."
+            )
+        return held[ranks]
+
+
+def _alive() -> Any:
+    return dist.distributed_c10d._world.pg_map
+
+
+def _distinct_rank_sets(layout: Layout) -> list[RankSet]:
+    """Every distinct rank set of every mode, in one order on all ranks. The world first, and not again."""
+    order: dict[RankSet, None] = {}
+    for group in layout.groups(ParallelMode.GLOBAL):
+        order[tuple(group)] = None
+    for mode in layout.modes:
+        for group in layout.groups(mode):
+            order.setdefault(tuple(group), None)
+    return list(order)

@@ -1,0 +1,151 @@
+"""Layout: for every mode, the rank lists of the whole world. Integers only; no torch, no processes.
+
+A layout is what the initializers return, checked. It answers for any rank of any world, so that plans and
+tests can look at a million ranks from one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from colonnade.context.grid import Grid, Groups, Partition
+from colonnade.context.parallel_mode import DataKind, ParallelMode
+from colonnade.errors import ContextError, LayoutError, listed
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One factor of the world: its name in the config, its size, its mode, and what data its ranks see."""
+
+    name: str
+    size: int
+    mode: ParallelMode
+    data: DataKind
+
+
+class Layout:
+    """The groups of every mode over a world of ranks.
+
+    `axes` multiply to the world size, slowest first. `groups` maps a mode to its rank lists.
+    """
+
+    def __init__(self, axes: tuple[Axis, ...], groups: Mapping[ParallelMode, Groups]) -> None:
+        self.axes = axes
+        self.grid = Grid(tuple((axis.name, axis.size) for axis in axes))
+        self.world_size = self.grid.world_size
+        self._groups = dict(groups)
+        self._places: dict[ParallelMode, dict[int, tuple[int, int]]] = {}
+
+    @property
+    def modes(self) -> tuple[ParallelMode, ...]:
+        """Every mode that has groups in this world."""
+        return tuple(self._groups)
+
+    def groups(self, mode: ParallelMode) -> Groups:
+        """All groups of a mode, as lists of global ranks."""
+        if mode not in self._groups:
+            raise ContextError(
+                f"{mode} has no groups in this layout; it has {listed(known.name for known in self._groups)}. "
+                f"Add it under `parallel` in the config."
+            )
+        return self._groups[mode]
+
+    def has(self, mode: ParallelMode, rank: int | None = None) -> bool:
+        """Whether the mode has groups here, and (if a rank is given) whether that rank is in one."""
+        return mode in self._groups and (rank is None or rank in self._places_of(mode))
+
+    def group_of(self, mode: ParallelMode, rank: int) -> list[int]:
+        """The group of `mode` that `rank` is in."""
+        return self.groups(mode)[self._place(mode, rank)[0]]
+
+    def local_rank(self, mode: ParallelMode, rank: int) -> int:
+        """The position of `rank` in its group of `mode`."""
+        return self._place(mode, rank)[1]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of a rank on each axis; together they determine the rank."""
+        return self.grid.coordinates(rank)
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank with these axis coordinates; axes not named are at 0."""
+        return self.grid.rank_at(**coordinates)
+
+    @property
+    def distinct_data(self) -> int:
+        """How many ranks see data of their own: the divisor of a mean over the joined batch."""
+        seen = 1
+        for axis in self.axes:
+            seen *= axis.size if axis.data == "distinct" else 1
+        return seen
+
+    def digest(self) -> int:
+        """A 62-bit fingerprint: equal on two ranks if and only if (but for chance) the layouts are equal."""
+        text = repr([(mode.value, groups) for mode, groups in self._groups.items()]) + repr(self.axes)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+
+    def describe(self, mode_groups: int = 4) -> str:
+        """A table of modes and their groups for people; long lists are cut."""
+        axes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes if axis.size > 1) or "one rank"
+        lines = [f"{self.world_size} ranks: {axes}"]
+        for mode, groups in self._groups.items():
+            shown = " ".join(str(group) for group in groups[:mode_groups])
+            more = f" ... {len(groups)} groups" if len(groups) > mode_groups else ""
+            lines.append(f"  {mode.name:<28}{shown}{more}")
+        return "\n".join(lines)
+
+    def _place(self, mode: ParallelMode, rank: int) -> tuple[int, int]:
+        places = self._places_of(mode)
+        if rank not in places:
+            raise ContextError(
+                f"rank {rank} is in no group of {mode}; the ranks that have it are "
+                f"{listed(sorted(places)[:16])}{' ...' if len(places) > 16 else ''}. "
+                f"Ask layout.has(mode, rank) first."
+            )
+        return places[rank]
+
+    def _places_of(self, mode: ParallelMode) -> dict[int, tuple[int, int]]:
+        """rank -> (index of its group, position in it), built on first use."""
+        if mode not in self._places:
+            self._places[mode] = {
+                rank: (at, position)
+                for at, group in enumerate(self.groups(mode))
+                for position, rank in enumerate(group)
+            }
+        return self._places[mode]
+
+
+def check_groups(mode: ParallelMode, groups: Groups, world_size: int, source: str, whole: bool = True) -> None:
+    """Refuse rank lists that overlap, name a rank outside the world, are out of order or miss a rank."""
+    if isinstance(groups, Partition):
+        return
+    where = f"{source} returned groups for {mode} that "
+    seen: dict[int, list[int]] = {}
+    for group in groups:
+        for rank in group:
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise LayoutError(f"{where}hold {rank!r} in {group}: a rank is an integer")
+            if not 0 <= rank < world_size:
+                raise LayoutError(
+                    f"{where}name rank {rank} in {group}, but the world has ranks 0 to {world_size - 1}"
+                )
+            if rank in seen:
+                raise LayoutError(
+                    f"{where}overlap: rank {rank} is in {seen[rank]} and in {group}. "
+                    f"A rank is in one group of a mode; use two modes if it belongs to two."
+                )
+            seen[rank] = group
+    disordered = next((group for group in groups if group != sorted(group)), None)
+    if disordered is not None:
+        raise LayoutError(
+            f"{where}are not in ascending order: {disordered}. torch numbers the ranks of a group in ascending "
+            f"order, so positions would disagree; return {sorted(disordered)}."
+        )
+    missing = [rank for rank in range(world_size) if rank not in seen]
+    if missing and whole:
+        raise LayoutError(
+            f"{where}miss rank{'s' if len(missing) > 1 else ''} {listed(missing[:8])}"
+            f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (a group may have one "
+            f"rank), or set `whole_world = False` on the initializer if they really have no part in the mode."
+        )

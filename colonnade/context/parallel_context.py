@@ -1,0 +1,269 @@
+"""ParallelContext: what one process knows about its world. Groups, ranks and sizes by mode; seeds; the device."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from colonnade import logging as _logging
+from colonnade.config import Config, load_config
+from colonnade.context.build import Build, run_initializers
+from colonnade.context.communicators import Communicators
+from colonnade.context.layout import Layout
+from colonnade.context.mesh import mesh_of
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.random import RandomStreams, derive_seed
+from colonnade.context.rendezvous import (
+    agree_on_layout,
+    count_ranks_on_this_host,
+    gather_texts,
+    join_world,
+    leave_world,
+    share_rank_lists,
+)
+from colonnade.context.sizes import world_axes
+from colonnade.errors import ContextError, LayoutError
+
+
+class ParallelContext:
+    """The world of this process. Usable as a context manager; several may live one after another.
+
+    Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) nothing is
+    left behind: groups, sockets, seeds, sizes and the config are as they were before.
+    """
+
+    def __init__(self) -> None:
+        self.verbose = True
+        self._reset()
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def load_config(self, config: Config | dict[str, Any] | str | Path) -> None:
+        """Load and check the configuration; `launch` does this."""
+        self.config = load_config(config)
+
+    def init_global_dist(
+        self,
+        rank: int,
+        world_size: int,
+        backend: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Join the world. Collective: returns when every rank is there. Checks the sizes before it connects."""
+        if self._launched:
+            raise ContextError(
+                "this context has already joined a world; call destroy() before you launch again, "
+                "or use another ParallelContext"
+            )
+        self._axes = world_axes(self.config, world_size)
+        self._build: Build = run_initializers(self.config, world_size, rank)
+        self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
+        self._rank, self.world_size, self._launched = rank, world_size, True
+
+    def init_parallel_groups(self, cpu_groups: bool = False) -> None:
+        """Create the process groups of every mode. Collective over the world."""
+        self._communicators = Communicators(self._rank, cpu_groups)
+        self._take_ready_groups()
+        self._layout = Layout(self._axes, self._build.groups)
+        agree_on_layout(self._layout, self._rank, self.world_size, self.device)
+        self._communicators.create(self._layout)
+
+    def destroy(self) -> None:
+        """Leave the world and forget everything. Safe to call twice."""
+        if self._communicators is not None:
+            self._communicators.destroy()
+        if self._owns_world:
+            leave_world()
+        _logging.detach()
+        self._reset()
+
+    def __enter__(self) -> ParallelContext:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.destroy()
+
+    # -- who am I -----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The rank lists of the whole world."""
+        return self._layout
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether this context has joined a world."""
+        return self._launched
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._axis_size("data")
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return self._axis_size("pipeline")
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return self._axis_size("tensor")
+
+    def get_global_rank(self) -> int:
+        """This process's rank in the world."""
+        return self._rank
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        """This process's position in its group of `mode`."""
+        return self._layout.local_rank(ParallelMode(mode), self._rank)
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        """How many ranks this process's group of `mode` has."""
+        return len(self.get_ranks_in_group(mode))
+
+    def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
+        """The global ranks of this process's group of `mode`, ascending."""
+        return list(self._layout.group_of(ParallelMode(mode), self._rank))
+
+    def get_group(self, mode: ParallelMode) -> dist.ProcessGroup:
+        """The torch process group of `mode` that this rank is in."""
+        return self._joined().group(self.get_ranks_in_group(mode))
+
+    def get_cpu_group(self, mode: ParallelMode) -> dist.ProcessGroup:
+        """The gloo twin of `get_group(mode)`; the same object where the backend already is gloo."""
+        return self._joined().cpu_group(self.get_ranks_in_group(mode))
+
+    def group_of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The torch process group of exactly these ranks, whatever mode it was made for."""
+        return self._joined().group(sorted(ranks))
+
+    def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Create groups for the rank sets that any rank asks for. Collective over the world, once at start-up."""
+        mine = json.dumps(sorted({tuple(sorted(ranks)) for ranks in rank_sets}))
+        asked = [json.loads(text) for text in gather_texts(mine, self.device)]
+        for ranks in sorted({tuple(ranks) for sets in asked for ranks in sets}):
+            self._joined().add(ranks)
+
+    def get_next_global_rank(self, mode: ParallelMode) -> int:
+        """The next rank on the ring of this group; the last one's next is the first."""
+        return self._ring(mode, +1)
+
+    def get_prev_global_rank(self, mode: ParallelMode) -> int:
+        """The previous rank on the ring of this group; the first one's previous is the last."""
+        return self._ring(mode, -1)
+
+    def is_first_rank(self, mode: ParallelMode) -> bool:
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: ParallelMode) -> bool:
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank (and, with virtual stages, the chunk in use) is the first stage."""
+        chunk_is_first = self.virtual_pipeline_parallel_size is None or self.virtual_pipeline_parallel_rank == 0
+        return (ignore_virtual or chunk_is_first) and self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
+        """Whether this rank (and, with virtual stages, the chunk in use) is the last stage."""
+        size = self.virtual_pipeline_parallel_size
+        chunk_is_last = size is None or self.virtual_pipeline_parallel_rank == size - 1
+        return (ignore_virtual or chunk_is_last) and self.is_last_rank(ParallelMode.PIPELINE)
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Whether this rank is in a group of `mode`."""
+        return self._launched and self._layout.has(ParallelMode(mode), self._rank)
+
+    def device_mesh(self, *modes: ParallelMode) -> DeviceMesh:
+        """These modes as a torch DeviceMesh (outermost first) on the groups that already exist."""
+        wanted = [ParallelMode(mode) for mode in modes]
+        groups = [self.get_group(mode) for mode in wanted]
+        return mesh_of(self._layout, wanted, groups, self._rank, self.device.type)
+
+    # -- settings -----------------------------------------------------------------------------------------
+
+    def set_device(self, ordinal: int | None = None) -> None:
+        """Choose this process's device: CUDA device `ordinal` (default: the rank), modulo devices, else the CPU."""
+        if torch.cuda.is_available():
+            index = (self._rank if ordinal is None else ordinal) % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            self.device = torch.device("cuda", index)
+
+    def set_seed(self, seed: int) -> None:
+        """Seed Python, torch and the stream of each axis; may be called again."""
+        here = self._layout.coordinates(self._rank)
+        apart = [
+            f"{axis.name}={here[axis.name]}"
+            for axis in self._layout.axes
+            if axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE
+        ]
+        random.seed(seed)
+        self.streams.clear()
+        torch.manual_seed(derive_seed(seed, *apart))
+        for axis in self._layout.axes:
+            parts = sorted({*apart, f"{axis.name}={here[axis.name]}"})
+            self.streams.add(axis.mode, derive_seed(seed, axis.mode.value, *parts))
+
+    def set_virtual_pipeline_parallel_size(self, size: int | None) -> None:
+        self.virtual_pipeline_parallel_size = size
+
+    def set_virtual_pipeline_parallel_rank(self, rank: int | None) -> None:
+        self.virtual_pipeline_parallel_rank = rank
+
+    def detect_num_processes_on_current_node(self) -> None:
+        """Count the ranks on this host. Collective over the world."""
+        self.num_processes_on_current_node = count_ranks_on_this_host(self.device)
+
+    def check_sanity(self) -> None:
+        """Refuse a world whose axes do not multiply to its size; `launch` has already done so."""
+        world_axes(self.config, self.world_size)
+
+    def __repr__(self) -> str:
+        if not self._launched:
+            return "ParallelContext(not launched: a world of one)"
+        axes = " x ".join(f"{axis.name} {axis.size}" for axis in self._layout.axes if axis.size > 1)
+        return f"ParallelContext(rank {self._rank} of {self.world_size}: {axes or 'one rank'})"
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self.config: Config = load_config({})
+        self.device = torch.device("cpu")
+        self.streams = RandomStreams()
+        self.world_size = 1
+        self.num_processes_on_current_node = -1
+        self.virtual_pipeline_parallel_size: int | None = None
+        self.virtual_pipeline_parallel_rank: int | None = None
+        self._rank = 0
+        self._launched = self._owns_world = False
+        self._communicators: Communicators | None = None
+        self._axes = world_axes(self.config, 1)
+        self._layout = Layout(self._axes, run_initializers(self.config, 1, 0).groups)
+
+    def _joined(self) -> Communicators:
+        if self._communicators is None:
+            raise ContextError("there are no process groups before launch; call colonnade.launch(config) first")
+        return self._communicators
+
+    def _axis_size(self, name: str) -> int:
+        return self._layout.grid.sizes[name]
+
+    def _ring(self, mode: ParallelMode, step: int) -> int:
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(self.get_local_rank(mode) + step) % len(ranks)]
+
+    def _take_ready_groups(self) -> None:
+        """Adopt the groups that initializers made themselves; the layout learns them from all ranks."""
+        self._build.finish_waiting()
+        for made, source in self._build.ready:
+            if self._rank not in made.ranks:
+                raise LayoutError(f"{source} gave rank {self._rank} the group {made.ranks}, which it is not in")
+            lists = share_rank_lists(made.mode.value, made.ranks, self._rank, self.world_size)
+            self._build.add({made.mode: lists}, source)
+            self._joined().adopt(tuple(made.ranks), made.group, made.cpu_group)

@@ -1,0 +1,179 @@
+"""ParallelMode: the kinds of parallelism, an enum that users may extend at run time.
+
+A mode says of itself whether the ranks of one of its groups see *the same* data (tensor) or *distinct*
+data (data, sequence). Gradient reductions and their divisors follow from that.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from colonnade.errors import LayoutError, did_you_mean, listed
+
+DataKind = Literal["same", "distinct"]
+
+
+class _OpenEnum(type):
+    """Makes `ParallelMode("data")`, `ParallelMode["DATA"]`, iteration and `in` work as on an Enum."""
+
+    _by_value: dict[str, ParallelMode]
+    _by_name: dict[str, ParallelMode]
+
+    def __call__(cls, value: object) -> Any:
+        """Return the member for a member, a value, or a member of a user's own Enum with a known value."""
+        if isinstance(value, ParallelMode):
+            return value
+        if isinstance(value, str) and value in cls._by_value:
+            return cls._by_value[value]
+        if isinstance(value, enum.Enum) and isinstance(value.value, str):
+            # The documented way to add a mode is to write it into an Enum; such a member declares itself.
+            return cls._by_value.get(value.value) or ParallelMode.register(value.name, value.value)
+        raise LayoutError(
+            f"{value!r} is not a parallel mode; known values: {listed(cls._by_value)}."
+            f"{did_you_mean(str(value), cls._by_value)} "
+            f"A new one is added with ParallelMode.register('NEW_MODE', 'new_mode', data='same')."
+        )
+
+    def __getitem__(cls, name: str) -> ParallelMode:
+        if name not in cls._by_name:
+            raise KeyError(f"no parallel mode named {name!r}; known: {listed(cls._by_name)}")
+        return cls._by_name[name]
+
+    def __getattr__(cls, name: str) -> ParallelMode:
+        if name.startswith("_") or name not in cls.__dict__.get("_by_name", ()):
+            hint = did_you_mean(name, cls.__dict__.get("_by_name", ()))
+            raise AttributeError(f"ParallelMode has no member {name!r}.{hint}")
+        return cls._by_name[name]
+
+    def __iter__(cls) -> Iterator[ParallelMode]:
+        return iter(list(cls._by_name.values()))
+
+    def __len__(cls) -> int:
+        return len(cls._by_name)
+
+    def __contains__(cls, value: object) -> bool:
+        return isinstance(value, ParallelMode) or (isinstance(value, str) and value in cls._by_value)
+
+
+class ParallelMode(metaclass=_OpenEnum):
+    """One kind of parallelism. Members are singletons: compare them with `is` or `==`."""
+
+    __slots__ = ("data", "name", "value")
+    _by_value: ClassVar[dict[str, ParallelMode]] = {}
+    _by_name: ClassVar[dict[str, ParallelMode]] = {}
+
+    name: str
+    value: str
+    data: DataKind
+    """Whether the ranks of a group see the same data or distinct data."""
+
+    GLOBAL: ClassVar[ParallelMode]
+    DATA: ClassVar[ParallelMode]
+    MODEL: ClassVar[ParallelMode]
+    PIPELINE: ClassVar[ParallelMode]
+    TENSOR: ClassVar[ParallelMode]
+    SEQUENCE: ClassVar[ParallelMode]
+    SEQUENCE_DP: ClassVar[ParallelMode]
+    PARALLEL_1D: ClassVar[ParallelMode]
+    PARALLEL_2D_ROW: ClassVar[ParallelMode]
+    PARALLEL_2D_COL: ClassVar[ParallelMode]
+    PARALLEL_2P5D_ROW: ClassVar[ParallelMode]
+    PARALLEL_2P5D_COL: ClassVar[ParallelMode]
+    PARALLEL_2P5D_DEP: ClassVar[ParallelMode]
+    PARALLEL_2P5D_XZ: ClassVar[ParallelMode]
+    PARALLEL_3D_INPUT: ClassVar[ParallelMode]
+    PARALLEL_3D_WEIGHT: ClassVar[ParallelMode]
+    PARALLEL_3D_OUTPUT: ClassVar[ParallelMode]
+    PARALLEL_3D_INPUT_X_WEIGHT: ClassVar[ParallelMode]
+    PARALLEL_3D_OUTPUT_X_WEIGHT: ClassVar[ParallelMode]
+    EXPERT: ClassVar[ParallelMode]
+    EXPERT_DATA: ClassVar[ParallelMode]
+    MOE_MODEL: ClassVar[ParallelMode]
+    MOE_DATA: ClassVar[ParallelMode]
+
+    @classmethod
+    def register(cls, name: str, value: str, data: DataKind = "same") -> ParallelMode:
+        """Add a mode. Registering the same one again returns it; a clash with another is an error."""
+        _check_declaration(name, value, data)
+        known = cls._by_name.get(name) or cls._by_value.get(value)
+        if known is not None:
+            if (known.name, known.value, known.data) == (name, value, data):
+                return known
+            raise LayoutError(
+                f"ParallelMode.register({name!r}, {value!r}, data={data!r}) clashes with {known!r} "
+                f"(data={known.data!r}). Choose another name and value."
+            )
+        member = object.__new__(cls)
+        for field, content in (("name", name), ("value", value), ("data", data)):
+            object.__setattr__(member, field, content)
+        cls._by_name[name] = cls._by_value[value] = member
+        return member
+
+    def __setattr__(self, field: str, content: object) -> None:
+        raise AttributeError(f"{self} is constant; its {field} cannot be changed")
+
+    def __repr__(self) -> str:
+        return f"<ParallelMode.{self.name}: {self.value!r}>"
+
+    def __str__(self) -> str:
+        return f"ParallelMode.{self.name}"
+
+    def __copy__(self) -> ParallelMode:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ParallelMode:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:
+        # By registration: another process may meet a user's mode first in a pickle.
+        return _restore, (self.name, self.value, self.data)
+
+
+def _restore(name: str, value: str, data: DataKind) -> ParallelMode:
+    return ParallelMode.register(name, value, data)
+
+
+def _check_declaration(name: object, value: object, data: object) -> None:
+    if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
+        raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}")
+    if hasattr(_OpenEnum, name) or name in {"register", "name", "value", "data"}:
+        raise LayoutError(f"{name!r} cannot name a parallel mode: ParallelMode uses that word itself")
+    if not (isinstance(value, str) and value):
+        raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}")
+    if data not in ("same", "distinct"):
+        raise LayoutError(
+            f"ParallelMode.register(data={data!r}): say 'same' if the ranks of a group see the same data "
+            f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)"
+        )
+
+
+_BUILT_IN: tuple[tuple[str, str, DataKind], ...] = (
+    ("GLOBAL", "global", "distinct"),
+    ("DATA", "data", "distinct"),
+    ("MODEL", "model", "same"),
+    ("PIPELINE", "pipe", "same"),
+    ("TENSOR", "tensor", "same"),
+    ("SEQUENCE", "sequence", "distinct"),
+    ("SEQUENCE_DP", "sequence_dp", "distinct"),
+    ("PARALLEL_1D", "1d", "same"),
+    ("PARALLEL_2D_ROW", "2d_row", "same"),
+    ("PARALLEL_2D_COL", "2d_col", "same"),
+    ("PARALLEL_2P5D_ROW", "2p5d_row", "same"),
+    ("PARALLEL_2P5D_COL", "2p5d_col", "same"),
+    ("PARALLEL_2P5D_DEP", "2p5d_dep", "same"),
+    ("PARALLEL_2P5D_XZ", "2p5d_xz", "same"),
+    ("PARALLEL_3D_INPUT", "3d_input", "same"),
+    ("PARALLEL_3D_WEIGHT", "3d_weight", "same"),
+    ("PARALLEL_3D_OUTPUT", "3d_output", "same"),
+    ("PARALLEL_3D_INPUT_X_WEIGHT", "3d_input_x_weight", "same"),
+    ("PARALLEL_3D_OUTPUT_X_WEIGHT", "3d_output_x_weight", "same"),
+    ("EXPERT", "expert", "distinct"),
+    ("EXPERT_DATA", "expert_data", "distinct"),
+    ("MOE_MODEL", "moe_model", "distinct"),
+    ("MOE_DATA", "moe_data", "distinct"),
+)
+
+for _name, _value, _data in _BUILT_IN:
+    ParallelMode.register(_name, _value, _data)

@@ -1,0 +1,162 @@
+"""Joining and leaving a world, and the agreements that are made when it has just come up."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colonnade.context.layout import Layout
+from colonnade.errors import LaunchError, LayoutError, listed
+
+_launches = itertools.count()
+
+DEFAULT_TIMEOUT = 1800.0
+
+
+def join_world(
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    host: str | None,
+    port: int | None,
+    timeout: float | None,
+) -> bool:
+    """Initialise torch.distributed unless it is; returns whether it was us, and so is ours to destroy."""
+    if dist.is_initialized():
+        there = (dist.get_rank(), dist.get_world_size())
+        if there != (rank, world_size):
+            raise LaunchError(
+                f"torch.distributed is already initialised as rank {there[0]} of {there[1]}, but launch was "
+                f"asked for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first."
+            )
+        return False
+    limit = timedelta(seconds=timeout or DEFAULT_TIMEOUT)
+    store = _store(rank, world_size, host, port, limit)
+    try:
+        dist.init_process_group(
+            backend or default_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+    except Exception as error:
+        raise LaunchError(
+            f"rank {rank} of {world_size} could not join the world at {host}:{port} with backend "
+            f"{backend or default_backend()!r}: {error}"
+        ) from error
+    return True
+
+
+def leave_world() -> None:
+    """Destroy every process group of torch.distributed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def default_backend() -> str:
+    """nccl where there is CUDA, gloo elsewhere."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def agree_on_layout(layout: Layout, rank: int, world_size: int, device: torch.device) -> None:
+    """Refuse, on every rank, a layout that is not the same everywhere. Collective over the world."""
+    digest = layout.digest()
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=_device_of_world(device))
+    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    low, high = both[0].item(), -both[1].item()
+    if low == high:
+        return
+    mine = {mode.value: layout.groups(mode) for mode in layout.modes}
+    everyone = [json.loads(text) for text in _share("layout", json.dumps(mine), rank, world_size)]
+    differing = [other for other in range(world_size) if everyone[other] != everyone[0]]
+    modes = sorted({m for other in differing for m in _differing_modes(everyone[0], everyone[other])})
+    first = modes[0]
+    raise LayoutError(
+        f"the ranks do not agree on the groups of mode {listed(repr(mode) for mode in modes)}: rank 0 says "
+        f"{everyone[0].get(first)}, rank {differing[0]} says {everyone[differing[0]].get(first)} "
+        f"(differing from rank 0: {listed(differing)}). An initializer must return the groups of the whole world, "
+        f"the same on every rank; it must not depend on its own rank."
+    )
+
+
+def share_rank_lists(mode: str, ranks: list[int], rank: int, world_size: int) -> list[list[int]]:
+    """All distinct rank lists of a mode, from what each rank knows of its own. Collective over the world."""
+    texts = _share(f"groups/{mode}", json.dumps(ranks), rank, world_size)
+    return [list(group) for group in sorted({tuple(json.loads(text)) for text in texts})]
+
+
+def count_ranks_on_this_host(device: torch.device) -> int:
+    """How many ranks run on this host. Collective over the world."""
+    name = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
+    mine = torch.tensor([int.from_bytes(name, "big") >> 1], dtype=torch.int64, device=_device_of_world(device))
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return sum(bool(other.item() == mine.item()) for other in everyone)
+
+
+def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:
+    """The key-value store of the rendezvous, under a prefix of its own for every launch and restart."""
+    if world_size == 1 and port is None:
+        return dist.HashStore()
+    if host is None or port is None:
+        raise LaunchError(
+            f"a world of {world_size} ranks needs the address of rank 0: pass host= and port=, set MASTER_ADDR and "
+            f"MASTER_PORT, or start the script with `colonnade run --nproc {world_size} script.py`"
+        )
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        base = dist.TCPStore(host, port, world_size, rank == 0 and not agent, limit, wait_for_workers=False)
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError) as error:
+        raise LaunchError(_connection_help(rank, host, port, error)) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"colonnade/{attempt}/{next(_launches)}", base)
+
+
+def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:
+    if "EADDRINUSE" in str(error) or "in use" in str(error):
+        return (
+            f"port {port} on {host} is in use, so rank 0 cannot listen there. Choose another port "
+            f"(`colonnade run` finds a free one by itself), or end the process that holds it."
+        )
+    return (
+        f"rank {rank} could not reach rank 0 at {host}:{port}: {error}. Is rank 0 running, and is the address "
+        f"reachable from here?"
+    )
+
+
+def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
+    """Every rank's text, in rank order. Two collectives over the group; nothing is unpickled."""
+    where = _device_of_world(device)
+    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(where)
+    size = torch.tensor([content.numel()], device=where)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(other.item()) for other in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=where)
+    padded[: content.numel()] = content
+    everyone = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded, group=group)
+    return [
+        bytes(other[: int(length.item())].tolist()).decode()
+        for other, length in zip(everyone, sizes, strict=True)
+    ]
+
+
+def _share(key: str, text: str, rank: int, world_size: int) -> list[str]:
+    """Every rank's text, through the store of the default group."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"colonnade/{key}/{rank}", text)
+    return [store.get(f"colonnade/{key}/{other}").decode() for other in range(world_size)]
+
+
+def _differing_modes(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [mode for mode in {**one, **other} if one.get(mode) != other.get(mode)]
+
+
+def _device_of_world(device: torch.device) -> torch.device:
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,75 @@
+"""What can go wrong, as types a user can catch.
+
+Every message gives the value that was met, what is allowed, and the next step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ColonnadeError(Exception):
+    """Base of every error that Colonnade raises on purpose."""
+
+
+class ConfigError(ColonnadeError, ValueError):
+    """A configuration that cannot be used; raised before any process group exists."""
+
+
+class RegistryError(ColonnadeError, LookupError):
+    """An unknown or twice-registered name."""
+
+
+class LayoutError(ColonnadeError, ValueError):
+    """Sizes or rank lists that do not make a world."""
+
+
+class ContextError(ColonnadeError, RuntimeError):
+    """A group, rank or stream was asked for that this context does not have."""
+
+
+class LaunchError(ColonnadeError, RuntimeError):
+    """The world could not be started."""
+
+
+class PlacementError(ColonnadeError, ValueError):
+    """A parameter whose placement is missing, contradictory or does not add up."""
+
+
+class LedgerError(ColonnadeError, RuntimeError):
+    """A gradient reduction that nobody does, that two do, or that is done with another divisor."""
+
+
+class GradientError(ColonnadeError, RuntimeError):
+    """Gradients that cannot be synchronised, clipped or applied as asked."""
+
+
+class ScheduleError(ColonnadeError, ValueError):
+    """A schedule or a table of actions that cannot run."""
+
+
+class ParityError(ColonnadeError, AssertionError):
+    """A parallel result that differs from one process."""
+
+
+class CheckpointError(ColonnadeError, RuntimeError):
+    """A checkpoint that cannot be written or must not be loaded."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name closest to `name`, or None when nothing is close."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest known name, or an empty string."""
+    close = nearest(name, known)
+    return f" Did you mean {close!r}?" if close else ""
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return the names as one readable line, or "none"."""
+    return ", ".join(str(name) for name in names) or "none"

@@ -1,0 +1,65 @@
+"""DTensors: their placements, read into ours, so that everything derived from placements knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from colonnade.context.layout import Layout
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError, listed
+from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, is_dtensor, placement_of
+
+
+def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placement:
+    """The placement of any parameter: of a DTensor from its mesh, of a plain one as it was placed."""
+    return _read(parameter, layout, rank) if is_dtensor(parameter) else placement_of(parameter)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The elements that this rank holds: a DTensor's local tensor, or the tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _read(parameter: Any, layout: Layout, rank: int) -> Placement:
+    """A mesh dimension is the mode whose group on this rank is that dimension's ranks.
+
+    What DTensor and FSDP hold over their own mesh is final: they reduce it themselves.
+    """
+    mesh = parameter.device_mesh
+    modes: dict[ParallelMode, Spec] = {}
+    for dim, spec in enumerate(parameter.placements):
+        ranks = _ranks_along(mesh, dim)
+        if len(ranks) > 1:
+            modes[_mode_of(ranks, layout, rank, modes)] = _spec(spec)
+    return Placement(modes, tuple(parameter.shape))
+
+
+def _ranks_along(mesh: Any, dim: int) -> list[int]:
+    grid, here = mesh.mesh, mesh.get_coordinate()
+    index = [slice(None) if at == dim else here[at] for at in range(grid.dim())]
+    return [int(rank) for rank in grid[tuple(index)].flatten().tolist()]
+
+
+def _mode_of(ranks: list[int], layout: Layout, rank: int, taken: dict[ParallelMode, Spec]) -> ParallelMode:
+    axes = [axis.mode for axis in layout.axes]
+    for mode in [*axes, *layout.modes]:
+        if mode not in taken and layout.has(mode, rank) and layout.group_of(mode, rank) == sorted(ranks):
+            return mode
+    raise PlacementError(
+        f"a DTensor lies on a mesh dimension of ranks {ranks}, which is no group of any mode of this world "
+        f"({listed(mode.name for mode in layout.modes)}). Build the mesh with context.device_mesh(modes...), or add a "
+        f"mode with these groups under `parallel`."
+    )
+
+
+def _spec(spec: Any) -> Spec:
+    if spec.is_shard():
+        return Shard(spec.dim, owes="nothing")
+    if spec.is_replicate():
+        return Replicate(owes="nothing")
+    raise PlacementError(
+        f"a DTensor parameter is placed {spec}: a sum is still pending on it, so neither its norm nor its update is "
+        f"defined. Redistribute it to Shard or Replicate first."
+    )

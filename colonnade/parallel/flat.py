@@ -1,0 +1,87 @@
+"""Flat buffers: many tensors of one dtype and device, lying one after another in a single allocation.
+
+Gradient buckets, flat optimizer steps and sharded optimizers all use this one description, so that a
+bucket of gradients, its parameters and their moments have the same offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import GradientError
+
+ALIGN_BYTES = 64
+"""Every tensor starts at a multiple of this: a cache line, and enough for 128-bit loads on a GPU."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one tensor lies: elements [start, start + numel) of the flat buffer."""
+
+    start: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+class FlatLayout:
+    """The spans of a list of tensors in one flat buffer; pure arithmetic, owns no memory.
+
+    Padding between spans is never written by `views`, so a buffer that starts as zeros keeps it zero.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.dtype, self.device = _common(tensors)
+        self._like = [tensor.detach() for tensor in tensors]
+        step = max(1, ALIGN_BYTES // self.dtype.itemsize)
+        self.spans: list[Span] = []
+        end = 0
+        for tensor in tensors:
+            self.spans.append(Span(end, tensor.numel()))
+            end += -(-tensor.numel() // step) * step
+        self.numel = end
+
+    def allocate(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+        """A zeroed flat buffer of this layout."""
+        return torch.zeros(self.numel, dtype=dtype or self.dtype, device=device or self.device)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """One view of `buffer` per tensor, with the tensor's shape and (if dense) its memory format."""
+        return [
+            view_like(buffer[span.start : span.stop], like)
+            for span, like in zip(self.spans, self._like, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+
+def view_like(flat: Tensor, like: Tensor) -> Tensor:
+    """View a 1-d piece with the shape of `like`; dense tensors (channels-last too) keep their strides."""
+    if like.is_contiguous() or not _is_dense(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _common(tensors: Sequence[Tensor]) -> tuple[torch.dtype, torch.device]:
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    if len(kinds) != 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no tensor at all"
+        raise GradientError(f"a flat buffer takes tensors of one dtype on one device, not: {found}")
+    return kinds.pop()

@@ -1,0 +1,202 @@
+"""Placement: the one record of how a parameter lies on the modes. Every later stage reads it and nothing else.
+
+Gradient sync, the ledger, clipping, checkpoints and verification are all derived from it. A parameter
+without one is replicated on every mode; a DTensor's is read from the DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError
+
+Owes = Literal["auto", "sum", "nothing"]
+"""What the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
+
+_ATTRIBUTE = "_colonnade_placement"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank of the mode holds its own part of dimension `dim`. Parts may be uneven or empty.
+
+    `owes="nothing"` says that the gradient is already final over this mode, its mean included (FSDP).
+    """
+
+    dim: int
+    owes: Literal["auto", "nothing"] = "auto"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the mode holds the same elements; `owes` says what its raw gradient still needs."""
+
+    owes: Owes = "auto"
+
+
+@dataclass(frozen=True)
+class Tied:
+    """One logical parameter that lives at several pipeline stages, under the name `key` on all of them."""
+
+    stages: tuple[int, ...]
+    key: str
+
+
+Spec = Shard | Replicate | Tied
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a parameter is on each mode; modes that are not listed are `Replicate()`.
+
+    `shape` is the whole tensor's, needed only where shards are uneven; else it follows from the local one.
+    """
+
+    modes: Mapping[ParallelMode, Spec] = field(default_factory=lambda: MappingProxyType({}))
+    shape: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modes", MappingProxyType(dict(self.modes)))
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.modes.items()), self.shape))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and (dict(self.modes), self.shape) == (dict(other.modes), other.shape)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Placement, (dict(self.modes), self.shape)
+
+    def on(self, mode: ParallelMode) -> Spec:
+        """What the parameter is on `mode`."""
+        return self.modes.get(mode, Replicate())
+
+    @property
+    def shards(self) -> dict[ParallelMode, Shard]:
+        """The modes that it is split over, in the order they were given (outermost first)."""
+        return {mode: spec for mode, spec in self.modes.items() if isinstance(spec, Shard)}
+
+    @property
+    def tied(self) -> Tied | None:
+        """Where else in the pipeline it lives."""
+        spec = self.modes.get(ParallelMode.PIPELINE)
+        return spec if isinstance(spec, Tied) else None
+
+    def __str__(self) -> str:
+        parts = []
+        for mode, spec in self.modes.items():
+            parts.append(f"{mode.name}: {_spec_text(spec)}")
+        return "{" + ", ".join(parts) + "}" if parts else "replicated"
+
+
+def place(
+    parameter: Tensor,
+    modes: Mapping[ParallelMode, Spec],
+    shape: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Give a parameter its placement and return the parameter. Replaces an earlier one."""
+    if is_dtensor(parameter):
+        raise PlacementError(
+            "this parameter is a DTensor, which carries its own placements; they are read from it. "
+            "Place plain parameters only."
+        )
+    checked = {ParallelMode(mode): _checked(spec, ParallelMode(mode), parameter) for mode, spec in modes.items()}
+    record = Placement(checked, tuple(shape) if shape is not None else None)
+    _check_shape(record, parameter)
+    _attach(parameter, record)
+    return parameter
+
+
+def placement_of(parameter: Tensor) -> Placement:
+    """The placement of a plain parameter; one that was never placed is replicated on every mode."""
+    return getattr(parameter, _ATTRIBUTE, None) or Placement()
+
+
+def is_placed(parameter: Tensor) -> bool:
+    """Whether `place` was called on it."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
+def copy_placement(source: Tensor, target: Tensor) -> None:
+    """Carry the placement over to another tensor of the same meaning, such as a master weight."""
+    if is_placed(source):
+        _attach(target, placement_of(source))
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether it is a DTensor, without importing that module for those who never use it."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> tuple[int, ...]:
+    """The shape of the whole tensor: as declared, else the local shape times the size of each sharded mode."""
+    if placement.shape is not None:
+        return placement.shape
+    shape = list(parameter.shape)
+    for mode, shard in placement.shards.items():
+        shape[shard.dim] *= sizes[mode]
+    return tuple(shape)
+
+
+def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
+    """The number of elements of the whole tensor."""
+    return prod(logical_shape(parameter, placement, sizes))
+
+
+def _attach(parameter: Tensor, record: Placement) -> None:
+    setattr(parameter, _ATTRIBUTE, record)
+    if isinstance(parameter, nn.Parameter):
+        # torch's own Parameter.__deepcopy__ drops attributes; with None here, copy.deepcopy takes the
+        # __reduce_ex__ way, which keeps them. So a deep copy of a model has the placements of the model.
+        parameter.__deepcopy__ = None  # type: ignore[method-assign, assignment]
+
+
+def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
+    if isinstance(spec, Shard):
+        if not -parameter.dim() <= spec.dim < max(parameter.dim(), 1):
+            raise PlacementError(
+                f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has dimensions "
+                f"0 to {parameter.dim() - 1}"
+            )
+        return Shard(spec.dim % max(parameter.dim(), 1), spec.owes)
+    if isinstance(spec, Tied):
+        if mode is not ParallelMode.PIPELINE:
+            raise PlacementError(f"Tied is for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}")
+        if len(set(spec.stages)) < 2 or not spec.key:
+            raise PlacementError(f"{spec}: give at least two different stages and a key, the same on each of them")
+        return Tied(tuple(sorted(set(spec.stages))), spec.key)
+    if isinstance(spec, Replicate):
+        if spec.owes not in ("auto", "sum", "nothing"):
+            raise PlacementError(f"Replicate(owes={spec.owes!r}): allowed are 'auto', 'sum' and 'nothing'")
+        return spec
+    raise PlacementError(f"{spec!r} on {mode} is no placement; use Shard(dim), Replicate() or Tied(stages, key)")
+
+
+def _check_shape(record: Placement, parameter: Tensor) -> None:
+    if record.shape is None:
+        return
+    split = {shard.dim for shard in record.shards.values()}
+    fits = len(record.shape) == parameter.dim() and all(
+        here <= whole if dim in split else here == whole
+        for dim, (here, whole) in enumerate(zip(parameter.shape, record.shape, strict=True))
+    )
+    if not fits:
+        raise PlacementError(
+            f"a local part of shape {tuple(parameter.shape)} cannot come from a whole of shape {record.shape} "
+            f"split on dimension {sorted(split) or 'none'}"
+        )
+
+
+def _spec_text(spec: Spec) -> str:
+    if isinstance(spec, Shard):
+        return f"Shard({spec.dim}{'' if spec.owes == 'auto' else ', owes=' + repr(spec.owes)})"
+    if isinstance(spec, Tied):
+        return f"Tied({', '.join(map(str, spec.stages))} as {spec.key!r})"
+    return "Replicate()" if spec.owes == "auto" else f"Replicate(owes={spec.owes!r})"

@@ -1,0 +1,144 @@
+"""Registries: how a string in a config becomes a class.
+
+A registry knows its *home*, the module that defines the built-in entries, and imports it on the first
+look-up: importing this module stays cheap, and the built-ins are always listed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, overload
+
+from colonnade.errors import RegistryError, did_you_mean, listed
+
+Entry = TypeVar("Entry", bound=Callable[..., Any])
+
+
+class Registry:
+    """Classes and functions by name.
+
+    `what` is the noun used in messages ("gradient handler"). `home` is the module whose import registers
+    the built-ins. `libraries` are modules searched when a name is not registered (`torch.optim`, say).
+    """
+
+    def __init__(self, what: str, *, home: str | None = None, libraries: tuple[str, ...] = ()) -> None:
+        self.what = what
+        self._home = home
+        self._libraries = libraries
+        self._entries: dict[str, Callable[..., Any]] = {}
+        self._filled = home is None
+
+    @overload
+    def register_module(self, entry: Entry) -> Entry: ...
+    @overload
+    def register_module(
+        self, entry: str | None = None, *, name: str | None = None
+    ) -> Callable[[Entry], Entry]: ...
+    def register_module(self, entry: Any = None, *, name: str | None = None) -> Any:
+        """Register a class or function: `@R.register_module`, `@R.register_module("Name")` or `(name="Name")`."""
+        if isinstance(entry, str):
+            entry, name = None, entry
+        if entry is not None:
+            return self._add(entry, name)
+        return lambda decorated: self._add(decorated, name)
+
+    def get_module(self, name: str) -> Callable[..., Any]:
+        """Return the entry called `name`; an unknown name is an error that lists the known ones."""
+        self._fill()
+        if name in self._entries:
+            return self._entries[name]
+        found = self._from_libraries(name)
+        if found is None:
+            raise RegistryError(self._unknown(name))
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether `get_module(name)` would find something."""
+        self._fill()
+        return name in self._entries or self._from_libraries(name) is not None
+
+    def remove(self, name: str) -> None:
+        """Forget an entry, so that a notebook cell may define it again."""
+        self.get_module(name)
+        self._entries.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.has(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._fill()
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        self._fill()
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Registry({self.what}: {listed(self)})"
+
+    def _add(self, entry: Any, name: str | None) -> Any:
+        if not callable(entry):
+            raise RegistryError(
+                f"only a class or a function can be registered as a {self.what}, not {entry!r}. "
+                f"Write @{self._constant()}.register_module above its definition."
+            )
+        key = name or entry.__name__
+        if not isinstance(key, str) or not key:
+            raise RegistryError(f"the name of a {self.what} is a non-empty string, not {key!r}")
+        before = self._entries.get(key)
+        if before is not None and before is not entry:
+            raise RegistryError(
+                f"{self.what} {key!r} is already registered: {_where(before)}; and again: {_where(entry)}. "
+                f"Rename one, or call .remove({key!r}) first."
+            )
+        self._entries[key] = entry
+        return entry
+
+    def _fill(self) -> None:
+        if not self._filled and self._home is not None:
+            self._filled = True  # before the import: the home may look something up while it loads
+            importlib.import_module(self._home)
+
+    def _from_libraries(self, name: str) -> Callable[..., Any] | None:
+        for library in self._libraries:
+            found = getattr(importlib.import_module(library), name, None)
+            if inspect.isclass(found):
+                return found
+        return None
+
+    def _unknown(self, name: object) -> str:
+        also = f" (or a class of {', '.join(self._libraries)})" if self._libraries else ""
+        hint = did_you_mean(str(name), self)
+        return (
+            f"no {self.what} {name!r}; registered: {listed(self)}{also}.{hint} "
+            f"Register yours with @{self._constant()}.register_module, and import the file that defines it "
+            f"before the config is used."
+        )
+
+    def _constant(self) -> str:
+        return next((key for key, value in globals().items() if value is self), "REGISTRY")
+
+
+def _where(entry: Any) -> str:
+    """`module.Name (file:line)` of a definition, as far as Python knows it."""
+    label = f"{entry.__module__}.{entry.__qualname__}"
+    try:
+        return f"{label} ({inspect.getsourcefile(entry)}:{inspect.getsourcelines(entry)[1]})"
+    except (OSError, TypeError):  # defined in an interactive session or in C
+        return label
+
+
+DIST_GROUP_INITIALIZER = Registry(
+    "process group initializer", home="colonnade.context.dist_group_initializer"
+)
+GRADIENT_HANDLER = Registry("gradient handler", home="colonnade.engine.gradient_handler")
+SCHEDULE = Registry("schedule", home="colonnade.engine.schedule")
+HOOKS = Registry("trainer hook")
+LAYERS = Registry("layer", libraries=("torch.nn",))
+LOSSES = Registry("loss", libraries=("torch.nn",))
+MODELS = Registry("model")
+DATASETS = Registry("dataset")
+OPTIMIZERS = Registry("optimizer", libraries=("torch.optim",))
+LR_SCHEDULERS = Registry("learning-rate scheduler", libraries=("torch.optim.lr_scheduler",))

@@ -1,0 +1,1 @@
+"""Tests of Colonnade; the tree mirrors the package."""

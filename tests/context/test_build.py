@@ -1,0 +1,156 @@
+"""Initializers of the user's own: every form they may take, and every way they can be wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colonnade._launch import launch
+from colonnade.constants import INITIALIZER_MAPPING
+from colonnade.context.build import build_layout
+from colonnade.context.dist_group_initializer import ProcessGroupInitializer
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import LayoutError
+from colonnade.registry import DIST_GROUP_INITIALIZER
+from colonnade.testing import run_world
+
+MINE = ParallelMode.register("BUILD_MINE", "build_mine")
+PAIRS = [[0, 1], [2, 3]]
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class ByReturn(ProcessGroupInitializer):
+    """Returns whatever the config says; passes three of the six arguments on."""
+
+    def __init__(self, rank, world_size, config, data_size, pipeline_size, tensor_size, gives=None):
+        super().__init__(rank, world_size, config)
+        self.six = (rank, world_size, config, data_size, pipeline_size, tensor_size)
+        self.gives = gives
+
+    def init_parallel_groups(self):
+        return eval(self.gives) if self.gives else None
+
+
+INITIALIZER_MAPPING["build_mine"] = "ByReturn"
+
+
+def config(gives, size=2):
+    return {"parallel": {"tensor": {"size": size, "mode": "build_mine", "gives": gives}}}
+
+
+@pytest.mark.parametrize(
+    "gives", ["{MINE: PAIRS}", "{'build_mine': PAIRS}", "PAIRS", "{MINE: ([0, 1], (2, 3))}", "{MINE: [range(2), [2, 3]]}"]
+)
+def test_a_dict_or_a_list_of_rank_lists_is_taken(gives):
+    assert build_layout(config(gives), 4).groups(MINE) == PAIRS
+
+
+def test_none_adds_nothing():
+    assert not build_layout(config(None), 4).has(MINE)
+
+
+@pytest.mark.parametrize(
+    ("gives", "part"),
+    [
+        ("{MINE: [[0, 1], [1, 2, 3]]}", "overlap: rank 1 is in [0, 1] and in [1, 2, 3]"),
+        ("{MINE: [[0, 1], [2]]}", "miss rank 3 of 4"),
+        ("{MINE: [[0, 1], [2, 4]]}", "name rank 4 in [2, 4], but the world has ranks 0 to 3"),
+        ("{MINE: [[0, 1], [3, 2]]}", "not in ascending order: [3, 2]"),
+        ("{MINE: [[0, 1], [2, '3']]}", "a rank is an integer"),
+        ("{MINE: 3}", "a mode's groups are a list of rank lists"),
+        ("7", "return {mode: [[ranks], ...]}"),
+        ("{'nowhere': PAIRS}", "'nowhere' is not a parallel mode"),
+        ("{ParallelMode.TENSOR: [[0, 2], [1, 3]]}", "both define ParallelMode.TENSOR, with different groups"),
+    ],
+)
+def test_groups_that_are_wrong_are_named(gives, part):
+    with pytest.raises(LayoutError) as error:
+        build_layout(config(gives), 4)
+    assert part in str(error.value)
+    assert "ByReturn" in str(error.value) or "nowhere" in str(error.value)
+
+
+def test_missing_ranks_are_allowed_where_the_initializer_says_so(monkeypatch):
+    monkeypatch.setattr(ByReturn, "whole_world", False)
+    layout = build_layout(config("{MINE: [[0, 1]]}"), 4)
+    assert layout.has(MINE, 1)
+    assert not layout.has(MINE, 2)
+
+
+def test_an_argument_that_is_missing_from_the_config_is_named():
+    class Needy(ProcessGroupInitializer):
+        def __init__(self, a, b, c, d, e, f, arg1):
+            super().__init__(a, b, c, d, e, f)
+
+    DIST_GROUP_INITIALIZER.register_module(Needy)
+    INITIALIZER_MAPPING["needy"] = "Needy"
+    try:
+        with pytest.raises(LayoutError, match="arg1"):
+            build_layout({"parallel": {"tensor": {"size": 2, "mode": "needy"}}}, 2)
+    finally:
+        DIST_GROUP_INITIALIZER.remove("Needy")
+        del INITIALIZER_MAPPING["needy"]
+
+
+def test_an_axis_of_ones_own_makes_the_world_larger():
+    layout = build_layout({"parallel": {"tensor": 2, "mine": {"size": 2, "mode": "build_mine"}}}, 8)
+    assert layout.groups(MINE) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups(ParallelMode.DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+class Ancestral(ProcessGroupInitializer):
+    """As the ancestor's initializers were: creates its groups itself and returns tuples."""
+
+    def init_dist_group(self):
+        mine = None
+        for ranks in PAIRS:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = (ranks.index(self.rank), 2, group, group, ranks, MINE)
+        return mine
+
+
+class CreatesItself(Ancestral):
+    """Creates groups under the new method's name: then it too runs when the world is up."""
+
+    def init_parallel_groups(self):
+        return [self.init_dist_group()]
+
+
+class DependsOnItsRank(ProcessGroupInitializer):
+    def init_parallel_groups(self):
+        return {MINE: PAIRS if self.rank < 3 else [[0, 2], [1, 3]]}
+
+
+def _launch_with(initializer: str) -> object:
+    DIST_GROUP_INITIALIZER.register_module(globals()[initializer])
+    INITIALIZER_MAPPING["by_hand"] = initializer
+    try:
+        with launch(
+            {"parallel": {"tensor": {"size": 2, "mode": "by_hand"}}}, context=ParallelContext(), verbose=False
+        ) as gpc:
+            value = torch.tensor([float(gpc.get_global_rank())])
+            dist.all_reduce(value, group=gpc.get_group(MINE))
+            return value.item(), gpc.layout.groups(MINE)
+    except LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("initializer", ["Ancestral", "CreatesItself"])
+def test_initializers_of_the_ancestors_kind_work(initializer):
+    assert run_world(4, _launch_with, initializer).values == [(1.0, PAIRS), (1.0, PAIRS), (5.0, PAIRS), (5.0, PAIRS)]
+
+
+def test_an_initializer_of_the_ancestors_kind_cannot_be_planned():
+    DIST_GROUP_INITIALIZER.register_module(Ancestral)
+    INITIALIZER_MAPPING["by_hand"] = "Ancestral"
+    with pytest.raises(LayoutError, match="creates process groups itself"):
+        build_layout({"parallel": {"tensor": {"size": 2, "mode": "by_hand"}}}, 4)
+
+
+def test_ranks_that_disagree_are_told_so_on_every_rank():
+    for message in run_world(4, _launch_with, "DependsOnItsRank").values:
+        assert "do not agree on the groups of mode 'build_mine'" in message
+        assert "differing from rank 0: 3" in message

@@ -1,0 +1,171 @@
+"""Layouts: the rank tables, and what must hold for any sizes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.context.build import build_layout
+from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.errors import LayoutError
+
+
+def groups(mode, world_size, **parallel):
+    return build_layout({"parallel": parallel}, world_size).groups(mode)
+
+
+def repeat(table, offset):
+    return table + [[rank + offset for rank in group] for group in table]
+
+
+EIGHT = {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+SEQUENCE = {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}}
+FOUR_D = {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
+CUBE = {"tensor": {"size": 8, "mode": "3d"}}
+TABLES = [
+    (M.DATA, 8, EIGHT, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (M.MODEL, 8, EIGHT, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (M.PIPELINE, 8, EIGHT, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (M.TENSOR, 8, EIGHT, PAIRS),
+    (M.PARALLEL_1D, 8, EIGHT, PAIRS),
+    (M.SEQUENCE, 8, SEQUENCE, PAIRS),
+    # The ancestor gave [0,1,2,3] [4,5,6,7], which mixes pipeline stages.
+    (M.SEQUENCE_DP, 8, SEQUENCE, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (M.SEQUENCE, 8, {"tensor": {"size": 4, "mode": "sequence"}}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (M.SEQUENCE_DP, 8, {"tensor": {"size": 4, "mode": "sequence"}}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    (M.DATA, 16, {"pipeline": 2, "tensor": 4}, [[i, i + 8] for i in range(8)]),
+    (
+        M.PIPELINE,
+        16,
+        {"pipeline": 2, "tensor": 4},
+        [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+    ),
+    (M.PARALLEL_2D_ROW, 8, {"tensor": {"size": 4, "mode": "2d"}}, repeat([[0, 1], [2, 3]], 4)),
+    (M.PARALLEL_2D_COL, 8, {"tensor": {"size": 4, "mode": "2d"}}, repeat([[0, 2], [1, 3]], 4)),
+    (M.PARALLEL_2P5D_COL, 8, FOUR_D, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (M.PARALLEL_2P5D_ROW, 8, FOUR_D, PAIRS),
+    (M.PARALLEL_2P5D_DEP, 8, FOUR_D, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (M.PARALLEL_2P5D_XZ, 8, FOUR_D, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+    (M.PARALLEL_2P5D_XZ, 16, FOUR_D, repeat([[0, 2, 4, 6], [1, 3, 5, 7]], 8)),
+    (M.PARALLEL_2P5D_DEP, 4, {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}}, [[0], [1], [2], [3]]),
+    (M.PARALLEL_3D_INPUT, 8, CUBE, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (M.PARALLEL_3D_WEIGHT, 8, CUBE, PAIRS),
+    (M.PARALLEL_3D_OUTPUT, 8, CUBE, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (M.PARALLEL_3D_INPUT_X_WEIGHT, 8, CUBE, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (M.PARALLEL_3D_OUTPUT_X_WEIGHT, 8, CUBE, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (M.EXPERT, 4, {"expert": 2}, [[0, 1], [2, 3]]),
+    (M.EXPERT_DATA, 4, {"expert": 2}, [[0, 2], [1, 3]]),
+    (M.MOE_MODEL, 4, {"expert": 4}, [[0, 1, 2, 3]]),
+    (M.MOE_DATA, 4, {"expert": 1}, [[0, 1, 2, 3]]),
+    # over data, beside tensor: the tensor neighbour is never in the same expert group
+    (M.EXPERT, 8, {"tensor": 2, "expert": 2}, [[0, 2], [4, 6], [1, 3], [5, 7]]),
+    (M.EXPERT_DATA, 8, {"tensor": 2, "expert": 2}, [[0, 4], [2, 6], [1, 5], [3, 7]]),
+    # larger than data: over all ranks of a stage
+    (M.EXPERT, 8, {"pipeline": 2, "tensor": 2, "expert": 4}, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (M.EXPERT_DATA, 8, {"pipeline": 2, "tensor": 2, "expert": 4}, [[r] for r in (0, 1, 4, 5, 2, 3, 6, 7)]),
+    # six of twelve, which aligns with neither axis
+    (M.EXPERT, 12, {"tensor": 4, "expert": 6}, [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+]
+
+
+@pytest.mark.parametrize(("mode", "world_size", "parallel", "table"), TABLES)
+def test_rank_tables(mode, world_size, parallel, table):
+    assert groups(mode, world_size, **parallel) == table
+
+
+sizes = st.integers(1, 4)
+tensor_modes = st.one_of(
+    sizes.map(lambda n: {"size": n, "mode": "1d"}),
+    sizes.map(lambda n: {"size": n, "mode": "sequence"}),
+    st.integers(1, 3).map(lambda n: {"size": n * n, "mode": "2d"}),
+    st.tuples(st.integers(1, 2), st.integers(1, 3)).map(
+        lambda t: {"size": t[0] ** 2 * t[1], "mode": "2.5d", "depth": t[1]}
+    ),
+    st.integers(1, 2).map(lambda n: {"size": n**3, "mode": "3d"}),
+)
+
+
+@given(data=sizes, pipeline=sizes, tensor=tensor_modes, further=sizes, cut=st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_any_sizes_partition_the_world(data, pipeline, tensor, further, cut):
+    M.register("TEST_AXIS", "test_axis", data="distinct")
+    room = data * tensor["size"]
+    divisors = [d for d in range(1, room + 1) if room % d == 0]
+    parallel = {
+        "pipeline": pipeline,
+        "tensor": tensor,
+        "expert": divisors[cut % len(divisors)],
+        "mine": {"size": further, "mode": "test_axis"},
+    }
+    world = data * pipeline * tensor["size"] * further
+    layout = build_layout({"parallel": parallel}, world)
+    for mode in layout.modes:
+        flat = [rank for group in layout.groups(mode) for rank in group]
+        assert sorted(flat) == list(range(world)), mode
+        assert all(group == sorted(group) for group in layout.groups(mode))
+        assert len({len(group) for group in layout.groups(mode)}) == 1
+    seen = {tuple(layout.coordinates(rank).items()): rank for rank in range(world)}
+    assert len(seen) == world
+    assert all(layout.rank_at(**layout.coordinates(rank)) == rank for rank in range(world))
+    for rank in range(world):
+        for mode in layout.modes:
+            assert layout.group_of(mode, rank)[layout.local_rank(mode, rank)] == rank
+        both = set(layout.group_of(M.EXPERT, rank)) & set(layout.group_of(M.EXPERT_DATA, rank))
+        assert both == {rank}
+    assert layout.distinct_data == data * further * (tensor["size"] if tensor["mode"] == "sequence" else 1)
+
+
+def test_a_twin_never_leaves_its_stage():
+    layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2, "expert": 2, "sequence": 2}}, 32)
+    for mode in (M.EXPERT, M.EXPERT_DATA, M.SEQUENCE_DP):
+        for group in layout.groups(mode):
+            assert len({layout.coordinates(rank)["pipeline"] for rank in group}) == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "parts"),
+    [
+        ({"pipeline": 3}, 8, ["pipeline 3 = 3 does not divide the world of 8", "pipeline=2", "6, 9 ranks"]),
+        ({"pipeline": 2, "tensor": 3}, 8, ["pipeline 2 x tensor 3 = 6", "tensor=2, or tensor=4"[:8], "12 ranks"]),
+        ({"data": 3, "tensor": 2}, 8, ["data 3 x tensor 2 = 6 is not the world of 8", "data=4 would fit"]),
+        ({"tensor": {"size": 3, "mode": "2d"}}, 3, ["'2d' needs a square", "size=3", "1 and 4"]),
+        ({"tensor": {"size": 8, "mode": "2.5d"}}, 8, ["'2.5d' needs depth", "depth=2 (dim 2)"]),
+        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 4}}, 8, ["leaves no square", "depth=2 (dim 2)"]),
+        ({"tensor": {"size": 9, "mode": "3d"}}, 9, ["'3d' needs a cubic", "size=9", "8 and 27"]),
+        ({"tensor": {"size": 2, "mode": "4d"}}, 2, ["'4d' is not in INITIALIZER_MAPPING", "1d, 2d, 2.5d, 3d"]),
+        ({"tensor": {"size": 2, "mode": "1d", "depth": 2}}, 2, ["Initializer_1D", "depth="]),
+        ({"expert": 3}, 8, ["size=3 does not divide", "allowed: 1, 2, 4, 8"]),
+        ({"expert": {"size": 2, "over": "pipe"}}, 8, ["over='pipe'", "data*tensor"]),
+        ({"mine": {"size": 2, "mode": "nowhere"}}, 8, ["'nowhere' is not a parallel mode", "register"]),
+        ({"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}}, 8, ["SEQUENCE"]),
+    ],
+)
+def test_sizes_that_make_no_world(parallel, world_size, parts):
+    with pytest.raises(LayoutError) as error:
+        build_layout({"parallel": parallel}, world_size)
+    for part in parts:
+        assert part in str(error.value)
+
+
+_LARGE = """
+import resource, sys, time
+start = time.process_time()
+from colonnade.context.build import build_layout
+layout = build_layout({"parallel": {"pipeline": 16, "tensor": 8, "expert": 64}}, 1 << 20)
+total = sum(len(group) for mode in layout.modes for group in layout.groups(mode))
+assert "torch" not in sys.modules
+print(total, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def test_a_million_ranks_in_two_seconds_and_one_gibibyte_without_torch():
+    done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, check=True, timeout=60)
+    total, seconds, gibibytes = done.stdout.split()
+    assert int(total) == 9 * 2**20  # nine modes, each with every rank once
+    assert float(seconds) < 2
+    assert float(gibibytes) < 1

@@ -1,0 +1,196 @@
+"""The context in real gloo worlds: every group sums to the right value; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ContextError, LaunchError
+from colonnade.testing import run_world
+
+LAYOUTS = [
+    {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}},
+    {"tensor": {"size": 4, "mode": "2d"}, "expert": 2},
+    {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}},
+    {"tensor": {"size": 8, "mode": "3d"}},
+    {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}},
+    {"pipeline": 2, "sequence": 2, "expert": 2},
+]
+
+
+def _sum_over_every_group(parallel: dict) -> dict[str, tuple[float, list[int]]]:
+    with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as context:
+        sums = {}
+        for mode in context.layout.modes:
+            value = torch.tensor([float(10 ** context.get_global_rank())], dtype=torch.float64)
+            dist.all_reduce(value, group=context.get_group(mode))
+            sums[mode.name] = (value.item(), context.get_ranks_in_group(mode))
+        return sums
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_every_group_of_eight_ranks_reduces_to_the_sum_of_its_ranks(parallel):
+    for rank, sums in enumerate(run_world(8, _sum_over_every_group, parallel).values):
+        for mode, (total, ranks) in sums.items():
+            assert rank in ranks
+            assert total == sum(10.0**member for member in ranks), mode
+
+
+def _relaunch_three_times() -> list[tuple[int, int, int, int]]:
+    seen = []
+    for parallel in ({"tensor": 2}, {"pipeline": 4}, {"data": 4}, {"tensor": 4}):
+        with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as context:
+            value = torch.ones(1)
+            for mode in context.layout.modes:
+                dist.all_reduce(value, group=context.get_group(mode))
+            dist.barrier()
+        sockets = sum("socket" in _link(entry) for entry in os.listdir("/proc/self/fd"))
+        threads = len(os.listdir("/proc/self/task"))
+        groups = len(dist.distributed_c10d._world.pg_map)
+        seen.append((groups, sockets, threads, threading.active_count()))
+    return seen
+
+
+def _link(entry: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{entry}")
+    except OSError:
+        return ""
+
+
+def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads():
+    for seen in run_world(4, _relaunch_three_times, init=None).values:
+        first, last = seen[0], seen[-1]
+        assert first[0] == last[0] == 0
+        assert last[1] <= first[1]
+        assert last[2] <= first[2] + 1
+
+
+def _surface() -> dict[str, object]:
+    with launch({"parallel": {"pipeline": 2, "tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        data, pipe = ParallelMode.DATA, ParallelMode.PIPELINE
+        gpc.detect_num_processes_on_current_node()
+        gpc.check_sanity()
+        return {
+            "sizes": (gpc.data_parallel_size, gpc.pipeline_parallel_size, gpc.tensor_parallel_size),
+            "world": (gpc.world_size, gpc.get_world_size(ParallelMode.GLOBAL)),
+            "local": gpc.get_local_rank(pipe),
+            "ring": (gpc.get_prev_global_rank(pipe), gpc.get_next_global_rank(pipe)),
+            "ends": (gpc.is_first_rank(pipe), gpc.is_last_rank(pipe)),
+            "stages": (gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()),
+            "initialized": (gpc.is_initialized(data), gpc.is_initialized(ParallelMode.PARALLEL_2D_ROW)),
+            "twin_is_group": gpc.get_cpu_group(data) is gpc.get_group(data),
+            "world_twin": gpc.get_cpu_group(ParallelMode.GLOBAL) is not None,
+            "node": gpc.num_processes_on_current_node,
+            "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR) is gpc.group_of_ranks(
+                gpc.get_ranks_in_group(ParallelMode.TENSOR)
+            ),
+            "communicators": len(gpc._joined()),
+        }
+
+
+def test_the_public_surface_on_four_ranks():
+    seen = run_world(4, _surface).values[3]
+    assert seen["sizes"] == (1, 2, 2)
+    assert seen["world"] == (4, 4)
+    assert seen["local"] == 1
+    assert seen["ring"] == (1, 1)
+    assert seen["ends"] == seen["stages"] == (False, True)
+    assert seen["initialized"] == (True, False)
+    assert seen["twin_is_group"]
+    assert seen["world_twin"]
+    assert seen["node"] == 4
+    assert seen["one_communicator_per_rank_set"]
+    # world (= MODEL), itself alone (= DATA), its pipeline pair, its tensor pair
+    assert seen["communicators"] == 4
+
+
+def _virtual_stages() -> list[tuple[bool, bool]]:
+    with launch({"parallel": {"pipeline": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        gpc.set_virtual_pipeline_parallel_size(2)
+        seen = []
+        for chunk in range(2):
+            gpc.set_virtual_pipeline_parallel_rank(chunk)
+            seen.append((gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()))
+        assert gpc.is_pipeline_first_stage(ignore_virtual=True) == gpc.is_first_rank(ParallelMode.PIPELINE)
+        return seen
+
+
+def test_virtual_stages_are_first_or_last_only_with_their_chunk():
+    first, last = run_world(2, _virtual_stages).values
+    assert first == [(True, False), (False, False)]
+    assert last == [(False, False), (False, True)]
+
+
+def _ask_for_a_group_that_is_not_there() -> tuple[str, str]:
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        with pytest.raises(ContextError) as missing_mode:
+            gpc.get_group(ParallelMode.PARALLEL_2D_ROW)
+        with pytest.raises(ContextError) as missing_set:
+            gpc.group_of_ranks([5, 6])
+        return str(missing_mode.value), str(missing_set.value)
+
+
+def test_a_group_that_is_not_there_is_an_error_that_lists_what_is():
+    mode, ranks = run_world(2, _ask_for_a_group_that_is_not_there).values[1]
+    assert "PARALLEL_2D_ROW has no groups in this layout" in mode
+    assert "GLOBAL, DATA" in mode
+    assert "[5, 6]" in ranks
+
+
+def test_before_launch_it_is_a_world_of_one_without_groups():
+    context = ParallelContext()
+    assert context.get_world_size(ParallelMode.GLOBAL) == 1
+    assert not context.is_initialized(ParallelMode.DATA)
+    with pytest.raises(ContextError, match="launch"):
+        context.get_group(ParallelMode.DATA)
+
+
+def test_launching_twice_says_to_destroy_first():
+    with launch({}, context=ParallelContext(), verbose=False) as context, pytest.raises(ContextError, match="destroy"):
+        launch({}, context=context)
+
+
+def test_a_failed_launch_leaves_nothing_behind():
+    context = ParallelContext()
+    with pytest.raises(LaunchError, match="host"):
+        launch({}, rank=0, world_size=2, context=context)
+    assert not dist.is_initialized()
+    launch({}, context=context, verbose=False).destroy()
+    assert not dist.is_initialized()
+
+
+def _mesh() -> tuple[list[object], list[int], float]:
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        mesh = gpc.device_mesh(ParallelMode.DATA, ParallelMode.TENSOR)
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        whole = torch.arange(16.0).reshape(4, 4)
+        piece = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+        flat = gpc.device_mesh(ParallelMode.TENSOR)
+        return mesh.mesh.tolist(), flat.mesh.tolist(), piece.full_tensor().sum().item()
+
+
+def test_modes_make_a_device_mesh_that_dtensor_takes():
+    mesh, tensor, total = run_world(4, _mesh).values[3]
+    assert mesh == [[0, 1], [2, 3]]
+    assert tensor == [2, 3]
+    assert total == 120.0
+
+
+def _no_grid() -> str:
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        with pytest.raises(ContextError) as error:
+            gpc.device_mesh(ParallelMode.MODEL, ParallelMode.TENSOR)
+        return str(error.value)
+
+
+def test_modes_that_do_not_vary_independently_are_no_mesh():
+    assert "do not form a grid" in run_world(4, _no_grid).values[0]
