@@ -8,28 +8,44 @@ from colonnade._lazy import lazy_names
 from colonnade.version import __version__
 
 if TYPE_CHECKING:
-    from colonnade.config import Config as Config
-    from colonnade.context.parallel_context import ParallelContext as ParallelContext
-    from colonnade.context.parallel_mode import ParallelMode as ParallelMode
     from colonnade._launch import get_default_parser as get_default_parser
     from colonnade._launch import launch as launch
     from colonnade._launch import launch_from_openmpi as launch_from_openmpi
     from colonnade._launch import launch_from_slurm as launch_from_slurm
     from colonnade._launch import launch_from_torch as launch_from_torch
+    from colonnade.config import Config as Config
+    from colonnade.context.parallel_context import ParallelContext as ParallelContext
+    from colonnade.context.parallel_mode import ParallelMode as ParallelMode
+    from colonnade.engine.build import initialize as initialize
+    from colonnade.engine.engine import Engine as Engine
     from colonnade.logging import get_dist_logger as get_dist_logger
+    from colonnade.parallel.module_placement import place_module as place_module
+    from colonnade.parallel.placement import Replicate as Replicate
+    from colonnade.parallel.placement import Shard as Shard
+    from colonnade.parallel.placement import Tied as Tied
+    from colonnade.parallel.placement import place as place
+    from colonnade.parallel.placement import placement_of as placement_of
 
 _NAMES = {
     "Config": "colonnade.config",
+    "Engine": "colonnade.engine.engine",
     "ParallelContext": "colonnade.context.parallel_context",
     "ParallelMode": "colonnade.context.parallel_mode",
+    "Replicate": "colonnade.parallel.placement",
+    "Shard": "colonnade.parallel.placement",
+    "Tied": "colonnade.parallel.placement",
     "get_default_parser": "colonnade._launch",
     "get_dist_logger": "colonnade.logging",
+    "initialize": "colonnade.engine.build",
     "launch": "colonnade._launch",
     "launch_from_openmpi": "colonnade._launch",
     "launch_from_slurm": "colonnade._launch",
     "launch_from_torch": "colonnade._launch",
+    "place": "colonnade.parallel.placement",
+    "place_module": "colonnade.parallel.module_placement",
+    "placement_of": "colonnade.parallel.placement",
 }
-__all__ = ["__version__", *sorted(_NAMES)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_NAMES)]
 
 
 def __getattr__(name: str) -> Any:

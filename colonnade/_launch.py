@@ -107,9 +107,7 @@ def _start(
     context = global_context if context is None else context
     context.load_config(config)
     context.verbose = verbose
-    context.init_global_dist(
-        address.rank, address.world_size, backend, address.host, address.port, timeout
-    )
+    context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)

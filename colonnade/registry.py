@@ -33,9 +33,7 @@ class Registry:
     @overload
     def register_module(self, entry: Entry) -> Entry: ...
     @overload
-    def register_module(
-        self, entry: str | None = None, *, name: str | None = None
-    ) -> Callable[[Entry], Entry]: ...
+    def register_module(self, entry: str | None = None, *, name: str | None = None) -> Callable[[Entry], Entry]: ...
     def register_module(self, entry: Any = None, *, name: str | None = None) -> Any:
         """Register a class or function: `@R.register_module`, `@R.register_module("Name")` or `(name="Name")`."""
         if isinstance(entry, str):
@@ -99,7 +97,11 @@ class Registry:
     def _fill(self) -> None:
         if not self._filled and self._home is not None:
             self._filled = True  # before the import: the home may look something up while it loads
-            importlib.import_module(self._home)
+            try:
+                importlib.import_module(self._home)
+            except BaseException:
+                self._filled = False
+                raise
 
     def _from_libraries(self, name: str) -> Callable[..., Any] | None:
         for library in self._libraries:
@@ -130,9 +132,7 @@ def _where(entry: Any) -> str:
         return label
 
 
-DIST_GROUP_INITIALIZER = Registry(
-    "process group initializer", home="colonnade.context.dist_group_initializer"
-)
+DIST_GROUP_INITIALIZER = Registry("process group initializer", home="colonnade.context.dist_group_initializer")
 GRADIENT_HANDLER = Registry("gradient handler", home="colonnade.engine.gradient_handler")
 SCHEDULE = Registry("schedule", home="colonnade.engine.schedule")
 HOOKS = Registry("trainer hook")

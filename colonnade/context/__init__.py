@@ -29,7 +29,7 @@ _NAMES = {
     "RandomStreams": "colonnade.context.random",
     "build_layout": "colonnade.context.build",
 }
-__all__ = sorted(_NAMES)  # noqa: PLE0605
+__all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -69,13 +69,13 @@ class Communicators:
 
     def destroy(self) -> None:
         """Destroy what was created here; borrowed groups stay with their owner."""
-        for held in (self._groups, self._cpu_groups):
-            for ranks, group in list(held.items()):
-                if ranks not in self._borrowed or (held is self._cpu_groups and self._cpu_twins):
-                    if group in _alive():
-                        dist.destroy_process_group(group)
+        own = [group for ranks, group in self._groups.items() if ranks not in self._borrowed]
+        twins = list(self._cpu_groups.values()) if self._cpu_twins else []
+        for group in [*own, *twins]:
+            if group in _alive():
+                dist.destroy_process_group(group)
+        for held in (self._groups, self._cpu_groups, self._borrowed):
             held.clear()
-        self._borrowed.clear()
 
     def _find(self, held: dict[RankSet, Any], ranks: RankSet) -> Any:
         if ranks not in held:

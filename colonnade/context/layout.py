@@ -127,9 +127,7 @@ def check_groups(mode: ParallelMode, groups: Groups, world_size: int, source: st
             if not isinstance(rank, int) or isinstance(rank, bool):
                 raise LayoutError(f"{where}hold {rank!r} in {group}: a rank is an integer")
             if not 0 <= rank < world_size:
-                raise LayoutError(
-                    f"{where}name rank {rank} in {group}, but the world has ranks 0 to {world_size - 1}"
-                )
+                raise LayoutError(f"{where}name rank {rank} in {group}, but the world has ranks 0 to {world_size - 1}")
             if rank in seen:
                 raise LayoutError(
                     f"{where}overlap: rank {rank} is in {seen[rank]} and in {group}. "

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colonnade import logging as _logging
 from colonnade.config import Config, load_config
-from colonnade.context.build import Build, run_initializers
+from colonnade.context.build import run_initializers
 from colonnade.context.communicators import Communicators
 from colonnade.context.layout import Layout
 from colonnade.context.mesh import mesh_of
@@ -38,6 +38,16 @@ class ParallelContext:
     Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) nothing is
     left behind: groups, sockets, seeds, sizes and the config are as they were before.
     """
+
+    config: Config
+    device: torch.device
+    streams: RandomStreams
+    world_size: int
+    num_processes_on_current_node: int
+    virtual_pipeline_parallel_size: int | None
+    virtual_pipeline_parallel_rank: int | None
+    _launched: bool
+    _communicators: Communicators | None
 
     def __init__(self) -> None:
         self.verbose = True
@@ -65,7 +75,7 @@ class ParallelContext:
                 "or use another ParallelContext"
             )
         self._axes = world_axes(self.config, world_size)
-        self._build: Build = run_initializers(self.config, world_size, rank)
+        self._build = run_initializers(self.config, world_size, rank)
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
 
@@ -233,18 +243,20 @@ class ParallelContext:
     # -- inside -------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        self.config: Config = load_config({})
+        self.config = load_config({})
         self.device = torch.device("cpu")
         self.streams = RandomStreams()
         self.world_size = 1
         self.num_processes_on_current_node = -1
-        self.virtual_pipeline_parallel_size: int | None = None
-        self.virtual_pipeline_parallel_rank: int | None = None
+        self.virtual_pipeline_parallel_size = None
+        self.virtual_pipeline_parallel_rank = None
         self._rank = 0
-        self._launched = self._owns_world = False
-        self._communicators: Communicators | None = None
+        self._launched = False
+        self._owns_world = False
+        self._communicators = None
         self._axes = world_axes(self.config, 1)
-        self._layout = Layout(self._axes, run_initializers(self.config, 1, 0).groups)
+        self._build = run_initializers(self.config, 1, 0)
+        self._layout = Layout(self._axes, self._build.groups)
 
     def _joined(self) -> Communicators:
         if self._communicators is None:

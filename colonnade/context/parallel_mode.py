@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from colonnade.errors import LayoutError, did_you_mean, listed
 
@@ -61,6 +61,11 @@ class ParallelMode(metaclass=_OpenEnum):
     """One kind of parallelism. Members are singletons: compare them with `is` or `==`."""
 
     __slots__ = ("data", "name", "value")
+
+    if TYPE_CHECKING:  # what the metaclass's __call__ takes, in words that type checkers read
+
+        def __init__(self, value: object) -> None: ...
+
     _by_value: ClassVar[dict[str, ParallelMode]] = {}
     _by_name: ClassVar[dict[str, ParallelMode]] = {}
 

@@ -6,12 +6,16 @@ import hashlib
 import itertools
 import json
 import os
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from colonnade.context.layout import Layout
 from colonnade.errors import LaunchError, LayoutError, listed
@@ -102,19 +106,43 @@ def count_ranks_on_this_host(device: torch.device) -> int:
 def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:
     """The key-value store of the rendezvous, under a prefix of its own for every launch and restart."""
     if world_size == 1 and port is None:
-        return dist.HashStore()
+        return HashStore()
     if host is None or port is None:
         raise LaunchError(
             f"a world of {world_size} ranks needs the address of rank 0: pass host= and port=, set MASTER_ADDR and "
             f"MASTER_PORT, or start the script with `colonnade run --nproc {world_size} script.py`"
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent
     try:
-        base = dist.TCPStore(host, port, world_size, rank == 0 and not agent, limit, wait_for_workers=False)
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError) as error:
+        base = _within(limit, lambda: TCPStore(host, port, world_size, serves, limit, wait_for_workers=False))
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(_connection_help(rank, host, port, error)) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"colonnade/{attempt}/{next(_launches)}", base)
+    return PrefixStore(f"colonnade/{attempt}/{next(_launches)}", base)
+
+
+def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
+    """Run `connect` with a deadline of our own.
+
+    A TCPStore client that reaches a stranger's open port waits for ever for the answer, whatever its timeout.
+    """
+    found: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def attempt() -> None:
+        try:
+            found.put((connect(), None))
+        except Exception as error:
+            found.put((None, error))
+
+    threading.Thread(target=attempt, daemon=True, name="colonnade-rendezvous").start()
+    try:
+        store, error = found.get(timeout=limit.total_seconds() + 1)
+    except queue.Empty:
+        raise TimeoutError(f"something listens there but gave no answer in {limit.total_seconds():.0f} s") from None
+    if error is not None:
+        raise error
+    return store
 
 
 def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:
@@ -141,10 +169,7 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
     padded[: content.numel()] = content
     everyone = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded, group=group)
-    return [
-        bytes(other[: int(length.item())].tolist()).decode()
-        for other, length in zip(everyone, sizes, strict=True)
-    ]
+    return [bytes(other[: int(length.item())].tolist()).decode() for other, length in zip(everyone, sizes, strict=True)]
 
 
 def _share(key: str, text: str, rank: int, world_size: int) -> list[str]:

@@ -54,8 +54,7 @@ class FlatLayout:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """One view of `buffer` per tensor, with the tensor's shape and (if dense) its memory format."""
         return [
-            view_like(buffer[span.start : span.stop], like)
-            for span, like in zip(self.spans, self._like, strict=True)
+            view_like(buffer[span.start : span.stop], like) for span, like in zip(self.spans, self._like, strict=True)
         ]
 
     def __len__(self) -> int:

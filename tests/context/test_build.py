@@ -41,7 +41,8 @@ def config(gives, size=2):
 
 
 @pytest.mark.parametrize(
-    "gives", ["{MINE: PAIRS}", "{'build_mine': PAIRS}", "PAIRS", "{MINE: ([0, 1], (2, 3))}", "{MINE: [range(2), [2, 3]]}"]
+    "gives",
+    ["{MINE: PAIRS}", "{'build_mine': PAIRS}", "PAIRS", "{MINE: ([0, 1], (2, 3))}", "{MINE: [range(2), [2, 3]]}"],
 )
 def test_a_dict_or_a_list_of_rank_lists_is_taken(gives):
     assert build_layout(config(gives), 4).groups(MINE) == PAIRS

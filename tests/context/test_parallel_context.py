@@ -89,9 +89,8 @@ def _surface() -> dict[str, object]:
             "twin_is_group": gpc.get_cpu_group(data) is gpc.get_group(data),
             "world_twin": gpc.get_cpu_group(ParallelMode.GLOBAL) is not None,
             "node": gpc.num_processes_on_current_node,
-            "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR) is gpc.group_of_ranks(
-                gpc.get_ranks_in_group(ParallelMode.TENSOR)
-            ),
+            "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR)
+            is gpc.group_of_ranks(gpc.get_ranks_in_group(ParallelMode.TENSOR)),
             "communicators": len(gpc._joined()),
         }
 

@@ -1,0 +1,10 @@
+"""What a run is asked to do: a `.py` or `.toml` file or a dict, checked at once; imports no torch."""
+
+from __future__ import annotations
+
+from colonnade.config.config import Config
+from colonnade.config.load import load_config
+from colonnade.config.parallel import AxisSpec, ParallelSizes, parallel_sizes
+from colonnade.config.schema import describe_keys
+
+__all__ = ["AxisSpec", "Config", "ParallelSizes", "describe_keys", "load_config", "parallel_sizes"]

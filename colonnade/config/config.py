@@ -1,0 +1,195 @@
+"""`Config`: a dict with attribute access that can be frozen and prints back as a config file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from colonnade.config.check import require_valid
+from colonnade.config.files import read_file
+from colonnade.config.text import call, source
+from colonnade.errors import ConfigError, did_you_mean, listed
+
+Self = TypeVar("Self", bound="Config")
+
+_KEYS_SHOWN = 20
+
+
+class Config(dict[str, Any]):
+    """A dict whose keys are attributes too, at every depth: `config.parallel.tensor.size`.
+
+    Dicts, lists and tuples that go in are copied, and each dict in them becomes a Config. A key that is also
+    the name of a method is reached as `config["items"]`. Copies are never frozen; a pickle stays as it was.
+    """
+
+    __slots__ = ("_frozen",)
+    _frozen: bool
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "_frozen", False)
+        self.update(*args, **kwargs)
+
+    @classmethod
+    def from_file(cls: type[Self], path: str | Path) -> Self:
+        """Read and check a `.py` or `.toml` file; every problem is told in one ConfigError."""
+        values, origin = read_file(path)
+        require_valid(values, origin)
+        return cls(values)
+
+    def freeze(self: Self) -> Self:
+        """Refuse any later change, here and in everything inside; returns self.
+
+        Lists inside become lists that refuse changes, sets become frozensets.
+        """
+        for key, value in self.items():
+            super().__setitem__(key, _as_frozen(value))
+        object.__setattr__(self, "_frozen", True)
+        return self
+
+    def copy(self: Self) -> Self:
+        """Return a Config of its own that is not frozen; only what is no dict, list or tuple is shared."""
+        return type(self)(self)
+
+    def update(self: Self, /, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+        """Set keys as `dict.update` does, and return self."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        self._require_open(f"remove {key!r}")
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        self._require_open("remove a key")
+        return super().popitem()
+
+    def clear(self) -> None:
+        self._require_open("remove every key")
+        super().clear()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._require_open(f"set {key!r}")
+        super().__setitem__(key, _adopted(value))
+
+    def __delitem__(self, key: str) -> None:
+        self._require_open(f"remove {key!r}")
+        super().__delitem__(key)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(self._no_such(name), name=name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            raise AttributeError(
+                f"{name!r} is an attribute of every Config; write config[{name!r}] = ...", name=name
+            )
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(self._no_such(name), name=name)
+        del self[name]
+
+    def __or__(self: Self, other: Any) -> Self:  # type: ignore[override]
+        return self.copy().update(other) if isinstance(other, dict) else NotImplemented
+
+    def __ior__(self: Self, other: Any) -> Self:  # type: ignore[override]
+        return self.update(other)
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *(key for key in self if isinstance(key, str))]
+
+    def __str__(self) -> str:
+        return source(self)
+
+    def __repr__(self) -> str:
+        return call(type(self).__name__, self)
+
+    def __copy__(self: Self) -> Self:
+        return self.copy()
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        return type(self)({key: copy.deepcopy(value, memo) for key, value in self.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), dict(self), self._frozen)
+
+    def _require_open(self, change: str) -> None:
+        if self._frozen:
+            _refuse(change)
+
+    def _no_such(self, name: str) -> str:
+        keys = [key for key in self if isinstance(key, str)]
+        hint = did_you_mean(name, keys) or f" Keys: {listed(keys[:_KEYS_SHOWN])}."
+        return f"the config has no key {name!r}.{hint}"
+
+
+class FrozenList(list[Any]):
+    """A list inside a frozen config: reads like any list, and every change is a ConfigError."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenList, (list(self),)
+
+    def __copy__(self) -> list[Any]:
+        return list(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return copy.deepcopy(list(self), memo)
+
+
+def _changes_list(self: FrozenList, *args: Any, **kwargs: Any) -> NoReturn:
+    _refuse("change a list in it")
+
+
+for _method in (
+    *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse"),
+    *("__setitem__", "__delitem__", "__iadd__", "__imul__"),
+):
+    setattr(FrozenList, _method, _changes_list)
+
+
+def _refuse(change: str) -> NoReturn:
+    raise ConfigError(
+        f"cannot {change}: the config is frozen after launch, as every rank has read it. "
+        f"Set it before launch, or work on config.copy()."
+    )
+
+
+def _adopted(value: Any) -> Any:
+    """What is stored for `value`: dicts as Config, also in lists and tuples; containers are copied."""
+    if isinstance(value, dict):
+        return Config(value)
+    if type(value) in (list, FrozenList):
+        return [_adopted(item) for item in value]
+    if type(value) is tuple:
+        return tuple(_adopted(item) for item in value)
+    return value
+
+
+def _as_frozen(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.freeze()
+    if type(value) in (list, FrozenList):
+        return FrozenList(_as_frozen(item) for item in value)
+    if type(value) is tuple:
+        return tuple(_as_frozen(item) for item in value)
+    return frozenset(value) if type(value) is set else value
+
+
+def _restored(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Config:
+    config = kind(values)
+    return config.freeze() if is_frozen else config

@@ -1,0 +1,4 @@
+BATCH_SIZE = 32
+STEPS = 20
+
+gradient_handler = [dict(type="DataParallelGradientHandler")]

@@ -1,0 +1,252 @@
+"""Config: attribute access at every depth, freezing, copies, pickles, and printing back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.config import Config
+from colonnade.errors import ConfigError
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
+)
+KEYS = st.sampled_from(["lr", "lambda", "dict", "float", "globals", "a b", "_x", "ﬁ", "x1", "self", "é"]) | (
+    st.text(min_size=1, max_size=6).filter(lambda key: not key.startswith("__"))
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    SCALARS | st.sets(st.integers(), max_size=3) | st.frozensets(st.integers(), max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+CONFIGS = st.dictionaries(KEYS, VALUES, max_size=5)
+
+
+def executed(text: str) -> dict[str, Any]:
+    """The names that a config file of this text leaves."""
+    names: dict[str, Any] = {}
+    exec(compile(text, "printed", "exec"), names)
+    return {key: value for key, value in names.items() if key != "__builtins__"}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, and of the same types: 1, 1.0 and True differ; so do a list and a tuple."""
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (list, tuple)):
+        kind = list if isinstance(one, list) else tuple
+        return isinstance(other, kind) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config(
+        BATCH_SIZE=8,
+        parallel={"tensor": {"size": 2, "mode": "1d"}},
+        handlers=[{"type": "A"}, [{"type": "B"}]],
+        pair=(1, {"x": 2}),
+        names={"a", "b"},
+    )
+
+
+def test_keys_are_attributes_at_every_depth(config: Config) -> None:
+    assert config.parallel.tensor.size == 2
+    assert config.handlers[0].type == "A"
+    assert config.handlers[1][0].type == "B"
+    assert config.pair[1].x == 2
+    config.parallel.tensor.size = 4
+    config.extra = {"deep": [{"y": 1}]}
+    assert config["parallel"]["tensor"]["size"] == 4
+    assert config.extra.deep[0].y == 1
+    del config.extra
+    assert "extra" not in config
+
+
+def test_missing_attribute_names_the_nearest_key(config: Config) -> None:
+    with pytest.raises(AttributeError, match=r"no key 'BATCH_SZIE'. Did you mean 'BATCH_SIZE'\?"):
+        _ = config.BATCH_SZIE
+    with pytest.raises(AttributeError, match=r"no key 'qqqq'\. Keys: BATCH_SIZE, parallel, handlers"):
+        _ = config.qqqq
+    with pytest.raises(AttributeError, match="BATCH_SIZE"):
+        del config.BATCH_SZIE
+    assert not hasattr(config, "qqqq")
+    assert getattr(config, "qqqq", 3) == 3
+
+
+def test_missing_item_is_a_key_error_and_get_has_a_default(config: Config) -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        _ = config["nothing"]
+    assert config.get("nothing", 7) == 7
+    assert config.get("nothing") is None
+
+
+def test_names_of_methods_are_reached_as_items() -> None:
+    config = Config({"items": 3, "update": 4})
+    assert config["items"] == 3
+    assert list(config.items()) == [("items", 3), ("update", 4)]
+    with pytest.raises(AttributeError, match=r"config\['values'\] = "):
+        setattr(config, "values", 5)  # noqa: B010
+
+
+def test_update_returns_self_and_wraps(config: Config) -> None:
+    assert config.update({"a": {"x": 1}}, b=[{"y": 2}]) is config
+    assert (config.a.x, config.b[0].y) == (1, 2)
+    assert config.setdefault("c", {"z": 3}).z == 3
+    assert config.setdefault("c", None).z == 3
+    config |= {"d": {"w": 4}}
+    assert config.d.w == 4
+    joined = config | {"e": {"v": 5}}
+    assert joined.e.v == 5
+    assert "e" not in config
+    assert config.pop("d").w == 4
+    assert config.pop("d", "gone") == "gone"
+
+
+def test_what_goes_in_is_copied() -> None:
+    mine: dict[str, Any] = {"inner": {"x": 1}, "items": [1]}
+    config = Config(mine)
+    mine["inner"]["x"] = 2
+    mine["items"].append(2)
+    assert config == {"inner": {"x": 1}, "items": [1]}
+
+
+@pytest.mark.parametrize("duplicate", [Config.copy, copy.copy, copy.deepcopy])
+def test_copies_are_configs_of_their_own(config: Config, duplicate: Any) -> None:
+    config.freeze()
+    other = duplicate(config)
+    assert type(other) is Config
+    assert other == config
+    other.parallel.tensor.size = 9
+    other.handlers.append({"type": "C"})
+    other.handlers[0].type = "Z"
+    assert config.parallel.tensor.size == 2
+    assert config.handlers == [{"type": "A"}, [{"type": "B"}]]
+
+
+def test_deep_copy_copies_what_a_copy_shares() -> None:
+    config = Config(shared=bytearray(b"a"))
+    config.again = config.shared
+    shallow, deep = config.copy(), copy.deepcopy(config)
+    assert shallow.shared is config.shared
+    assert deep.shared is not config.shared
+    assert deep.shared is deep.again
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_and_stays_as_frozen_as_it_was(config: Config, protocol: int) -> None:
+    thawed = pickle.loads(pickle.dumps(config, protocol))
+    assert type(thawed) is Config
+    assert thawed == config
+    thawed.parallel.tensor.size = 3
+    frozen = pickle.loads(pickle.dumps(config.freeze(), protocol))
+    assert frozen == config
+    with pytest.raises(ConfigError):
+        frozen.parallel.tensor.size = 3
+    with pytest.raises(ConfigError):
+        frozen.handlers[1].append(1)
+
+
+CHANGES = {
+    "set attribute": lambda c: setattr(c, "BATCH_SIZE", 1),
+    "new attribute": lambda c: setattr(c, "NEW", 1),
+    "set item": lambda c: c.__setitem__("BATCH_SIZE", 1),
+    "delete item": lambda c: c.__delitem__("BATCH_SIZE"),
+    "delete attribute": lambda c: delattr(c, "BATCH_SIZE"),
+    "update": lambda c: c.update(NEW=1),
+    "in-place or": lambda c: c.__ior__({"NEW": 1}),
+    "setdefault": lambda c: c.setdefault("NEW", 1),
+    "pop": lambda c: c.pop("BATCH_SIZE"),
+    "popitem": lambda c: c.popitem(),
+    "clear": lambda c: c.clear(),
+    "nested": lambda c: setattr(c.parallel.tensor, "size", 4),
+    "in a list": lambda c: setattr(c.handlers[0], "type", "Z"),
+    "in a list of lists": lambda c: setattr(c.handlers[1][0], "type", "Z"),
+    "in a tuple": lambda c: setattr(c.pair[1], "x", 4),
+    "append": lambda c: c.handlers.append(1),
+    "extend": lambda c: c.handlers.extend([1]),
+    "insert": lambda c: c.handlers.insert(0, 1),
+    "remove": lambda c: c.handlers.remove(c.handlers[0]),
+    "list pop": lambda c: c.handlers.pop(),
+    "list clear": lambda c: c.handlers.clear(),
+    "sort": lambda c: c.handlers.sort(key=str),
+    "reverse": lambda c: c.handlers.reverse(),
+    "list item": lambda c: c.handlers.__setitem__(0, 1),
+    "list delete": lambda c: c.handlers.__delitem__(0),
+    "list +=": lambda c: c.handlers.__iadd__([1]),
+    "list *=": lambda c: c.handlers.__imul__(2),
+    "inner list": lambda c: c.handlers[1].append(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_frozen_config_refuses_every_change_and_says_what_to_do(config: Config, change: Any) -> None:
+    before = config.copy()
+    change(config.copy())  # the change itself is a lawful one
+    config.freeze()
+    with pytest.raises(ConfigError, match=r"frozen after launch.*before launch, or work on config.copy\(\)"):
+        change(config)
+    assert config == before
+
+
+def test_frozen_config_reads_as_before(config: Config) -> None:
+    before = config.copy()
+    assert config.freeze() is config
+    assert config == before
+    assert isinstance(config.handlers, list)
+    assert isinstance(config.pair, tuple)
+    assert config.names == {"a", "b"}
+    assert not hasattr(config.names, "add")
+    assert config.handlers[1:] + config.handlers[:1] == before.handlers[1:] + before.handlers[:1]
+    assert json.loads(json.dumps(config.handlers)) == [{"type": "A"}, [{"type": "B"}]]
+    assert executed(str(config)) == before
+    assert config.freeze() == before
+
+
+def test_dir_lists_the_keys(config: Config) -> None:
+    assert {"BATCH_SIZE", "parallel", "freeze"} <= set(dir(config))
+
+
+def test_from_file_reads_and_checks(tmp_path: Path) -> None:
+    good = tmp_path / "good.py"
+    good.write_text("parallel = dict(data=2)\n")
+    assert type(Config.from_file(good)) is Config
+    assert Config.from_file(str(good)).parallel.data == 2
+    bad = tmp_path / "bad.py"
+    bad.write_text("parallel = dict(dta=2)\n")
+    with pytest.raises(ConfigError, match=r"bad\.py:1 .*Did you mean `data`\?"):
+        Config.from_file(bad)
+
+
+@given(CONFIGS)
+def test_text_executed_gives_the_same_config(values: dict[str, Any]) -> None:
+    config = Config(values)
+    assert same(executed(str(config)), values)
+    assert same(eval(repr(config), {"Config": Config}), values)
+
+
+@given(CONFIGS)
+def test_equal_to_the_dict_it_came_from_through_every_copy(values: dict[str, Any]) -> None:
+    config = Config(values)
+    assert same(config, values)
+    assert config == values
+    assert same(config.copy(), values)
+    assert same(copy.deepcopy(config), values)
+    assert same(pickle.loads(pickle.dumps(config)), values)
+    assert config.freeze() == values
+    assert pickle.loads(pickle.dumps(config)) == values

@@ -1,0 +1,158 @@
+"""Launch: whoever started the processes, and everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colonnade._launch import (
+    check_torch,
+    get_default_parser,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
+from colonnade.context.environment import SLURM, WorldAddress, detect, override, read
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, LaunchError, LayoutError
+from colonnade.testing import run_world
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_with_no_launcher_it_is_a_world_of_one():
+    with launch({"BATCH_SIZE": 4}, context=ParallelContext(), verbose=False) as gpc:
+        assert gpc.world_size == 1
+        assert gpc.config.BATCH_SIZE == 4
+        value = torch.ones(2)
+        dist.all_reduce(value, group=gpc.get_group(ParallelMode.DATA))
+        assert value.tolist() == [1, 1]
+
+
+def test_the_config_is_frozen_after_launch():
+    with launch({"LR": 1}, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match="frozen"):
+        gpc.config.LR = 2
+
+
+def test_the_seed_comes_from_the_argument_then_the_config_then_the_default():
+    drawn = []
+    for config, seed in (({"seed": 5}, None), ({}, 5), ({"seed": 9}, 5), ({}, None)):
+        with launch(config, seed=seed, context=ParallelContext(), verbose=False):
+            drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+
+
+def _by(name: str, port: int) -> tuple[int, int, int]:
+    import os
+
+    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    os.environ.pop("LOCAL_RANK")
+    context = ParallelContext()
+    if name == "arguments":
+        launch({}, int(rank), int(size), "127.0.0.1", port, context=context, verbose=False)
+    elif name == "slurm":
+        os.environ |= {"SLURM_PROCID": rank, "SLURM_NPROCS": size}
+        launch_from_slurm({}, host="127.0.0.1", port=port, context=context, verbose=False)
+    elif name == "openmpi":
+        os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+        launch_from_openmpi({}, host="127.0.0.1", port=port, context=context, verbose=False)
+    else:
+        os.environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        start = launch_from_torch if name == "torch" else launch
+        start({}, context=context, verbose=False)
+    with context:
+        value = torch.tensor([1 + context.get_global_rank()])
+        dist.all_reduce(value)
+        dist.barrier()
+        return context.get_global_rank(), context.world_size, value.item()
+
+
+@pytest.mark.parametrize("name", ["arguments", "environment", "torch", "slurm", "openmpi"])
+def test_every_way_to_launch(name):
+    assert run_world(3, _by, name, free_port(), init=None).values == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
+
+
+def _bad(config: dict) -> str:
+    with pytest.raises((ConfigError, LayoutError)) as error:
+        launch(config, context=ParallelContext(), verbose=False)
+    assert not dist.is_initialized()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"gradient_clipping": 1.0}, "clip_grad_norm"),
+        ({"parallel": {"pipeline": 3}}, "does not divide the world of 4"),
+        ({"parallel": {"tensor": {"size": 2, "mode": "2d"}}}, "square"),
+        ({"parallel": {"tensor": -2}}, "parallel.tensor"),
+    ],
+)
+def test_a_bad_config_is_refused_on_every_rank_before_anything_connects(config, part):
+    for message in run_world(4, _bad, config, init=None).values:
+        assert part in message
+
+
+def test_a_port_in_use_is_said():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is in use"):
+            launch({}, 0, 2, "127.0.0.1", port, context=ParallelContext(), timeout=5)
+        # The other ranks reach a stranger; torch alone would wait for ever.
+        with pytest.raises(LaunchError, match="something listens there but gave no answer"):
+            launch({}, 1, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1)
+
+
+def test_nobody_at_the_address_is_said():
+    with pytest.raises(LaunchError, match="rank 1 could not reach rank 0"):
+        launch({}, 1, 2, "127.0.0.1", free_port(), context=ParallelContext(), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"rank": 2, "world_size": 2, "host": "h", "port": 1}, "rank 2 of a world of 2 is impossible"),
+        ({"rank": 0}, "give both or neither"),
+        ({"rank": 0, "world_size": 2, "host": "h", "port": 99999}, "port must be a number"),
+        ({"rank": 0, "world_size": 2}, "needs the address of rank 0"),
+        ({"rank": "0", "world_size": 2}, "rank must be an integer"),
+    ],
+)
+def test_impossible_arguments(arguments, part):
+    with pytest.raises(LaunchError, match=part):
+        launch({}, **arguments, context=ParallelContext())
+
+
+def test_missing_or_senseless_variables_are_named():
+    with pytest.raises(LaunchError, match="SLURM_PROCID is not set"):
+        read(SLURM, {})
+    with pytest.raises(LaunchError, match="WORLD_SIZE is 'two'"):
+        detect({"RANK": "0", "WORLD_SIZE": "two"})
+    with pytest.raises(LaunchError, match="MASTER_PORT is 'x'"):
+        detect({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"})
+    assert detect({}) == WorldAddress()
+    assert override(WorldAddress(), rank=1, world_size=2).rank == 1
+
+
+def test_a_torch_that_is_too_old_is_refused():
+    with pytest.raises(LaunchError, match=r"torch 2\.10\.1\+cpu is too old"):
+        check_torch("2.10.1+cpu")
+    check_torch("2.11.0")
+    check_torch("3.0.0a1")
+
+
+def test_the_default_parser_takes_both_spellings_of_local_rank():
+    parser = get_default_parser()
+    assert parser.parse_args(["--local-rank=3"]).local_rank == 3
+    assert parser.parse_args(["--local_rank", "2", "--config", "x.py"]).config == "x.py"
