@@ -157,11 +157,12 @@ _SYNC = Section(
     {
         "bucket_mb": Key(POSITIVE, "bucket size in MB"),
         "first_bucket_mb": Key(POSITIVE, "size of the bucket that is ready first"),
-        "overlap": Key(BOOL, "reduce while backward runs"),
+        "overlap": Key(any_of(BOOL, choice("auto")), "reduce while backward runs"),
         "reduce_dtype": Key(any_of(DTYPE, TEXT, NONE), "dtype of the reduction"),
         "compress": Key(with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)"), "bucket compression"),
         "fixed_order": Key(BOOL, "the same order of sums in every run"),
         "shared_memory": Key(any_of(BOOL, choice("auto"), NONE), "reduce in shared memory on one host"),
+        "automatic": Key(BOOL, "attach handlers for what no named handler does"),
         "waive": Key(any_of(TEXT, TEXTS, NONE), "parameters that nobody need synchronise, by name"),
         "callback": Key(any_of(FUNCTION, TEXT, NONE), "called with each bucket"),
     },

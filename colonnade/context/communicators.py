@@ -23,6 +23,8 @@ class Communicators:
         self._groups: dict[RankSet, Any] = {}
         self._cpu_groups: dict[RankSet, Any] = {}
         self._borrowed: set[RankSet] = set()
+        # Every set that was ever created, this rank in it or not: all ranks must skip the same ones.
+        self._created: set[RankSet] = set()
 
     def create(self, layout: Layout) -> None:
         """Create every group of the layout. Collective over the world: all ranks walk the same list.
@@ -34,8 +36,9 @@ class Communicators:
 
     def add(self, ranks: RankSet) -> None:
         """Create the group of one rank set, unless it is there. Collective over the world."""
-        if ranks in self._groups:
+        if ranks in self._created:
             return
+        self._created.add(ranks)
         world = len(ranks) == dist.get_world_size()
         group = dist.group.WORLD if world else dist.new_group(list(ranks))
         twin = dist.new_group(list(ranks), backend="gloo") if self._cpu_twins else group
@@ -50,6 +53,10 @@ class Communicators:
         self._groups[ranks] = group
         self._cpu_groups[ranks] = cpu_group if cpu_group is not None else group
         self._borrowed.add(ranks)
+
+    def know(self, rank_sets: Iterable[RankSet]) -> None:
+        """Note sets that exist although nobody created them here, so that no rank creates them again."""
+        self._created.update(rank_sets)
 
     def group(self, ranks: Iterable[int]) -> Any:
         """The process group of exactly these ranks."""
@@ -74,7 +81,7 @@ class Communicators:
         for group in [*own, *twins]:
             if group in _alive():
                 dist.destroy_process_group(group)
-        for held in (self._groups, self._cpu_groups, self._borrowed):
+        for held in (self._groups, self._cpu_groups, self._borrowed, self._created):
             held.clear()
 
     def _find(self, held: dict[RankSet, Any], ranks: RankSet) -> Any:

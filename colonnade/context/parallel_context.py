@@ -279,3 +279,4 @@ class ParallelContext:
             lists = share_rank_lists(made.mode.value, made.ranks, self._rank, self.world_size)
             self._build.add({made.mode: lists}, source)
             self._joined().adopt(tuple(made.ranks), made.group, made.cpu_group)
+            self._joined().know(tuple(ranks) for ranks in lists)

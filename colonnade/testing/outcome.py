@@ -1,0 +1,157 @@
+"""What became of a world: one outcome per rank, and the report that names the rank which failed first."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from colonnade.errors import ColonnadeError
+
+Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
+
+_TAIL_LINES = 25
+_NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
+
+# What a healthy rank says when one of its peers has gone: never the cause while another rank has one.
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|pair closure|connectFullMesh"
+    r"|failed to pass monitoredBarrier|Pair is not connected|timed out waiting|wait timeout",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    `kind` is "value" (the function returned `value`), "exception" (`type`, `message`, `traceback`),
+    "signal" (`signal` names it), "exit" (the process left with `exitcode` and `message` says when),
+    "timeout" (it was still running at the deadline) or "ended" (another rank had failed, so it was
+    stopped). `stack` holds the Python stacks of a rank that had to be stopped; `time` is the monotonic
+    clock when it ended.
+    """
+
+    rank: int
+    kind: Kind
+    time: float
+    value: Any = None
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    signal: str = ""
+    exitcode: int | None = None
+    stack: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.kind == "value"
+
+    @property
+    def headline(self) -> str:
+        """Say in one line how this rank ended."""
+        return f"rank {self.rank}: {self._what()}"
+
+    def _what(self) -> str:
+        if self.kind == "exception":
+            first_line = self.message.strip().splitlines()[0] if self.message.strip() else "(no message)"
+            return f"{self.type}: {first_line}"
+        if self.kind == "signal":
+            return f"killed by {self.signal}"
+        if self.kind == "exit":
+            return f"left with exit code {self.exitcode}: {self.message}"
+        if self.kind == "timeout":
+            return f"still running at the deadline{self._where()}"
+        if self.kind == "ended":
+            return f"stopped because another rank had failed{self._where()}"
+        return "returned"
+
+    def _where(self) -> str:
+        """Name the innermost line of the user's in the main thread, which faulthandler prints last."""
+        main_thread = self.stack.rstrip().rpartition("\n\n")[2]
+        frames = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File ")]
+        own = [frame for frame in frames if not any(place in frame for place in _NOT_THE_USERS)]
+        return f", in {(own or frames)[0]}" if frames else f" ({self.stack})" if self.stack else ""
+
+    def _is_consequence(self) -> bool:
+        return self.kind == "exception" and bool(_CONSEQUENCE.search(self.message))
+
+
+@dataclass(frozen=True)
+class WorldResult:
+    """All ranks of one world: what they returned, how they ended and what they printed."""
+
+    outcomes: tuple[Outcome, ...]
+    stdout: tuple[str, ...]
+    stderr: tuple[str, ...]
+    seconds: float
+
+    @property
+    def values(self) -> list[Any]:
+        """What the function returned on each rank; None for a rank that failed."""
+        return [outcome.value for outcome in self.outcomes]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank returned."""
+        return all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def root_cause(self) -> Outcome | None:
+        """Return the outcome that explains the failure, or None when every rank returned.
+
+        A rank stopped by the harness explains nothing while another failed by itself, and neither does one
+        that only noticed a lost peer; among the rest it is the first by time.
+        """
+        failed = [outcome for outcome in self.outcomes if not outcome.ok]
+        return min(failed, key=_by_blame, default=None)
+
+    def report(self) -> str:
+        """Return the failure as text: the root cause with all that is known, then a line per other rank."""
+        cause = self.root_cause
+        if cause is None:
+            return f"all {len(self.outcomes)} ranks returned in {self.seconds:.1f} s"
+        hung = [other for other in self.outcomes if other.kind == "timeout" and other is not cause]
+        parts = [f"{cause.headline} (world of {len(self.outcomes)}, {self.seconds:.1f} s)"]
+        parts += [text.rstrip() for text in (cause.traceback, _titled("stacks", cause)) if text]
+        parts += [_tail(f"stderr of rank {cause.rank}", self.stderr[cause.rank])]
+        parts += [_tail(f"stdout of rank {cause.rank}", self.stdout[cause.rank])]
+        parts += [_titled("stacks", other) for other in hung]
+        parts += [_others(self.outcomes, cause)]
+        return "\n".join(part for part in parts if part)
+
+
+class WorldError(ColonnadeError, RuntimeError):
+    """A world in which a rank failed; `result` holds all of it, `rank` is the one that failed first."""
+
+    def __init__(self, result: WorldResult) -> None:
+        super().__init__(result.report())
+        self.result = result
+        self.rank = result.root_cause.rank if result.root_cause else None
+
+
+def _by_blame(outcome: Outcome) -> tuple[int, float]:
+    if outcome.kind == "ended":
+        return 3, outcome.time
+    if outcome.kind == "timeout":
+        return 2, outcome.time
+    return int(outcome._is_consequence()), outcome.time
+
+
+def _titled(title: str, outcome: Outcome) -> str:
+    return f"--- {title} of rank {outcome.rank}\n{outcome.stack.rstrip()}" if outcome.stack else ""
+
+
+def _tail(title: str, text: str) -> str:
+    lines = text.rstrip().splitlines()
+    if not lines:
+        return ""
+    cut = f", last {_TAIL_LINES} of {len(lines)} lines" if len(lines) > _TAIL_LINES else ""
+    return "\n".join([f"--- {title}{cut}", *lines[-_TAIL_LINES:]])
+
+
+def _others(outcomes: Sequence[Outcome], cause: Outcome) -> str:
+    return "\n".join(outcome.headline for outcome in outcomes if outcome is not cause)

@@ -1,0 +1,198 @@
+"""The side of `run_world` that runs inside a rank: capture output, join the group, call, report, leave."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import parent_process
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+LOADED = b"loaded"
+REPORTED = b"reported"
+STACK_SIGNAL = signal.SIGUSR1
+GUARD = "_watch_parent"
+_PR_SET_PDEATHSIG = 1
+_LONGEST_REPR = 300
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """What every rank of a world needs to know; `folder` is private to the world and goes with it."""
+
+    world_size: int
+    folder: Path
+    environment: dict[str, str]
+    backend: str | None
+    group_timeout: float
+
+    @property
+    def call(self) -> Path:
+        """Return the file with the pickled (function, args, kwargs)."""
+        return self.folder / "call.pickle"
+
+    def file(self, rank: int, kind: str) -> Path:
+        """Return the file of a rank's "stdout", "stderr", "stack" or "report"."""
+        return self.folder / f"rank{rank}.{kind}"
+
+
+def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: socket.socket | None) -> NoReturn:
+    """Run the world's function as `rank`, report, and leave when told over `link` that all ranks are done."""
+    gc.freeze()  # collections need not walk, and so copy, what the fork server imported
+    _die_with_parent(spec.folder)
+    _capture_output(rank, spec)
+    _take_environment(rank, spec)
+    try:
+        report = _call(rank, spec, link, listener)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of this rank too
+        _send(_failure(error), rank, spec, link)
+        _leave(1)  # at once, so that the peers' collectives fail now and not at their timeout
+    _send(report, rank, spec, link)
+    # Peers may still talk to this rank: its sockets stay open until every rank has reported. Then nobody
+    # needs the groups, and destroying gloo's takes 25 ms each (70 with DETAIL); the kernel does it in none.
+    link.recv_bytes()
+    _leave(0)
+
+
+def _call(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: socket.socket | None) -> bytes:
+    function, args, kwargs = pickle.loads(spec.call.read_bytes())
+    link.send_bytes(LOADED)
+    if spec.backend is not None:
+        _join_group(rank, spec, spec.backend, listener)
+    value = function(*args, **kwargs)
+    try:
+        return pickle.dumps({"kind": "value", "value": value, "time": time.monotonic()})
+    except Exception as error:
+        raise TypeError(
+            f"{function.__qualname__} returned a {type(value).__name__} that cannot be pickled ({error}); "
+            "return plain data or tensors"
+        ) from error
+
+
+def _send(report: bytes, rank: int, spec: WorldSpec, link: Connection[Any, Any]) -> None:
+    """Leave the report in a file and say so: the parent never blocks on a rank that dies while it writes."""
+    spec.file(rank, "report").write_bytes(report)
+    link.send_bytes(REPORTED)
+
+
+def _die_with_parent(folder: Path) -> None:
+    """Make this rank and its children end, and the folder go, even when the harness is killed."""
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
+
+
+def _watch_parent(folder: Path) -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+
+def _capture_output(rank: int, spec: WorldSpec) -> None:
+    """Send the file descriptors, not only Python's streams, to the logs: C++ writes there as well."""
+    for number, kind in ((1, "stdout"), (2, "stderr")):
+        log = os.open(spec.file(rank, kind), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(log, number)
+        os.close(log)
+    sys.stdout = _line_by_line(1)
+    sys.stderr = _line_by_line(2)
+    faulthandler.enable(sys.stderr, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, spec.file(rank, "stack").open("w"), all_threads=True)
+
+
+def _line_by_line(number: int) -> Any:
+    """Open a descriptor so that what was printed is in the log even if the rank is killed next."""
+    return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _take_environment(rank: int, spec: WorldSpec) -> None:
+    """Replace the fork server's environment, and what was read from it when torch was imported."""
+    os.environ.clear()
+    os.environ.update(spec.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    tempfile.tempdir = None
+    torch = importlib.import_module("torch")
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    importlib.import_module("torch.distributed").set_debug_level_from_env()
+
+
+def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socket | None) -> None:
+    distributed = importlib.import_module("torch.distributed")
+    patience = datetime.timedelta(seconds=spec.group_timeout)
+    store = distributed.TCPStore(
+        spec.environment["MASTER_ADDR"],
+        int(spec.environment["MASTER_PORT"]),
+        spec.world_size,
+        is_master=rank == 0,
+        timeout=patience,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=spec.world_size, timeout=patience)
+
+
+def _failure(error: BaseException) -> bytes:
+    kind = type(error)
+    trace = _without_harness(error.__traceback__)
+    text = "".join(traceback.format_exception(kind, error, trace))
+    return pickle.dumps(
+        {
+            "kind": "exception",
+            "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+            "message": str(error),
+            "traceback": text + _asserted_values(error, trace),
+            "time": time.monotonic(),
+        }
+    )
+
+
+def _without_harness(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the leading frames of this file, unless there are no others."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:
+        own = own.tb_next
+    return own or trace
+
+
+def _asserted_values(error: BaseException, trace: TracebackType | None) -> str:
+    """Show the variables of a bare `assert`, which pytest would explain if it ran in this process."""
+    if not isinstance(error, AssertionError) or error.args or trace is None:
+        return ""
+    last = traceback.extract_tb(trace)[-1]
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    names = dict.fromkeys(re.findall(r"[A-Za-z_]\w*", last.line or ""))
+    known = {name: trace.tb_frame.f_locals[name] for name in names if name in trace.tb_frame.f_locals}
+    return "".join(f"  where {name} = {_short(value)}\n" for name, value in known.items())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_REPR else text[:_LONGEST_REPR] + "..."
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

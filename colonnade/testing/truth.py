@@ -1,0 +1,172 @@
+"""One process is the truth: whole tensors rebuilt from placements, compared with the plain model's.
+
+gradients = gather_gradients(engine.model, context)           # on every rank: name -> whole tensor
+truth = plain_gradients(plain_model, loss_of_the_joined_batch)
+compare(truth, gradients, rtol=1e-12)                         # a table per parameter; raises if they differ
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.rendezvous import gather_texts
+from colonnade.errors import ParityError
+from colonnade.parallel.agreement import Held, held_tensors
+from colonnade.parallel.dtensor import local_part
+
+Tensors = dict[str, Tensor]
+
+
+def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
+    """The whole weights, by name, on every rank. Collective over the world; holders must agree to the bit."""
+    return _gather(model, context, lambda parameter: parameter.detach())
+
+
+def gather_gradients(model: nn.Module, context: ParallelContext) -> Tensors:
+    """The whole gradients, by name, on every rank; zeros where there is none. Collective over the world."""
+    return _gather(
+        model,
+        context,
+        lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach(),
+    )
+
+
+def plain_gradients(model: nn.Module, loss: Tensor) -> Tensors:
+    """The gradients of a plain model in this process; zeros for parameters that the loss does not reach."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one parameter is from the truth: |found - truth| / |truth|, and the largest single element."""
+
+    name: str
+    relative: float
+    largest: float
+    ok: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences of all parameters; prints as a table, worst first."""
+
+    differences: tuple[Difference, ...]
+    rtol: float
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.ok for difference in self.differences)
+
+    def __str__(self) -> str:
+        width = max((len(difference.name) for difference in self.differences), default=9)
+        lines = [f"{'parameter':<{width}}  relative   largest    (tolerance {self.rtol:g})"]
+        for entry in sorted(self.differences, key=lambda entry: (entry.ok, -entry.relative)):
+            mark = "ok" if entry.ok else "DIFFERS"
+            lines.append(
+                f"{entry.name:<{width}}  {entry.relative:.2e}  {entry.largest:.2e}  {mark} {entry.note}".rstrip()
+            )
+        return "\n".join(lines)
+
+
+def compare(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], rtol: float, check: bool = True) -> Comparison:
+    """Compare every tensor of the truth; a missing one differs. Raises ParityError with the table if `check`."""
+    result = Comparison(tuple(_difference(name, truth[name], found.get(name), rtol) for name in truth), rtol)
+    if check and not result.ok:
+        raise ParityError(f"not equal to one process:\n{result}")
+    return result
+
+
+def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> Difference:
+    if found is None:
+        return Difference(name, float("inf"), float("inf"), False, "missing")
+    if found.shape != truth.shape:
+        return Difference(
+            name, float("inf"), float("inf"), False, f"shape {tuple(found.shape)}, not {tuple(truth.shape)}"
+        )
+    apart = (found.detach().cpu() - truth.detach().cpu()).abs()
+    largest = float(apart.max()) if apart.numel() else 0.0
+    size = float(truth.detach().norm())
+    relative = float(apart.norm()) / size if size else largest
+    return Difference(name, relative, largest, relative <= rtol)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One rank's part of one tensor: where it belongs, and its elements."""
+
+    rank: int
+    place: dict[int, tuple[int, int]]  # dimension -> (index of the part, number of parts)
+    content: Tensor
+
+
+def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:
+    held = held_tensors(model, context)
+    mine = [local_part(read(entry.tensor)).contiguous() for entry in held]  # type: ignore[arg-type]
+    notes = [_note(entry, part, context) for entry, part in zip(held, mine, strict=True)]
+    everyone = [json.loads(text) for text in gather_texts(json.dumps(notes), context.device)]
+    flats = _gather_flat(mine, everyone, context)
+    pieces: dict[str, list[_Piece]] = {}
+    for rank, (rank_notes, flat) in enumerate(zip(everyone, flats, strict=True)):
+        start = 0
+        for note in rank_notes:
+            numel = prod(note["shape"])
+            content = flat[start : start + numel].reshape(note["shape"])
+            start += numel
+            place = {int(dim): (at, parts) for dim, (at, parts) in note["place"].items()}
+            pieces.setdefault(note["name"], []).append(_Piece(rank, place, content))
+    return {name: _assemble(name, parts) for name, parts in pieces.items()}
+
+
+def _note(entry: Held, part: Tensor, context: ParallelContext) -> dict[str, Any]:
+    place: dict[int, tuple[int, int]] = {}
+    for mode, shard in entry.placement.shards.items():
+        at, parts = place.get(shard.dim, (0, 1))
+        size = context.get_world_size(mode)
+        place[shard.dim] = (at * size + context.get_local_rank(mode), parts * size)
+    return {"name": entry.name, "shape": list(part.shape), "place": {str(dim): where for dim, where in place.items()}}
+
+
+def _gather_flat(parts: list[Tensor], everyone: list[Any], context: ParallelContext) -> list[Tensor]:
+    """Each rank's tensors as one flat fp64 tensor."""
+    longest = max(sum(prod(note["shape"]) for note in notes) for notes in everyone)
+    device = context.device if dist.get_backend() == "nccl" else torch.device("cpu")
+    flat = torch.zeros(longest, dtype=torch.float64, device=device)
+    joined = torch.cat([part.flatten().to(device, torch.float64) for part in parts]) if parts else flat[:0]
+    flat[: joined.numel()] = joined
+    gathered = [torch.zeros_like(flat) for _ in everyone]
+    dist.all_gather(gathered, flat)
+    return [other.cpu() for other in gathered]
+
+
+def _assemble(name: str, pieces: list[_Piece]) -> Tensor:
+    """Join the parts; two ranks that hold the same part must hold the same bits."""
+    by_place: dict[tuple[tuple[int, int], ...], _Piece] = {}
+    for piece in pieces:
+        key = tuple(sorted((dim, at) for dim, (at, _) in piece.place.items()))
+        first = by_place.setdefault(key, piece)
+        if not torch.equal(first.content, piece.content):
+            raise ParityError(f"{name}: ranks {first.rank} and {piece.rank} hold the same part with different values")
+    sizes = {dim: parts for dim, (_, parts) in pieces[0].place.items()}
+    return _join(by_place, sorted(sizes), sizes, {})
+
+
+def _join(by_place: dict[Any, _Piece], dims: list[int], sizes: dict[int, int], chosen: dict[int, int]) -> Tensor:
+    if not dims:
+        return by_place[tuple(sorted(chosen.items()))].content
+    dim, rest = dims[0], dims[1:]
+    return torch.cat([_join(by_place, rest, sizes, {**chosen, dim: at}) for at in range(sizes[dim])], dim=dim)

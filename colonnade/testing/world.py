@@ -1,0 +1,240 @@
+"""Start a world of real processes, watch it until every rank has reported, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkContext, ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from colonnade.errors import LaunchError
+from colonnade.testing.outcome import Outcome, WorldError, WorldResult
+from colonnade.testing.rank import GUARD, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
+from colonnade.testing.start import context_for, environment, loopback_socket, packed, private_folder
+
+# How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
+_GRACE = 5.0
+# Collectives give up before the deadline, so that they say so in a traceback.
+_GROUP_SHARE = 0.75
+_LONGEST_LOG = 1 << 20
+
+_NOT_RETURNED = "the function did not return"
+_NOT_REACHED = 'the function was not reached; does the script start its work under `if __name__ == "__main__":`?'
+
+
+def run_world(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    check: bool = True,
+    init: str | None = "gloo",
+    env: Mapping[str, str | None] | None = None,
+    **kwargs: Any,
+) -> WorldResult:
+    """Run `fn(*args, **kwargs)` on `n` processes at once and return what each rank returned.
+
+    `fn` is a module-level function; arguments and return values travel by value. With `init`, the default
+    process group of that torch backend exists when `fn` starts; with None only RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the port is free. `env` is laid over this
+    process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes with the world, and
+    TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF there); None
+    takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is killed.
+    With `check`, a failing rank raises `WorldError`. A script that calls this needs
+    `if __name__ == "__main__":`, as for any multiprocessing.
+    """
+    if n < 1:
+        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.")
+    if timeout <= 0:
+        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.")
+    call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
+    with private_folder() as folder, loopback_socket(listening=init is not None) as held:
+        spec = WorldSpec(n, folder, environment(n, folder, held.getsockname()[1], env), init, _GROUP_SHARE * timeout)
+        spec.call.write_bytes(call)
+        world = _World(spec)
+        try:
+            world.start(context, held)
+            outcomes = world.watch(timeout)
+        finally:
+            world.end()
+        result = WorldResult(
+            outcomes=outcomes,
+            stdout=tuple(_text(spec.file(rank, "stdout")) for rank in range(n)),
+            stderr=tuple(_without_guard(_text(spec.file(rank, "stderr"))) for rank in range(n)),
+            seconds=time.monotonic() - started,
+        )
+    if check and not result.ok:
+        raise WorldError(result)
+    return result
+
+
+@dataclass
+class _Rank:
+    """One process of the world, seen from the parent.
+
+    `heard` is false once its link is closed; `loaded` is true once it has imported what it is to call.
+    """
+
+    process: BaseProcess
+    link: Connection[Any, Any]
+    heard: bool = True
+    loaded: bool = False
+
+    def waits_on(self) -> list[Any]:
+        return [self.process.sentinel, *([self.link] if self.heard else [])]
+
+    def has_reported(self) -> bool:
+        try:
+            while self.heard and self.link.poll():
+                message = self.link.recv_bytes()
+                self.loaded = self.loaded or message == LOADED
+                if message == REPORTED:
+                    return True
+        except (EOFError, OSError):
+            self.heard = False
+        return False
+
+    def signal(self, number: int) -> None:
+        """Signal the process and its process group, which holds the children it left."""
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(self.process.pid or 0, number)
+
+
+@dataclass
+class _World:
+    """The processes of one world and what became of them so far."""
+
+    spec: WorldSpec
+    ranks: list[_Rank] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    def start(self, context: ForkContext | ForkServerContext, listener: socket.socket) -> None:
+        """Start all ranks; only rank 0 gets the listening socket of the store."""
+        for rank in range(self.spec.world_size):
+            here, there = context.Pipe()
+            serves = rank == 0 and self.spec.backend is not None
+            arguments = (rank, self.spec, there, listener if serves else None)
+            process = context.Process(target=rank_main, args=arguments, name=f"colonnade-rank-{rank}")
+            self.ranks.append(_Rank(process, here))
+            process.start()
+            there.close()
+
+    def watch(self, timeout: float) -> tuple[Outcome, ...]:
+        """Collect one outcome per rank; stop what still runs at the deadline or a grace after a failure."""
+        deadline = stop_at = time.monotonic() + timeout
+        while self._running() and time.monotonic() < stop_at:
+            self._take_events(stop_at - time.monotonic())
+            if stop_at == deadline and self._has_failed():
+                stop_at = min(deadline, time.monotonic() + _GRACE)
+        self._stop_running("timeout" if stop_at == deadline else "ended")
+        if all(outcome.ok for outcome in self.outcomes.values()):
+            self._let_leave()
+        return tuple(self.outcomes[rank] for rank in range(self.spec.world_size))
+
+    def end(self) -> None:
+        """Kill whatever is left of the ranks and their children, and forget them."""
+        for rank in self.ranks:
+            rank.link.close()
+            if rank.process.pid is not None:
+                rank.signal(signal.SIGKILL)
+                rank.process.join()
+                rank.process.close()
+        self.ranks.clear()
+
+    def _has_failed(self) -> bool:
+        """Whether a rank failed; not before the others could fail by themselves, on a busy machine too."""
+        failed = any(not outcome.ok for outcome in self.outcomes.values())
+        return failed and all(self.ranks[rank].loaded for rank in self._running())
+
+    def _running(self) -> list[int]:
+        return [rank for rank in range(self.spec.world_size) if rank not in self.outcomes]
+
+    def _take_events(self, seconds: float) -> None:
+        """Wait for reports and deaths; a report made before the death counts, so it is looked for first."""
+        running = self._running()
+        wait([source for rank in running for source in self.ranks[rank].waits_on()], max(0.0, seconds))
+        for rank in running:
+            if self.ranks[rank].has_reported():
+                report = pickle.loads(self.spec.file(rank, "report").read_bytes())
+                self.outcomes[rank] = Outcome(rank=rank, **report)
+            elif self.ranks[rank].process.exitcode is not None:
+                self.outcomes[rank] = self._died(rank, self.ranks[rank].process.exitcode or 0)
+
+    def _died(self, rank: int, code: int) -> Outcome:
+        if code < 0:
+            return Outcome(rank, "signal", time.monotonic(), signal=_signal_name(-code), exitcode=code)
+        when = _NOT_RETURNED if self.spec.file(rank, "stack").exists() else _NOT_REACHED
+        return Outcome(rank, "exit", time.monotonic(), exitcode=code, message=when)
+
+    def _stop_running(self, kind: Literal["timeout", "ended"]) -> None:
+        """Take the stacks of the ranks that still run and kill them."""
+        running = self._running()
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ranks[rank].process.pid or 0, STACK_SIGNAL)
+        stacks = _settled([self.spec.file(rank, "stack") for rank in running])
+        for rank, text in zip(running, stacks, strict=True):
+            stack = _without_guard(text) or _why_no_stack(self.ranks[rank].process.pid)
+            self.outcomes[rank] = Outcome(rank, kind, time.monotonic(), stack=stack)
+            self.ranks[rank].signal(signal.SIGKILL)
+
+    def _let_leave(self) -> None:
+        """Tell every rank that all are done, and give them time to exit by themselves."""
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.link.send_bytes(b"leave")
+        end = time.monotonic() + _GRACE
+        for rank in self.ranks:
+            rank.process.join(max(0.0, end - time.monotonic()))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _settled(files: list[Path], seconds: float = 2.0) -> list[str]:
+    """Read files that are being written once all have text and have stopped growing, or time is up."""
+    end, before = time.monotonic() + seconds, [-1] * len(files)
+    while time.monotonic() < end:
+        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+        if sizes == before and all(sizes):
+            break
+        before = sizes
+        time.sleep(0.05)
+    return [_text(file) for file in files]
+
+
+def _without_guard(stack: str) -> str:
+    """Drop the harness's own thread from a dump of all threads."""
+    return "\n\n".join(thread for thread in stack.split("\n\n") if GUARD not in thread)
+
+
+def _why_no_stack(pid: int | None) -> str:
+    """Say in which state the process is; a stopped one (T) cannot answer the request for its stacks."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "no stack: the process is gone"
+    return "no stack: the process is stopped" if state in "Tt" else f"no stack: process state {state}"
+
+
+def _text(path: Path) -> str:
+    """Return the end of a log, of a length that a report can hold in memory."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _LONGEST_LOG))
+        return log.read().decode("utf-8", errors="replace")
