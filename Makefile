@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## start the main job on 4 ranks of this machine
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/hello/train.py
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gradient_handler/train_with_engine.py
 
 test: check  ## everything: `make check`, then the slow tests
 	$(BIN)/python -m pytest -q -m slow

@@ -1,0 +1,106 @@
+"""initialize: from a model, an optimizer and a config to an engine. One small function per decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.engine import Engine
+from colonnade.engine.gradient_handler.sync import build_sync
+from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.errors import ConfigError, ContextError
+from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.registry import SCHEDULE
+
+Initialized = tuple[Engine, Any, Any, Any]
+"""(engine, train_dataloader, test_dataloader, lr_scheduler)"""
+
+
+def initialize(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Any,
+    criterion: Any = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    verbose: bool = True,
+    *,
+    context: ParallelContext | None = None,
+) -> Initialized:
+    """Build the engine that the config of the launched context asks for. Collective over the world.
+
+    `model` is a module or a function without arguments that returns one; `optimizer` an instance, or a
+    function of the parameters. Weights that ranks share are made equal, placements are checked, gradient
+    handlers are attached, and everything that is wrong is said now, on every rank.
+    """
+    context = _launched(context)
+    _apply_backend_flags(context)
+    built = _build_model(model, context)
+    stepper = _build_optimizer(optimizer, built)
+    check_placements(built, context)
+    broadcast_shared(built, context)
+    sync = build_sync(built, stepper, context, _named_handlers(context), dict(context.config.get("sync") or {}))
+    engine = Engine(
+        built,
+        stepper,
+        criterion,
+        context=context,
+        sync=sync,
+        schedule=_build_schedule(context),
+        accumulation=int(context.config.get("gradient_accumulation") or 1),
+    )
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _launched(context: ParallelContext | None) -> ParallelContext:
+    if context is None:
+        from colonnade.core import global_context  # what a user who passes no context means
+
+        context = global_context
+    if not context.is_launched:
+        raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+    return context
+
+
+def _apply_backend_flags(context: ParallelContext) -> None:
+    torch.backends.cudnn.benchmark = bool(context.config.get("cudnn_benchmark", False))
+    torch.backends.cudnn.deterministic = bool(context.config.get("cudnn_deterministic", False))
+
+
+def _build_model(model: Any, context: ParallelContext) -> nn.Module:
+    built = model if isinstance(model, nn.Module) else model()
+    if not isinstance(built, nn.Module):
+        raise ConfigError(f"model is a torch.nn.Module or a function that returns one, not {type(built).__name__}")
+    return built.to(context.device)
+
+
+def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
+    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
+    if not hasattr(built, "step") or not hasattr(built, "param_groups"):
+        raise ConfigError(
+            f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
+        )
+    return built
+
+
+def _named_handlers(context: ParallelContext) -> list[Any]:
+    config = context.config
+    return list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
+
+
+def _build_schedule(context: ParallelContext) -> BaseSchedule:
+    wanted = context.config.get("schedule") or {"type": "NonPipelineSchedule"}
+    settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("type")
+    schedule = SCHEDULE.get_module(name)
+    try:
+        built = schedule(**settings)
+    except TypeError as error:
+        raise ConfigError(f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}") from error
+    if not callable(getattr(built, "forward_back_step", None)):
+        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
+    return built  # type: ignore[no-any-return]

@@ -1,0 +1,189 @@
+"""Engine: the model, its optimizer and its loss as one thing to call in a training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.ledger import Ledger
+from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.losses import LossBook, split_loss
+from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.errors import GradientError
+
+_NO_BATCH = object()
+
+
+class Engine:
+    """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`.
+
+    With `accumulation=k` the gradients of k backward passes make one step: `zero_grad` and `step` act on the
+    first and the last of them, so the loop is written the same way for any k. Built by `colonnade.initialize`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        criterion: Any = None,
+        *,
+        context: ParallelContext,
+        sync: GradientSync,
+        schedule: BaseSchedule,
+        accumulation: int = 1,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._criterion = criterion
+        self._schedule = schedule
+        self._sync = sync
+        self._book = LossBook(context, accumulation)
+        self._passes = self._total_passes = 0
+        self.context = context
+        self.accumulation = accumulation
+        self.training = True
+        schedule.pre_processing(self)
+
+    # -- the loop -----------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass."""
+        return self._model(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients, at the start of a step only."""
+        if self._passes == 0:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Any) -> None:
+        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises."""
+        value, count = split_loss(loss)
+        self._book.add(count)
+        self._begin_pass()
+        (value if count is not None else value / self.accumulation).backward()
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
+        """Backward from a tensor whose gradient is known, as at a pipeline stage."""
+        self._begin_pass()
+        tensor.backward(grad)
+
+    def step(self) -> bool:
+        """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
+        if self._passes == 0:
+            raise GradientError("step() before backward(): there are no gradients to apply")
+        if self._passes < self.accumulation:
+            return False
+        self._reduce()
+        self._optimizer.step()
+        self._end_step()
+        return True
+
+    def train(self) -> None:
+        """Put the model into training mode."""
+        self.training = True
+        self._model.train()
+
+    def eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.training = False
+        self._model.eval()
+
+    def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
+        """Run one step's passes by the schedule; returns (output, label, loss)."""
+        return self._schedule.forward_back_step(self, data_iter, **kwargs)
+
+    def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
+        """The batches of `loader`, for loaders that are not equally long on all ranks.
+
+        A rank that has run out goes on taking part in the others' steps, inside this loop, with no weight in
+        the mean; `after_step` (an LR scheduler's step, say) is called after each of those. The body of the
+        loop must call `backward` and `step` once for every batch.
+        """
+        iterator = iter(loader)
+        self._book.uneven = True
+        try:
+            while True:
+                batch = next(iterator, _NO_BATCH)
+                if not self._book.someone_has(batch is not _NO_BATCH):
+                    break
+                if batch is _NO_BATCH:
+                    self._pass_without_batch(after_step)
+                else:
+                    before = self._total_passes
+                    yield batch
+                    self._check_body(self._total_passes - before)
+            while self._passes:
+                self._pass_without_batch(after_step)
+        finally:
+            self._book.uneven = False
+
+    def ledger(self) -> Ledger:
+        """Which reduction each parameter owes and which handler does it."""
+        return self._sync.ledger
+
+    def close(self) -> None:
+        """Remove hooks and give back shared memory; the model stays usable without the engine."""
+        self._sync.close()
+
+    # -- parts --------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    @property
+    def criterion(self) -> Any:
+        return self._criterion
+
+    @property
+    def schedule(self) -> BaseSchedule:
+        return self._schedule
+
+    @property
+    def gradient_handlers(self) -> list[Any]:
+        """The handlers in the order they run."""
+        return list(self._sync.handlers)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _begin_pass(self) -> None:
+        if self._passes == self.accumulation:
+            raise GradientError(
+                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
+                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config"
+            )
+        self._passes += 1
+        self._total_passes += 1
+        last = self._passes == self.accumulation
+        if last:
+            self._sync.set_scale(self._book.factor())
+        self._sync.prepare(last)
+
+    def _pass_without_batch(self, after_step: Callable[[], Any] | None) -> None:
+        """Take part in a pass of the other ranks."""
+        self.zero_grad()
+        self._begin_pass()
+        if self.step() and after_step is not None:
+            after_step()
+
+    def _check_body(self, passes: int) -> None:
+        if passes != 1 or self._passes == self.accumulation:
+            raise GradientError(
+                f"the body of a loop over engine.batches() called backward() {passes} times and left "
+                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
+                f"ranks lose count of each other"
+            )
+
+    def _reduce(self) -> None:
+        self._sync.finish()
+
+    def _end_step(self) -> None:
+        self._passes = 0
+        self._book.clear()

@@ -1,0 +1,307 @@
+"""Gradient synchronisation: gradients are summed over groups of ranks, while backward runs where that pays.
+
+The reducer owns flat buckets, moves gradients into them as backward makes them, starts a bucket as soon as it is
+full on the last micro-batch, and finishes the rest in `wait`. Correctness never rests on when a gradient comes:
+a bucket that was started too early leaves a late gradient beside it, which `wait` finds and adds on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.engine.gradient_handler._agreement import MISSING, OUTSIDE, SPARSE, Agreement
+from colonnade.engine.gradient_handler._bucket import Bucket
+from colonnade.engine.gradient_handler._lane import Log
+from colonnade.engine.gradient_handler._options import GroupReduction, PowerSGD, SyncOptions
+from colonnade.engine.gradient_handler._party import Party
+from colonnade.engine.gradient_handler._reduction_state import ReductionState
+from colonnade.engine.gradient_handler._settle import Places, settle
+from colonnade.engine.gradient_handler._start_up import check_alike, parties_of
+from colonnade.errors import listed
+
+__all__ = ["BucketPlan", "GradientReducer", "GroupReduction", "PowerSGD", "SyncOptions"]
+
+_log: Log = logging.getLogger("colonnade").info
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket as data: which parameters travel together, how many elements, between whom and how."""
+
+    index: int
+    names: tuple[str, ...]
+    numel: int
+    ranks: tuple[int, ...]
+    dtype: str
+    transport: str
+    divisor: float
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:3]) + (f", ... ({len(self.names)})" if len(self.names) > 3 else "")
+        return (
+            f"bucket {self.index}: {self.numel} x {self.dtype} over ranks {list(self.ranks)} / {self.divisor:g} "
+            f"by {self.transport}: {shown}"
+        )
+
+
+class GradientReducer:
+    """Reduces the gradients of a model as its `reductions` say; one per set of options.
+
+    Call `prepare(last)` before each backward and `wait()` before gradients are used; both on every rank, and
+    `wait` the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of
+    a bucket. `scale`, when set before `wait`, is a further factor on that step's gradients. `buckets` changes after
+    the first step, when the order of gradients is known, and when parameters are frozen or thawed; `generation`
+    counts these changes.
+    """
+
+    def __init__(
+        self,
+        reductions: Sequence[GroupReduction],
+        options: SyncOptions | None = None,
+        *,
+        log: Log = _log,
+    ) -> None:
+        self.scale: float | Tensor | None = None
+        self.generation = 0
+        self.buckets: list[Bucket] = []
+        self._options = options or SyncOptions()
+        self._log = log
+        # In one order on every rank, since each has its own subset of reductions and some of this is collective.
+        reductions = sorted(reductions, key=lambda reduction: reduction.ranks)
+        parties = parties_of(reductions, self._options, log)
+        check_alike(reductions, parties, self._options)
+        self._states = [ReductionState(r, parties[r.ranks], self._options, log) for r in reductions]
+        self._agreements = [self._agreement(party) for _, party in sorted(parties.items())]
+        self._handles: list[Any] = []
+        self._places: dict[int, dict[int, tuple[Bucket, int]]] = {}
+        self._fired: dict[tuple[int, int], int] = {}
+        self._recording = True
+        self._fresh = self._last = False
+        self._step = 0
+        self._reported: set[tuple[int, int]] = set()
+        self._upcoming: list[Bucket] | None = self._lay_out()
+        self._switch()
+
+    def prepare(self, last: bool) -> None:
+        """Before a backward pass: is it the last one of this step?"""
+        self._switch()
+        self._last, self._fresh = last, True
+        for bucket in self.buckets:
+            if not bucket.started:
+                bucket.begin()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Reduce what is not yet reduced and wait for all of it. Collective; `.grad` is final afterwards."""
+        self._switch()
+        self._start_rest()
+        for agreement, states in self._agreements:
+            agreement.announce(self._step, [bytes(state.notes) for state in states])
+        self._finish_buckets()
+        reports = [report for agreement, _ in self._agreements for report in agreement.resolve()]
+        for state, report in zip(self._states, reports, strict=True):
+            self._settle(state, report)
+        if self._options.callback is not None:
+            for bucket in self.buckets:
+                self._options.callback(bucket.buffer, bucket.names)
+        self._plan_ahead(reports)
+        self._step, self._last, self.scale = self._step + 1, False, None
+
+    def plan(self) -> list[BucketPlan]:
+        """The buckets as printable data, in the order in which they are reduced."""
+        owner = {id(state.reduction): state for state in self._states}
+        return [
+            BucketPlan(
+                index,
+                bucket.names,
+                bucket.layout.numel,
+                bucket.reduction.ranks,
+                str(bucket.layout.dtype).removeprefix("torch."),
+                owner[id(bucket.reduction)].transport_of(bucket),
+                bucket.reduction.divisor,
+            )
+            for index, bucket in enumerate(self.buckets)
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and the connections. Gradients stay valid; the reducer does not."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for agreement, _ in self._agreements:
+            agreement.party.close()
+
+    # During backward
+
+    def _on_gradient(self, at: int, index: int) -> None:
+        """While recording: note the order of gradients and move each at once."""
+        if self._fresh:
+            self._fired, self._fresh = {}, False
+        bucket = self.buckets[at]
+        key = id(bucket.reduction), bucket.positions[index]
+        # Taken out and put back, so that the dictionary is in the order of the last arrivals.
+        self._fired[key] = self._fired.pop(key, 0) + 1
+        with torch.no_grad():
+            bucket.move(index, index + 1)
+
+    def _on_sentinel(self, at: int, index: int) -> None:
+        """The gradient that comes last in a part has come."""
+        bucket = self.buckets[at]
+        part = bucket.parts[index]
+        part.left -= 1
+        if part.left != 0 or bucket.started:
+            return
+        with torch.no_grad():
+            bucket.move(part.start, part.stop)
+            if self._last and bucket.task.early and all(part.left <= 0 for part in bucket.parts):
+                bucket.full = bucket.arrived()
+                self._start_full()
+
+    def _start_full(self) -> None:
+        """Start full buckets, strictly in order: every rank issues the same collectives in the same order."""
+        for bucket in self.buckets:
+            if bucket.task.early and not bucket.started:
+                if not bucket.full:
+                    return
+                bucket.start()
+
+    # In wait
+
+    def _start_rest(self) -> None:
+        """Start all that backward has left, and write the notes about gradients that are not in their bucket."""
+        notes = {}
+        for state in self._states:
+            state.open_notes()
+            notes[id(state.reduction)] = state.notes
+        for bucket in self.buckets:
+            written = notes[id(bucket.reduction)]
+            if bucket.started:
+                for position, parameter in zip(bucket.positions, bucket.parameters, strict=True):
+                    if parameter.grad is not None:
+                        written[position] |= OUTSIDE
+                continue
+            bucket.move(0, len(bucket.parameters))
+            for i, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not bucket.grads[i]:
+                    bucket.views[i].zero_()
+                    written[bucket.positions[i]] |= MISSING if parameter.grad is None else SPARSE
+            bucket.task.start()
+
+    def _finish_buckets(self) -> None:
+        sharing = [agreement for agreement, _ in self._agreements if agreement.party.peers is not None]
+        for agreement in sharing:
+            agreement.resolve()
+        for bucket in self.buckets:
+            bucket.task.finish(self._factor(bucket.reduction))
+        # A rank's buffer is final when every rank has written its slice into it.
+        for agreement in sharing:
+            agreement.party.signal(b"d")
+        for agreement in sharing:
+            agreement.party.collect()
+        for bucket in self.buckets:
+            if bucket.started:
+                bucket.started = False
+                for i, parameter in enumerate(bucket.parameters):
+                    if parameter.grad is None:
+                        bucket.attach(i)
+
+    def _settle(self, state: ReductionState, report: list[bytes]) -> None:
+        if not state.remarkable and all(notes == report[0] for notes in report):
+            return
+        reduction = state.reduction
+        places: Places = self._places[id(reduction)]
+        uneven = settle(reduction, state.party, report, places, self._factor(reduction), self._options)
+        for position, ranks in uneven.items():
+            if (id(reduction), position) not in self._reported:
+                self._reported.add((id(reduction), position))
+                self._log(
+                    f"step {self._step}: no gradient for {reduction.names[position]!r} on ranks {listed(ranks)}, "
+                    f"but on others of {listed(reduction.ranks)}: counted as zero (said once)"
+                )
+
+    def _factor(self, reduction: GroupReduction) -> float | Tensor:
+        return (1.0 if self.scale is None else self.scale) / reduction.divisor
+
+    # Between steps
+
+    def _plan_ahead(self, reports: Sequence[list[bytes]]) -> None:
+        """Lay out new buckets where this step has shown the need; `prepare` switches to them. Collective."""
+        changed = [s for s, report in zip(self._states, reports, strict=True) if s.adapt(report)]
+        if self._recording:
+            for state in self._states:
+                own = id(state.reduction)
+                state.agree_on_order(position for owner, position in self._fired if owner == own)
+        if changed or self._recording:
+            self._upcoming = self._lay_out()
+        self._recording = bool(changed)
+
+    def _lay_out(self) -> list[Bucket]:
+        ranked = []
+        for serial, state in enumerate(self._states):
+            for fraction, bucket in state.lay_out():
+                ranked.append((fraction, state.reduction.ranks, serial, str(bucket.layout.dtype), bucket))
+        # By how far through its lane a bucket is: a key that all ranks of two groups agree on.
+        return [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
+
+    @torch.no_grad()
+    def _switch(self) -> None:
+        """Change to the buckets laid out by `_plan_ahead`; gradients that are still alive move along."""
+        if self._upcoming is None:
+            return
+        for bucket in self.buckets:
+            for parameter, grad in zip(bucket.parameters, bucket.grads, strict=True):
+                if parameter.grad is grad:
+                    parameter.grad = grad.clone()
+        for state in self._states:
+            state.clear()
+        self.buckets, self._upcoming = self._upcoming, None
+        self.generation += 1
+        for state in self._states:
+            self._places[id(state.reduction)] = {}
+        for bucket in self.buckets:
+            bucket.begin()
+            bucket.move(0, len(bucket.parameters))
+            places = self._places[id(bucket.reduction)]
+            places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
+        self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        arrival = {key: place for place, key in enumerate(self._fired)}
+        for at, bucket in enumerate(self.buckets):
+            if self._recording:
+                for index, parameter in enumerate(bucket.parameters):
+                    self._hook(parameter, self._on_gradient, at, index)
+                continue
+            for index, part in enumerate(bucket.parts):
+                keys = [(id(bucket.reduction), bucket.positions[i]) for i in range(part.start, part.stop)]
+                last = max(keys, key=lambda key: arrival.get(key, -1))
+                part.firings = self._fired.get(last, 1)
+                self._hook(bucket.parameters[part.start + keys.index(last)], self._on_sentinel, at, index)
+            bucket.begin()
+
+    def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
+        if not parameter.requires_grad:
+            return
+        # Not a reference to this object: a reducer that nobody holds any more must be able to go.
+        weak = weakref.WeakMethod(method)
+
+        def call(_: Tensor) -> None:
+            alive = weak()
+            if alive is not None:
+                alive(at, index)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(call))
+
+    def _agreement(self, party: Party) -> tuple[Agreement, list[ReductionState]]:
+        states = [state for state in self._states if state.party is party]
+        return Agreement(party, [len(state.reduction.parameters) for state in states]), states

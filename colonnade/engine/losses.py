@@ -1,0 +1,89 @@
+"""Losses over uneven data: plain means stay plain means, (sum, count) is divided once by the global count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import GradientError
+
+Loss = Tensor | tuple[Tensor, "Tensor | int | float"]
+
+
+def split_loss(loss: Any) -> tuple[Tensor, Tensor | int | float | None]:
+    """(tensor to go backward from, count or None for a plain mean)."""
+    if isinstance(loss, (tuple, list)):
+        if len(loss) != 2 or not isinstance(loss[0], Tensor):
+            raise GradientError(
+                f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}"
+            )
+        return _scalar(loss[0]), loss[1]
+    return _scalar(loss), None
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise GradientError(f"backward needs a scalar loss, not {shape}; take its mean, or return (sum, count)")
+    return loss
+
+
+class LossBook:
+    """Keeps the counts of one step and turns them into the factor that the summed gradients need.
+
+    The gradients are divided by `distinct_data` (and plain means by `accumulation`) when they are made, so
+    the factor is distinct_data / global count for sums, and distinct_data x accumulation / number of means
+    where ranks have uneven numbers of batches. Ordinary plain means need none, and no collective.
+    """
+
+    def __init__(self, context: ParallelContext, accumulation: int) -> None:
+        self._context = context
+        self._accumulation = accumulation
+        self._weighted: bool | None = None
+        self._count: Tensor | float = 0.0
+        self._means = 0
+        self.uneven = False
+        """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
+        # Ranks that see the same data report the same count; each reports its share of it.
+        self._share = 1.0
+        for axis in context.layout.axes:
+            if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
+                self._share /= axis.size
+
+    def add(self, count: Tensor | int | float | None) -> None:
+        """Note one micro-batch; all of a step are plain means, or all are (sum, count)."""
+        weighted = count is not None
+        if self._weighted is not None and weighted != self._weighted:
+            raise GradientError("some micro-batches of this step gave a mean and some gave (sum, count); use one form")
+        self._weighted = weighted
+        if count is None:
+            self._means += 1
+        else:
+            self._count = self._count + torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+
+    def factor(self) -> Tensor | None:
+        """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
+        if not self._weighted and not self.uneven:
+            return None
+        mine = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in (self._count, self._means)])
+        totals = mine.to(self._context.device) * self._share
+        dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
+        counted, means = totals.unbind()
+        divisor = torch.where(counted > 0, counted, means / self._accumulation)
+        # With nothing counted anywhere every gradient is zero, and stays it.
+        return self._context.layout.distinct_data / torch.where(divisor > 0, divisor, 1.0)
+
+    def someone_has(self, batch_here: bool) -> bool:
+        """Whether any rank has a batch left. Collective over the world."""
+        flag = torch.tensor([float(batch_here)], device=self._context.device)
+        dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
+        return bool(flag.item())
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._weighted, self._count, self._means = None, 0.0, 0

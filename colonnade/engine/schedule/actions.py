@@ -1,0 +1,145 @@
+"""Actions and tables: a pipeline schedule as plain data.
+
+An action is one piece of work of one rank: which stage, what kind, which micro-batch. It prints and parses as
+`2F0` (stage 2, forward, micro-batch 0). A table gives every pipeline rank its list of actions. Nothing here
+needs torch or a process group.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from colonnade.errors import ScheduleError, listed
+
+
+class Kind(str, Enum):
+    """What an action does. Users write the first four; the library adds the transfers."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The full backward pass: I and W in one."""
+    INPUT = "I"
+    """The gradient of the stage's inputs, which the stage before waits for."""
+    WEIGHT = "W"
+    """The gradient of the stage's parameters, which nobody waits for."""
+    SEND_FORWARD = "SEND_F"
+    """Start sending the stage's output to the next stage."""
+    RECEIVE_FORWARD = "RECV_F"
+    """From here on, expect the stage's input from the stage before."""
+    SENT_FORWARD = "SENT_F"
+    """The next stage has used the output by now: the send is over and its memory may go."""
+    SEND_BACKWARD = "SEND_B"
+    """Start sending the gradient of the stage's inputs to the stage before."""
+    RECEIVE_BACKWARD = "RECV_B"
+    """From here on, expect the gradient of the stage's output from the next stage."""
+    SENT_BACKWARD = "SENT_B"
+    """The stage before has used the gradient by now: the send is over and its memory may go."""
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+"""The kinds a user's table may hold."""
+GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT})
+"""After one of these the stage before may run its backward pass."""
+ENDS_MICRO_BATCH = frozenset({Kind.BACKWARD, Kind.WEIGHT})
+"""After one of these nothing of the micro-batch is kept on the stage."""
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SENT_F|SEND_B|RECV_B|SENT_B|F|B|I|W)(\d+)")
+_OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+
+
+class Action(NamedTuple):
+    """One piece of work of one rank; prints as `2F0` and parses back."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read `2F0`; anything else is a ScheduleError that shows the form."""
+        found = _ACTION.fullmatch(text.strip())
+        if found is None:
+            raise ScheduleError(
+                f"{text!r} is not an action. Write stage, kind, micro-batch, as in 2F0: "
+                "F forward, B backward, I input gradient, W weight gradient."
+            )
+        return cls(int(found[1]), Kind(found[2]), int(found[3]))
+
+
+Table: TypeAlias = "dict[int, list[Action]]"
+"""Pipeline rank -> its actions in order."""
+Cell: TypeAlias = "Action | str | None"
+Row: TypeAlias = "str | Sequence[Cell]"
+
+
+def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
+    """Make a table of rows: one per pipeline rank, a string `"0F0 0F1"` or a list of actions, strings, None.
+
+    Empty cells (None, "") are waits, which the executor finds by itself, and are left out. Tables of
+    torch.distributed.pipelining may be given as they are: `(0F1;3B0)OVERLAP_F_B` is F then B, and words on
+    sharding are left out, because that is the engine's business here.
+    """
+    items = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
+    table = {rank: _parse_row(row) for rank, row in items}
+    if sorted(table) != list(range(len(table))) or not table:
+        raise ScheduleError(
+            f"a table has one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}"
+        )
+    return dict(sorted(table.items()))
+
+
+def parse_csv(text: str) -> Table:
+    """Read a table from CSV: line r holds the actions of pipeline rank r; empty cells are waits."""
+    return parse_table([row for row in csv.reader(io.StringIO(text)) if row])
+
+
+def read_csv(path: str | Path) -> Table:
+    """Read a table from a CSV file; an error names the file."""
+    try:
+        return parse_csv(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ScheduleError(f"the table of actions {str(path)!r} cannot be read: {error}") from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from error
+
+
+def format_rows(table: Table) -> list[str]:
+    """One string per rank, `"0F0 0F1 0B0"`; `parse_table` reads it back."""
+    return [" ".join(map(str, table[rank])) for rank in sorted(table)]
+
+
+def format_csv(table: Table) -> str:
+    """The table as CSV, one line per rank; `parse_csv` reads it back."""
+    return "".join(",".join(map(str, table[rank])) + "\n" for rank in sorted(table))
+
+
+def only_forward(table: Table) -> Table:
+    """The table without backward work, for evaluation; the order of the forward passes stays."""
+    return {rank: [action for action in actions if action.kind is Kind.FORWARD] for rank, actions in table.items()}
+
+
+def _parse_row(row: Row) -> list[Action]:
+    cells: Iterable[Cell] = re.split(r"[,\s]+", row) if isinstance(row, str) else row
+    return [action for cell in cells for action in _parse_cell(cell)]
+
+
+def _parse_cell(cell: object) -> list[Action]:
+    if isinstance(cell, Action):
+        return [cell]
+    text = "" if cell is None else str(cell).strip()
+    overlapped = _OVERLAPPED.fullmatch(text)
+    if overlapped:
+        return [Action.parse(part) for part in overlapped[1].split(";")]
+    if not text or _SHARDING.fullmatch(text):
+        return []
+    return [Action.parse(text)]

@@ -1,0 +1,98 @@
+"""The contract of a schedule: how one step's forward and backward passes run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from colonnade.errors import ScheduleError
+
+StepResult = tuple[Any, Any, Tensor | None]
+"""(output or None, label or None, loss or None)"""
+
+
+class BaseSchedule(ABC):
+    """Runs the forward and backward passes of one step on an engine.
+
+    Implement `forward_back_step` (a subclass with the ancestor's `forward_backward_step` works too),
+    register the class in `SCHEDULE`, and choose it with `schedule=dict(type="YourSchedule", ...)`.
+    `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart.
+    """
+
+    def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
+        self.data_process_func = data_process_func
+        self.batch_size = 0
+        self.device = torch.device("cpu")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward_backward_step" in cls.__dict__ and "forward_back_step" not in cls.__dict__:
+            cls.forward_back_step = cls.__dict__["forward_backward_step"]  # type: ignore[method-assign]
+
+    def pre_processing(self, engine: Any) -> None:
+        """Called once, when the engine is built; the place for checks and buffers. Extend it, calling super."""
+        self.device = engine.context.device
+
+    @abstractmethod
+    def forward_back_step(
+        self,
+        engine: Any,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> StepResult:
+        """Run one step: take the batch, go forward and, unless `forward_only`, backward.
+
+        Gradients are left in `.grad`; the optimizer is not stepped. Returns (output, label, loss), each None
+        where it was not asked for or does not exist on this rank.
+        """
+
+    def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> tuple[Any, Any]:
+        """Take the next batch apart into (data, label) and move it to the engine's device."""
+        if data_iter is None:
+            raise ScheduleError(
+                "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)"
+            )
+        batch = next(data_iter)
+        data, label = self._take_apart(batch)
+        self.batch_size = _rows(data)
+        if to_gpu:
+            data, label = move(data, self.device), move(label, self.device)
+        return data, label
+
+    def _take_apart(self, batch: Any) -> tuple[Any, Any]:
+        if self.data_process_func is not None:
+            return self.data_process_func(batch)
+        if isinstance(batch, (list, tuple)) and len(batch) == 2:
+            return batch[0], batch[1]
+        if isinstance(batch, dict):
+            return batch, None
+        if isinstance(batch, Tensor):
+            return batch, None
+        raise ScheduleError(
+            f"a batch is (data, label), a dict or a tensor, not {_kind(batch)}; "
+            f"pass data_process_func=lambda batch: (data, label) to the schedule"
+        )
+
+
+def move(value: Any, device: torch.device) -> Any:
+    """Every tensor inside a nested value, moved to `device`; everything else as it is."""
+    return tree_map(
+        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
+    )
+
+
+def _rows(data: Any) -> int:
+    return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

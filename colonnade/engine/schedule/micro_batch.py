@@ -1,0 +1,98 @@
+"""Micro-batches: a batch cut on dimension 0, and the outputs of its pieces joined again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from colonnade.errors import ScheduleError
+
+
+@dataclass
+class MicroBatch:
+    """One piece of a batch. The forward hook of an executor may set `label`."""
+
+    index: int
+    data: Any = None
+    label: Any = None
+    weight: float = 1.0
+    """Its share of the loss of the batch: all weights together are 1 for a mean."""
+
+
+def cut_batch(data: Any, label: Any, count: int, loss_weight: Callable[[Any], float] | None = None) -> list[MicroBatch]:
+    """Cut a batch into `count` pieces whose sizes differ by at most one row, larger ones first.
+
+    Tensors are cut, at any depth of tuples, lists and dicts; 0-d tensors and everything else go whole into
+    every piece. The weight of a piece is its part of the rows, which makes mean losses add up to the mean
+    over the batch; `loss_weight(label)` gives another measure (the number of tokens that count, say).
+    """
+    rows = _rows(data, label)
+    if rows < count:
+        raise ScheduleError(
+            f"a batch of {rows} rows cannot be cut into {count} micro-batches. Set num_microbatches to "
+            f"{rows} or less, use larger batches, or set drop_last=True on the data loader."
+        )
+    sizes = [rows // count + (index < rows % count) for index in range(count)]
+    labels = _cut(label, sizes)
+    weights = [float(size) for size in sizes] if loss_weight is None else [loss_weight(item) for item in labels]
+    total = sum(weights)
+    if not total > 0:
+        raise ScheduleError(f"loss_weight gave {weights} for the micro-batches; their sum must be above 0")
+    pieces = zip(_cut(data, sizes), labels, weights, strict=True)
+    return [MicroBatch(index, item, mark, weight / total) for index, (item, mark, weight) in enumerate(pieces)]
+
+
+def join(pieces: Sequence[Any]) -> Any:
+    """The pieces as one value: tensors joined on dimension 0, 0-d tensors stacked, equal values once.
+
+    Tensors that do not fit together (another width, say) and values that differ become a list.
+    """
+    flat = [tree_flatten(piece) for piece in pieces]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(pieces)
+    leaves = [_join_leaf(list(column)) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _join_leaf(items: list[Any]) -> Any:
+    if all(isinstance(item, Tensor) for item in items):
+        if all(item.dim() == 0 for item in items):
+            return torch.stack(items)
+        if all(item.dim() and item.shape[1:] == items[0].shape[1:] for item in items):
+            return torch.cat(items)
+        return items
+    same = not any(isinstance(item, Tensor) for item in items) and all(item == items[0] for item in items)
+    return items[0] if same else items
+
+
+def _rows(data: Any, label: Any) -> int:
+    """The rows that every tensor of the batch has."""
+    sizes = {
+        name + keystr(path): leaf.size(0)
+        for name, value in (("data", data), ("label", label))
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor) and leaf.dim()
+    }
+    if not sizes:
+        raise ScheduleError("the batch holds no tensor with rows (dimension 0), so it cannot be cut")
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ScheduleError(
+            "the tensors of a batch are cut on dimension 0 and must have the same number of rows there: "
+            f"{found}. What belongs to all rows is better a buffer of the model, or given as a non-tensor."
+        )
+    return next(iter(sizes.values()))
+
+
+def _cut(value: Any, sizes: Sequence[int]) -> list[Any]:
+    leaves, spec = tree_flatten(value)
+    columns = [
+        torch.split(leaf, list(sizes)) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * len(sizes)
+        for leaf in leaves
+    ]
+    return [tree_unflatten([column[index] for column in columns], spec) for index in range(len(sizes))]

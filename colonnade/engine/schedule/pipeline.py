@@ -1,0 +1,253 @@
+"""Pipeline schedules on an engine: which order, which micro-batches; the executor does the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
+from colonnade.engine.schedule.backward import Root
+from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.executor import Executor, Ran, call_module
+from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
+from colonnade.engine.schedule.non_pipeline import call_criterion
+from colonnade.engine.schedule.orders import find_order, loop_stages, make_table
+from colonnade.engine.schedule.transfer import with_cpu
+from colonnade.errors import ScheduleError
+from colonnade.registry import SCHEDULE
+
+TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
+"""A CSV file, or the rows: one per pipeline rank."""
+
+
+class PipelineEngine(Protocol):
+    """What a pipeline schedule asks of an engine."""
+
+    @property
+    def context(self) -> ParallelContext:
+        """The world; its PIPELINE mode is the pipeline."""
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's stage, or an nn.ModuleList of its stages in order."""
+
+    @property
+    def criterion(self) -> Callable[..., Tensor] | None:
+        """The loss of an output and a label."""
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        """What a loss is multiplied by for the backward pass (mixed precision, accumulation); else 1."""
+
+    def backward_micro_batch(
+        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
+    ) -> None:
+        """Accumulate gradients as `torch.autograd.backward(tensors, grads, inputs=inputs)` does.
+
+        With `inputs` the graph is kept. `last`: no later call of this step touches the parameters that this
+        one does, so their gradients may be reduced now. Parameters for which no call was the last one (some
+        of two chunks that share others) have their gradients when the step is over.
+        """
+
+
+@SCHEDULE.register_module
+class PipelineSchedule(BaseSchedule):
+    """A pipeline step in any order.
+
+    `order`: gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v or dualpipe_v,
+    with `num_chunks` stages per rank; or `table`: your own order, as a CSV file or as rows like "0F0 0F1
+    0B0 0B1". `data_process_func`: of a batch, -> (data, label); or of two arguments, (output of the stage
+    before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every
+    stage. `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be
+    given. `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are
+    weighted by rows, or by `loss_weight(label)`. `loss_everywhere`: all ranks return the loss, not only
+    the last stage's. `max_live`: refuse an order that holds more micro-batches on a rank.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int | None,
+        order: str = "1f1b",
+        num_chunks: int = 1,
+        data_process_func: Callable[..., tuple[Any, Any]] | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        table: TableSource | None = None,
+        *,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        loss_weight: Callable[[Any], float] | None = None,
+        loss_everywhere: bool = True,
+        max_live: float | None = None,
+    ) -> None:
+        self._of_stage = data_process_func if _num_arguments(data_process_func) == 2 else None
+        super().__init__(None if self._of_stage else data_process_func)
+        self._table = None if table is None else _read_table(table)
+        self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
+        if self._table is None:
+            find_order(order, num_chunks)
+        if loss_reduction not in ("mean", "sum"):
+            raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
+        self.order, self.num_chunks, self.tensor_shape = order, num_chunks, tensor_shape
+        self._loss_reduction, self._loss_weight = loss_reduction, loss_weight
+        self._loss_everywhere, self._max_live = loss_everywhere, max_live
+        self._executor: Executor | None = None
+        self._switch_virtual_rank: Callable[[int], None] | None = None
+        self.last_order: list[str] = []
+        """The compute actions of this rank's last step, in the order in which they ran."""
+
+    def table(self, num_ranks: int) -> Table:
+        """The checked table for a pipeline of `num_ranks`; needs no process group."""
+        table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
+        facts = check(table, num_micro_batches=self.num_microbatches, max_live=self._max_live)
+        if facts.num_ranks != num_ranks:
+            raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
+        return table
+
+    def pre_processing(self, engine: PipelineEngine) -> None:
+        """Check the order against the world and the model. Collective over the world."""
+        super().pre_processing(engine)
+        context = engine.context
+        piped = context.is_initialized(ParallelMode.PIPELINE)
+        ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
+        several = len(ranks) > 1
+        model = engine.model
+        self._executor = Executor(
+            list(model) if isinstance(model, nn.ModuleList) else [model],
+            self.table(len(ranks)),
+            rank=ranks.index(context.get_global_rank()),
+            ranks=ranks,
+            group=context.get_group(ParallelMode.PIPELINE) if several else None,
+            transfer_group=_transfer_group(context) if several else None,
+            device=context.device,
+            forward=self._forward,
+            loss_fn=partial(call_criterion, engine.criterion),
+            backward=engine.backward_micro_batch,
+            tensor_shape=self.tensor_shape,
+        )
+        self._switch_virtual_rank = _virtual_rank_switch(context, self._executor.facts.stage_ranks)
+
+    def forward_back_step(
+        self,
+        engine: PipelineEngine,
+        data_iter: Iterator[Any] | None,
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> StepResult:
+        """Run one step; see BaseSchedule. Collective over the pipeline, with the same flags on all its ranks.
+
+        Every rank reads the loader, so that iterators keep pace; `data_iter` may be None where neither the
+        first nor the last stage is. Output and label are returned on the rank of the last stage.
+        """
+        if self._executor is None:
+            self.pre_processing(engine)
+        executor = self._executor
+        assert executor is not None
+        micro_batches, label = self._micro_batches(executor, data_iter)
+        with_loss = return_loss or not forward_only
+        ran = executor.run(
+            micro_batches,
+            forward_only=forward_only,
+            with_loss=with_loss,
+            keep_outputs=return_output_label,
+            backward_scale=engine.loss_scale,
+        )
+        self.last_order = [str(action) for action in ran.order]
+        loss = executor.share_loss(ran.loss) if with_loss and self._loss_everywhere else ran.loss
+        if self._of_stage:
+            label = join([micro_batch.label for micro_batch in micro_batches])
+        return self._result(executor, ran, label, loss if return_loss else None, return_output_label)
+
+    def _result(self, executor: Executor, ran: Ran, label: Any, loss: Tensor | None, with_output: bool) -> StepResult:
+        if with_output and executor.has_last_stage:
+            return join(ran.outputs), label, loss
+        return None, None, loss
+
+    def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
+        needs_batch = executor.has_first_stage or executor.has_last_stage or self._of_stage is not None
+        if data_iter is None and not needs_batch:
+            return [MicroBatch(index) for index in range(self.num_microbatches)], None
+        data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
+        pieces = cut_batch(data, label, self.num_microbatches, self._loss_weight)
+        for piece in pieces:
+            piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
+            piece.data = (piece.data, piece.label) if self._of_stage else piece.data
+        return pieces, label
+
+    def _forward(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
+        if self._switch_virtual_rank is not None:
+            self._switch_virtual_rank(stage)
+        if self._of_stage:
+            before = None if stage == 0 else inputs
+            inputs, micro_batch.label = self._of_stage(before, micro_batch.data)
+        return call_module(stage, module, inputs, micro_batch)
+
+
+def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -> Callable[[int], None] | None:
+    """For stages that go round, tell the context which chunk runs, so that it can say "first" and "last"."""
+    num_ranks = max(stage_ranks) + 1
+    num_chunks = len(stage_ranks) // num_ranks
+    if num_chunks == 1 or list(stage_ranks) != loop_stages(num_ranks, num_chunks):
+        return None
+    context.set_virtual_pipeline_parallel_size(num_chunks)
+    return lambda stage: context.set_virtual_pipeline_parallel_rank(stage // num_ranks)
+
+
+_transfer_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""By the pipeline's own group, so that it is made once for a world, and made anew when the world is."""
+
+
+def _transfer_group(context: ParallelContext) -> dist.ProcessGroup:
+    """The group of this rank's pipeline for transfers alone. Collective over the world.
+
+    Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
+    notes can travel on the CPU beside NCCL.
+    """
+    own = context.get_group(ParallelMode.PIPELINE)
+    if own not in _transfer_groups:
+        groups = [dist.new_group(ranks, backend=with_cpu(own)) for ranks in _pipelines(context)]
+        mine = context.get_ranks_in_group(ParallelMode.PIPELINE)
+        _transfer_groups[own] = groups[_pipelines(context).index(mine)]
+    return _transfer_groups[own]
+
+
+def _pipelines(context: ParallelContext) -> list[list[int]]:
+    return [list(ranks) for ranks in context.layout.groups(ParallelMode.PIPELINE)]
+
+
+def _read_table(source: TableSource) -> Table:
+    return read_csv(source) if isinstance(source, (str, Path)) else parse_table(source)
+
+
+def _num_micro_batches(given: int | None, table: Table | None) -> int:
+    if table is not None and given is None:
+        return check(table).num_micro_batches
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ScheduleError(f"num_microbatches is a whole number from 1 on, not {given!r}")
+    return given
+
+
+def _num_arguments(function: Callable[..., Any] | None) -> int:
+    """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
+    if function is None:
+        return 0
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+    ]
+    if len(parameters) not in (1, 2):
+        raise ScheduleError(
+            f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments"
+        )
+    return len(parameters)

@@ -1,0 +1,67 @@
+"""Programs: a table of compute actions with the transfers that it needs, added by the library.
+
+All ranks work out the same total order of everything, compute and transfers, from the same replay, and each
+runs its own part of it in that order. A transfer has one place in the total order, on both sides. So the
+earliest thing that is not done can always be done, even where a send blocks until its receive is there and
+where a pair of ranks has one channel for both directions (NCCL): no valid table can lock up.
+"""
+
+from __future__ import annotations
+
+from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
+from colonnade.engine.schedule.replay import num_stages, replay
+
+
+def add_transfers(table: Table) -> Table:
+    """The table with every send, receive and end of a send in its place; the table must have been checked.
+
+    Neighbouring stages on one rank hand tensors over without a transfer. The same table gives the same
+    program on every rank.
+    """
+    home = {action.stage: rank for rank, actions in table.items() for action in actions}
+    last_stage = num_stages(table) - 1
+    program: Table = {rank: [] for rank in table}
+    for rank, action in _total_order(table):
+        program[rank].append(action)
+        for transfer in [*_ended(action, last_stage), *_started(action, last_stage)]:
+            if home[transfer.stage] != home[peer_stage(transfer)]:
+                program[home[transfer.stage]].append(transfer)
+    return program
+
+
+def peer_stage(transfer: Action) -> int:
+    """The stage at the other end of a transfer."""
+    to_next = (Kind.SEND_FORWARD, Kind.SENT_FORWARD, Kind.RECEIVE_BACKWARD)
+    return transfer.stage + (1 if transfer.kind in to_next else -1)
+
+
+def _total_order(table: Table) -> list[tuple[int, Action]]:
+    slots = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).slots
+    events = [(slot.end, rank, slot.action) for rank, row in slots.items() for slot in row]
+    return [(rank, action) for _, rank, action in sorted(events, key=lambda event: event[:2])]
+
+
+def _started(action: Action, last_stage: int) -> list[Action]:
+    """The transfers that begin when `action` is done: the send, and the receive at the other end."""
+    stage, kind, micro_batch = action
+    if kind is Kind.FORWARD and stage < last_stage:
+        return [
+            Action(stage, Kind.SEND_FORWARD, micro_batch),
+            Action(stage + 1, Kind.RECEIVE_FORWARD, micro_batch),
+        ]
+    if kind in GIVES_INPUT_GRADIENT and stage > 0:
+        return [
+            Action(stage, Kind.SEND_BACKWARD, micro_batch),
+            Action(stage - 1, Kind.RECEIVE_BACKWARD, micro_batch),
+        ]
+    return []
+
+
+def _ended(action: Action, last_stage: int) -> list[Action]:
+    """The send that is over for certain when `action`, which used what was sent, is done."""
+    stage, kind, micro_batch = action
+    if kind is Kind.FORWARD and stage > 0:
+        return [Action(stage - 1, Kind.SENT_FORWARD, micro_batch)]
+    if kind in GIVES_INPUT_GRADIENT and stage < last_stage:
+        return [Action(stage + 1, Kind.SENT_BACKWARD, micro_batch)]
+    return []

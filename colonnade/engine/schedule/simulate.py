@@ -1,0 +1,100 @@
+"""Simulate: when a table's actions run, how much of the time is waiting, how much is held; and a picture.
+
+Costs are given or all equal; nothing is executed and no process group is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colonnade.engine.schedule.actions import Action, Kind, Table
+from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.replay import Slot, live_counts, replay
+from colonnade.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long actions take, in any unit. A full backward takes input + weight."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    transfer: float = 0.0
+    """From the end of an action to the start of the action on another rank that waits for it."""
+    stages: tuple[float, ...] = ()
+    """How much slower each stage is than the costs above; empty: all alike."""
+
+    def __post_init__(self) -> None:
+        values = [self.forward, self.input, self.weight, *self.stages]
+        if min(values) <= 0 or self.transfer < 0:
+            raise ScheduleError(f"costs are above 0 (transfer: not below 0), unlike {self}")
+
+    def __call__(self, action: Action) -> float:
+        cost = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.input + self.weight,
+            Kind.INPUT: self.input,
+            Kind.WEIGHT: self.weight,
+        }[action.kind]
+        return cost * (self.stages[action.stage] if self.stages else 1.0)
+
+
+EQUAL_COSTS = Costs()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Every action of a table with its start and end."""
+
+    slots: dict[int, list[Slot]]
+    makespan: float
+    """From the first start to the last end."""
+    bubble: float
+    """The fraction of ranks x makespan in which ranks wait."""
+    peak_live: dict[int, float] = field(repr=False)
+    """For each rank, the most micro-batches held at once; each of v chunks counts 1/v."""
+
+    @property
+    def max_live(self) -> float:
+        """The peak of the rank that holds most."""
+        return max(self.peak_live.values())
+
+    def picture(self) -> str:
+        """The timeline as text: a row per rank, `F3` a forward pass of micro-batch 3, `.` a wait.
+
+        With several chunks on a rank the stage is written in front: `5F3`.
+        """
+        tick = min(slot.end - slot.start for row in self.slots.values() for slot in row)
+        several = any(len({slot.action.stage for slot in row}) > 1 for row in self.slots.values())
+        labels = {
+            slot: str(slot.action)[0 if several else len(str(slot.action.stage)) :]
+            for row in self.slots.values()
+            for slot in row
+        }
+        width = max(map(len, labels.values())) + 1
+        columns = round(self.makespan / tick)
+        lines = []
+        for rank, row in self.slots.items():
+            cells = ["." + " " * (width - 1)] * columns
+            for slot in row:
+                first, stop = round(slot.start / tick), round(slot.end / tick)
+                cells[first:stop] = [labels[slot].ljust(width)] + ["-" * (width - 1) + " "] * (stop - first - 1)
+            lines.append(f"rank {rank:<{len(str(len(self.slots)))}} |" + "".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
+    """When each action of a valid table runs; an invalid table is the checker's error."""
+    facts = check(table)
+    if costs.stages and len(costs.stages) != facts.num_stages:
+        raise ScheduleError(f"costs for {len(costs.stages)} stages do not fit a table of {facts.num_stages}")
+    slots = replay(table, costs, costs.transfer).slots
+    makespan = max(row[-1].end for row in slots.values())
+    work = sum(slot.end - slot.start for row in slots.values() for slot in row)
+    return Timeline(
+        slots=slots,
+        makespan=makespan,
+        bubble=1 - work / (makespan * len(table)),
+        peak_live={rank: max(live_counts(actions), default=0.0) for rank, actions in table.items()},
+    )

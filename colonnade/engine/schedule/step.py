@@ -1,0 +1,233 @@
+"""One step of one rank: what each kind of action does, and what is held between actions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
+from colonnade.engine.schedule.backward import Entrance, RunBackward, WeightWork, backward_input
+from colonnade.engine.schedule.micro_batch import MicroBatch
+from colonnade.engine.schedule.program import peer_stage
+from colonnade.engine.schedule.transfer import Incoming, Link
+from colonnade.engine.schedule.values import describe, differentiable, rebuild
+from colonnade.errors import ScheduleError
+from colonnade.logging import get_dist_logger
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+class ForwardHook(Protocol):
+    """How a stage is called. It may set the label of the micro-batch, which the loss gets."""
+
+    def __call__(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stays the same from step to step: the stages here, where the others are, how work is done."""
+
+    rank: int
+    stage_ranks: Sequence[int]
+    modules: Mapping[int, nn.Module]
+    links: Callable[[int], Link]
+    forward: ForwardHook
+    loss_fn: LossFunction | None
+    backward: RunBackward
+    tensor_shape: tuple[int, ...] | None
+    accounts: Mapping[int, int]
+    """For each stage here the one it is counted with: stages that share parameters count together."""
+    unsplittable: set[int] = field(default_factory=set)
+    """Stages found to need their backward in one part."""
+
+    @property
+    def last_stage(self) -> int:
+        return len(self.stage_ranks) - 1
+
+
+@dataclass
+class _Live:
+    """A micro-batch between the forward and the backward pass of a stage."""
+
+    roots: list[Tensor]
+    entrances: list[Entrance]
+
+
+@dataclass
+class Step:
+    """Runs a program once. `losses` and `outputs` are filled where the last stage is, by micro-batch."""
+
+    place: Place
+    micro_batches: Sequence[MicroBatch]
+    train: bool
+    with_loss: bool
+    keep_outputs: bool
+    scale: float | Tensor
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    ran: list[Action] = field(default_factory=list)
+
+    def run(self, program: Sequence[Action]) -> None:
+        """Do every action in order."""
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._weight_work: dict[tuple[int, int], WeightWork] = {}
+        self._inbox: dict[Action, Incoming] = {}
+        self._outbox: dict[Action, tuple[str, list[Tensor]]] = {}
+        self._to_come = Counter(
+            self.place.accounts[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
+        )
+        do = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward_input,
+            Kind.WEIGHT: self._backward_weight,
+            Kind.SEND_FORWARD: self._send,
+            Kind.SEND_BACKWARD: self._send,
+            Kind.RECEIVE_FORWARD: self._receive,
+            Kind.RECEIVE_BACKWARD: self._receive,
+            Kind.SENT_FORWARD: self._sent,
+            Kind.SENT_BACKWARD: self._sent,
+        }
+        for action in program:
+            do[action.kind](action)
+            if action.kind in COMPUTE:
+                self.ran.append(action)
+
+    # -- compute ------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        stage, _, index = action
+        micro_batch = self.micro_batches[index]
+        incoming = Incoming(micro_batch.data, []) if stage == 0 else self._take(action, Kind.RECEIVE_FORWARD)
+        entrances = [Entrance(tensor) for tensor in incoming.need_grad] if self.train else []
+        with torch.set_grad_enabled(self.train):
+            output = self.place.forward(stage, self.place.modules[stage], incoming.value, micro_batch)
+            if stage == self.place.last_stage:
+                roots = self._finish_forward(output, micro_batch)
+            else:
+                roots = self._hand_on(action, output)
+        if self.train:
+            self._live[stage, index] = _Live(roots, entrances)
+
+    def _finish_forward(self, output: Any, micro_batch: MicroBatch) -> list[Tensor]:
+        """The end of the pipeline: the loss, scaled for the backward pass."""
+        if self.keep_outputs:
+            note, tensors = describe(output, "the model's output")
+            self.outputs[micro_batch.index], _ = rebuild(note, [tensor.detach() for tensor in tensors])
+        if not self.with_loss or self.place.loss_fn is None:
+            return []
+        loss = self.place.loss_fn(output, micro_batch.label)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ScheduleError(
+                f"the loss of a micro-batch is one number, not {found}. Return its mean (or sum) over the rows; where "
+                "rows do not count alike, give the schedule loss_weight=, the weight of a label."
+            )
+        self.losses[micro_batch.index] = loss.detach()
+        return differentiable([loss * (micro_batch.weight * self.scale)])
+
+    def _hand_on(self, action: Action, output: Any) -> list[Tensor]:
+        """Give the output to the next stage, here or on another rank."""
+        stage, _, index = action
+        note, tensors = describe(output, f"the output of stage {stage}")
+        self._check_shape(stage, output)
+        if self.place.stage_ranks[stage + 1] == self.place.rank:
+            copies = [tensor.detach().clone() for tensor in tensors]
+            self._inbox[Action(stage + 1, Kind.RECEIVE_FORWARD, index)] = Incoming(*rebuild(note, copies))
+        else:
+            self._outbox[Action(stage, Kind.SEND_FORWARD, index)] = (note, tensors)
+        return differentiable(tensors)
+
+    def _check_shape(self, stage: int, output: Any) -> None:
+        expected = self.place.tensor_shape
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if expected is not None and found != expected:
+            raise ScheduleError(
+                f"tensor_shape={expected} was promised for what goes from stage to stage, but stage {stage} "
+                f"gave {found}. Correct it, or leave tensor_shape out: shapes are sent along and may vary."
+            )
+
+    def _backward(self, action: Action) -> None:
+        live = self._live.pop((action.stage, action.micro_batch))
+        self._full_backward(action, live, *self._roots(action, live))
+
+    def _backward_input(self, action: Action) -> None:
+        """The input part; where a stage cannot be split, all of it now, and nothing is left for W."""
+        live = self._live.pop((action.stage, action.micro_batch))
+        roots, grads = self._roots(action, live)
+        if not roots or not live.entrances or action.stage in self.place.unsplittable:
+            return self._full_backward(action, live, roots, grads)
+        try:
+            found, work = backward_input(roots, grads, live.entrances)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.place.unsplittable.add(action.stage)
+            get_dist_logger().warning(
+                f"stage {action.stage} cannot do its backward pass in two parts, so W is done with I: {error}"
+            )
+            return self._full_backward(action, live, roots, grads)
+        self._weight_work[action.stage, action.micro_batch] = work
+        return self._return_gradient(action, found)
+
+    def _backward_weight(self, action: Action) -> None:
+        work = self._weight_work.pop((action.stage, action.micro_batch), None)
+        if work is not None:
+            work.run(self.place.backward, last=self._is_last(action))
+
+    def _full_backward(self, action: Action, live: _Live, roots: list[Tensor], grads: list[Tensor]) -> None:
+        last = self._is_last(action)
+        if roots:
+            self.place.backward(roots, grads, inputs=None, last=last)
+        self._return_gradient(action, [entrance.grad for entrance in live.entrances])
+
+    def _roots(self, action: Action, live: _Live) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the backward pass starts, and with which gradients: the loss, or outputs that were used."""
+        if action.stage == self.place.last_stage:
+            return live.roots, [torch.ones_like(root) for root in live.roots]
+        grads = self._take(action, Kind.RECEIVE_BACKWARD).value
+        used = [(root, grad) for root, grad in zip(live.roots, grads, strict=True) if grad is not None]
+        return [root for root, _ in used], [grad for _, grad in used]
+
+    def _is_last(self, action: Action) -> bool:
+        """Count one pass that accumulates gradients; whether no later one touches the same parameters."""
+        account = self.place.accounts[action.stage]
+        self._to_come[account] -= 1
+        return self._to_come[account] == 0
+
+    def _return_gradient(self, action: Action, grads: Iterable[Tensor | None]) -> None:
+        """Give the gradient of the inputs to the stage before, here or on another rank."""
+        stage, _, index = action
+        if stage == 0:
+            return
+        value = list(grads)
+        if self.place.stage_ranks[stage - 1] == self.place.rank:
+            self._inbox[Action(stage - 1, Kind.RECEIVE_BACKWARD, index)] = Incoming(value, [])
+        else:
+            self._outbox[Action(stage, Kind.SEND_BACKWARD, index)] = describe(value, "the gradient")
+
+    # -- transfers ----------------------------------------------------------------------------------------
+
+    def _take(self, action: Action, kind: Kind) -> Incoming:
+        key = action._replace(kind=kind)
+        if key in self._inbox:
+            return self._inbox.pop(key)
+        return self._link(key).take(key)
+
+    def _send(self, action: Action) -> None:
+        self._link(action).send(action, *self._outbox.pop(action))
+
+    def _receive(self, action: Action) -> None:
+        self._link(action).expect(action)
+
+    def _sent(self, action: Action) -> None:
+        started = Kind.SEND_FORWARD if action.kind is Kind.SENT_FORWARD else Kind.SEND_BACKWARD
+        self._link(action).sent(action._replace(kind=started))
+
+    def _link(self, action: Action) -> Link:
+        return self.place.links(self.place.stage_ranks[peer_stage(action)])

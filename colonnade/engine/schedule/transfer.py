@@ -1,0 +1,232 @@
+"""Transfers between the ranks of a pipeline: values of any form and shape, in order, with errors passed on.
+
+Every message is a note (what comes) and then the bytes of its tensors. A note that was sent before on the
+same link is sent again as a number, so a steady pipeline sends two integers ahead of its tensors. Notes
+travel on the CPU, apart from the tensors, and no GPU is waited for to read one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.engine.schedule.actions import Action
+from colonnade.engine.schedule.values import Meta, build, rebuild
+from colonnade.errors import ScheduleError, listed
+
+_NEW, _FAILED = -1, -2
+"""What a note's first number says besides "as note n": a new note follows; the sender failed."""
+_TENSOR, _HEADER, _TEXT = 0, 1, 2
+"""The tags of what a message is made of."""
+_NOTES_KEPT = 4096
+_SENDS_KEPT = 4
+"""How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
+_PATIENCE = timedelta(seconds=2)
+"""How long a failing rank tries to tell the others."""
+
+
+class PeerFailed(ScheduleError):
+    """Another rank of the pipeline failed, and this one cannot go on."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
+        self.peer = peer
+
+
+class Wire:
+    """One process group as a way for one kind of memory to one peer: of each tag, first sent, first received."""
+
+    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
+        backends = backends_of(group)
+        # Gloo moves CPU memory only; what else there is (NCCL) moves the device's.
+        self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
+        if self.device.type not in backends:
+            raise ScheduleError(
+                f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
+                f"be moved too. Create it with backend='{with_cpu(group)}'."
+            )
+        self.one_queue = backends[self.device.type] != "gloo"
+        """Whether both directions share one queue, so that both sides must keep one order."""
+        self._group = group
+        self._peer = peer
+
+    def send(self, tensor: Tensor, tag: int) -> list[tuple[dist.Work, Tensor]]:
+        """Start to send; the result is to be kept until its work is over."""
+        if tensor.numel() == 0:
+            return []
+        plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
+        data = plain.view(-1).view(torch.uint8)
+        work = dist.isend(data, dst=self._peer, group=self._group, tag=tag)
+        return [(_started(work), data)]
+
+    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, list[dist.Work]]:
+        """Start to receive; the tensor may be used once the work is over."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        if tensor.numel() == 0:
+            return tensor, []
+        work = dist.irecv(tensor.view(-1).view(torch.uint8), src=self._peer, group=self._group, tag=tag)
+        return tensor, [_started(work)]
+
+
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Which backend of the group moves which kind of memory: {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+
+
+def with_cpu(group: dist.ProcessGroup | None) -> str:
+    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need."""
+    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise ScheduleError("this rank is not in the pipeline's process group; pass the group that it is in")
+    return work
+
+
+@dataclass
+class Incoming:
+    """A value from another stage in memory of its own, with those of its tensors that need a gradient."""
+
+    value: Any
+    need_grad: list[Tensor]
+
+
+@dataclass
+class _Arriving:
+    note: str
+    tensors: list[Tensor]
+    works: list[dist.Work]
+
+
+class Link:
+    """The channel to one other rank. Both sides must send and expect in the order of one program."""
+
+    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
+        self._peer, self._device = peer, device
+        self._wire = Wire(group, peer, device)
+        self._notes = Wire(group, peer, torch.device("cpu"))
+        self._known_here: dict[str, int] = {}
+        self._known_there: list[str] = []
+        self._expected: deque[tuple[Action, Tensor, list[dist.Work]]] = deque()
+        self._arriving: dict[Action, _Arriving] = {}
+        self._sends: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+        self._over: deque[Action] = deque()
+
+    def send(self, key: Action, note: str, tensors: list[Tensor]) -> None:
+        """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
+        if self._wire.one_queue:
+            self._start_expected()
+        self._sends[key] = self._send_note(note)
+        for tensor in tensors:
+            self._sends[key] += self._wire.send(tensor, _TENSOR)
+
+    def sent(self, key: Action) -> None:
+        """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
+        self._over.append(key)
+        while len(self._over) > _SENDS_KEPT:
+            self._wait_sent(self._over.popleft())
+
+    def expect(self, key: Action) -> None:
+        """The next thing to come from the peer, after those expected before, is `key`."""
+        # Its header may come while this rank still computes; the tensors can only be received once it is read.
+        self._expected.append((key, *self._notes.receive(Meta(torch.int64, (2,), False), _HEADER)))
+
+    def take(self, key: Action) -> Incoming:
+        """Wait for `key`, which was expected, and return it."""
+        with self._told(key):
+            self._start_expected(key)
+            arriving = self._arriving.pop(key)
+            _wait(arriving.works)
+        tensors = [tensor.to(self._device) for tensor in arriving.tensors]
+        return Incoming(*rebuild(arriving.note, tensors))
+
+    def finish(self) -> None:
+        """Wait until everything sent has been received."""
+        for key in list(self._sends):
+            self._wait_sent(key)
+        self._over.clear()
+
+    def fail(self, text: str) -> Callable[[], None]:
+        """Start to tell the peer, as the last thing it hears, that this rank has failed.
+
+        Call the result to wait for it; a peer that does not listen is given up.
+        """
+        sends: list[tuple[dist.Work, Tensor]] = []
+        with contextlib.suppress(RuntimeError):
+            sends = self._send_bytes(_FAILED, text.encode()[:2000])
+
+        def end() -> None:
+            with contextlib.suppress(RuntimeError):
+                for work, _ in sends:
+                    work.wait(_PATIENCE)
+
+        return end
+
+    def _send_note(self, note: str) -> list[tuple[dist.Work, Tensor]]:
+        number = self._known_here.get(note)
+        if number is not None:
+            return self._notes.send(torch.tensor([number, 0]), _HEADER)
+        if len(self._known_here) == _NOTES_KEPT:
+            self._known_here.clear()
+        self._known_here[note] = len(self._known_here)
+        return self._send_bytes(_NEW, note.encode())
+
+    def _send_bytes(self, number: int, data: bytes) -> list[tuple[dist.Work, Tensor]]:
+        header = self._notes.send(torch.tensor([number, len(data)]), _HEADER)
+        return header + self._notes.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
+
+    def _read_note(self, header: Tensor) -> str:
+        number, size = header.tolist()
+        if number >= 0:
+            return self._known_there[number]
+        data, works = self._notes.receive(Meta(torch.uint8, (size,), False), _TEXT)
+        _wait(works)
+        text = bytes(data.tolist()).decode(errors="replace")
+        if number == _FAILED:
+            raise PeerFailed(self._peer, text)
+        if len(self._known_there) == _NOTES_KEPT:
+            self._known_there.clear()
+        self._known_there.append(text)
+        return text
+
+    def _start_expected(self, until: Action | None = None) -> None:
+        """Read the notes of what is expected, in order, and start to receive the tensors."""
+        while self._expected and until not in self._arriving:
+            key, header, works = self._expected.popleft()
+            _wait(works)
+            arriving = _Arriving(self._read_note(header), [], [])
+
+            def start(meta: Meta, arriving: _Arriving = arriving) -> Tensor:
+                tensor, works = self._wire.receive(meta, _TENSOR)
+                arriving.tensors.append(tensor)
+                arriving.works += works
+                return tensor
+
+            build(arriving.note, start)
+            self._arriving[key] = arriving
+
+    def _wait_sent(self, key: Action) -> None:
+        with self._told(key):
+            _wait([work for work, _ in self._sends.pop(key, ())])
+
+    @contextlib.contextmanager
+    def _told(self, key: Action) -> Iterator[None]:
+        """Say which transfer it was, where the backend only says that something went wrong."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise ScheduleError(f"the transfer {key} with rank {self._peer} did not end: {error}") from error

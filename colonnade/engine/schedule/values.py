@@ -1,0 +1,115 @@
+"""Values between stages: nested containers of tensors and plain values, described as text.
+
+A description is JSON: it can be read by anyone, compared, cached and sent, and reading it runs no code.
+Tensors are named in it by dtype, shape and whether they need a gradient; their bytes travel apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.errors import ScheduleError
+
+_PLAIN = (type(None), bool, int, float, str)
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What must be known of a tensor before its bytes come."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+
+def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
+    """The description of a nested value, and its tensors in the order of the description.
+
+    Takes tensors, None, bool, int, float, str, and tuples, lists and dicts of them. `name` is what the
+    value is called in the error for anything else.
+    """
+    tensors: list[Tensor] = []
+    tree = _encode(value, name, tensors)
+    return json.dumps(tree, separators=(",", ":")), tensors
+
+
+def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
+    """The value of a description; `make` gives each tensor, in order."""
+    return _decode(json.loads(description), make)
+
+
+def rebuild(description: str, tensors: Iterable[Tensor]) -> tuple[Any, list[Tensor]]:
+    """The value of a description with these tensors in it, and those of them that need a gradient."""
+    source = iter(tensors)
+    need_grad: list[Tensor] = []
+
+    def make(meta: Meta) -> Tensor:
+        tensor = next(source)
+        if meta.requires_grad:
+            need_grad.append(tensor)
+        return tensor
+
+    return build(description, make), need_grad
+
+
+def differentiable(tensors: list[Tensor]) -> list[Tensor]:
+    """Those that need a gradient, in order: the ones a gradient is sent back for."""
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        _check_tensor(value, name)
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), value.requires_grad]}
+    if type(value) is list:
+        return [_encode(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [_encode(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]}
+    if type(value) in (dict, OrderedDict):
+        return {"dict": [[_key(key, name), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]}
+    raise ScheduleError(
+        f"{name} is a {type(value).__name__}, which cannot go from stage to stage. Use tensors, numbers, "
+        "strings, None, and plain tuples, lists and dicts of them."
+    )
+
+
+def _decode(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_decode(item, make) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        dtype, shape, requires_grad = content
+        return make(Meta(getattr(torch, dtype), tuple(shape), requires_grad))
+    if kind == "tuple":
+        return tuple(_decode(item, make) for item in content)
+    return {key: _decode(item, make) for key, item in content}
+
+
+def _key(key: Any, name: str) -> Any:
+    if type(key) not in _PLAIN:
+        raise ScheduleError(
+            f"{name} has the key {key!r}, a {type(key).__name__}; use strings or numbers as keys of what "
+            "goes from stage to stage"
+        )
+    return key
+
+
+def _check_tensor(tensor: Tensor, name: str) -> None:
+    if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ScheduleError(
+            f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors go "
+            "from stage to stage. Convert it in the stage (a DTensor: to_local())."
+        )

@@ -1,0 +1,1 @@
+"""Optimizers and clipping: norms by placement, clip methods, and a step over flat buffers."""

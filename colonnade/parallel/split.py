@@ -1,0 +1,312 @@
+"""Splitting a model into pipeline stages that keep the parameter names of the whole model.
+
+A stage's `state_dict` has the keys that the model's has, so checkpoints, placements and messages speak of the same
+parameters whatever the cut. Parameters that end up in two stages are found and reported as ties.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from colonnade.errors import ScheduleError, did_you_mean, listed
+
+Tie = tuple[tuple[str, int], ...]
+"""One parameter that several stages hold: (its name there, the stage), in the order of stages."""
+
+
+class Stage(nn.Module):
+    """Some layers of a model, one after another, under the names that they have in the model.
+
+    `takes_one_value`: what a layer returns goes into the next one as one argument, as in nn.Sequential; else a
+    tuple goes in by position and a dict by keyword.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], takes_one_value: bool) -> None:
+        super().__init__()
+        self.takes_one_value = takes_one_value
+        self.layer_names = tuple(name for name, _ in layers)
+        for name, layer in layers:
+            _attach(self, name, layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = (self.get_submodule(name) for name in self.layer_names)
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value) if self.takes_one_value else _call(layer, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in stages."""
+
+    stages: list[nn.Module]
+    ties: list[Tie] = field(default_factory=list)
+    """Parameters held by more than one stage; their gradients must be summed over these stages."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, stage: int) -> nn.Module:
+        return self.stages[stage]
+
+
+def split(
+    model: nn.Module | Sequence[nn.Module],
+    at: Sequence[str] | None = None,
+    num_stages: int | None = None,
+    balance: Literal["parameters", "time"] = "parameters",
+    sample: Any = None,
+) -> Split:
+    """Cut a model into stages: at the layers named in `at`, or into `num_stages` of near-equal weight.
+
+    The layers are those of an nn.Sequential (nested ones too), or what the model's own `pipeline_layers()`
+    returns: its layers, or their names, in the order in which they are called. `at` names the first layer of each
+    stage but the first. `balance="time"` measures forward and backward of each layer on `sample`, a batch's data.
+    A list of modules is taken as stages that you made yourself. No parameter is copied.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
+        return _own_stages(list(model), at, num_stages)
+    layers = _layers(model)
+    _check_covered(model, layers)
+    firsts = _given_cuts(layers, at, num_stages) if at is not None else None
+    if firsts is None:
+        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, _is_sequential(model)))
+    stops = [*firsts[1:], len(layers)]
+    stages: list[nn.Module] = [
+        Stage(layers[first:stop], _is_sequential(model)) for first, stop in zip(firsts, stops, strict=True)
+    ]
+    return Split(stages, find_ties(stages))
+
+
+def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
+    """The parameters that more than one stage holds: the same object, or the same memory."""
+    places: dict[Any, dict[int, str]] = {}
+    for stage, module in enumerate(stages):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            memory = (parameter.data_ptr(), parameter.shape) if parameter.data_ptr() else id(parameter)
+            places.setdefault(memory, {}).setdefault(stage, name)
+    return [tuple((name, stage) for stage, name in held.items()) for held in places.values() if len(held) > 1]
+
+
+def _own_stages(stages: list[nn.Module], at: Sequence[str] | None, num_stages: int | None) -> Split:
+    if at is not None or num_stages not in (None, len(stages)):
+        raise ScheduleError(
+            f"a list of {len(stages)} modules is {len(stages)} stages as it is; leave out at= and num_stages=, or give "
+            "the model in one piece"
+        )
+    return Split(stages, find_ties(stages))
+
+
+# -- layers -----------------------------------------------------------------------------------------------
+
+
+def _is_sequential(model: nn.Module) -> bool:
+    return not hasattr(model, "pipeline_layers")
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers in the order in which they are called, with their names in the model."""
+    if not _is_sequential(model):
+        return _declared_layers(model)
+    if isinstance(model, nn.Sequential):
+        return list(_flat(model, ""))
+    raise ScheduleError(
+        f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() that "
+        "returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
+    )
+
+
+def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a Sequential, with those of plain Sequentials inside it, unless something hooks on to one."""
+    for name, layer in model._modules.items():
+        assert layer is not None
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        if type(layer) is nn.Sequential and not hooked and len(layer):
+            yield from _flat(layer, f"{prefix}{name}.")
+        else:
+            yield prefix + name, layer
+
+
+def _declared_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    names: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), name)
+    layers: list[tuple[str, nn.Module]] = []
+    for layer in model.pipeline_layers():  # type: ignore[operator]
+        name = layer if isinstance(layer, str) else names.get(id(layer), "")
+        known = set(names.values())
+        if name not in known or not name:
+            told = f"no layer {name!r}.{did_you_mean(name, known)}" if isinstance(layer, str) else f"not {layer}"
+            raise ScheduleError(
+                f"pipeline_layers() of {type(model).__name__} returns layers of the model, or their names: {told}"
+            )
+        layers.append((name, model.get_submodule(name)))
+    inside = [(a, b) for a, _ in layers for b, _ in layers if b.startswith(f"{a}.")]
+    if inside:
+        raise ScheduleError(f"pipeline_layers() returns {inside[0][0]!r} and, inside it, {inside[0][1]!r}; return one")
+    if not layers:
+        raise ScheduleError(f"pipeline_layers() of {type(model).__name__} returned nothing")
+    return layers
+
+
+def _check_covered(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Every parameter and buffer of the model lies in some layer, or it would be lost."""
+    kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
+    lost = [key for key in _tensor_names(model) if key not in kept]
+    if lost:
+        raise ScheduleError(
+            f"the layers of {type(model).__name__} do not hold {listed(lost[:5])}{' ...' if len(lost) > 5 else ''}; put "
+            "each parameter and buffer into one of the layers"
+        )
+
+
+def _tensor_names(module: nn.Module) -> list[str]:
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return [name for named in tensors for name, _ in named]
+
+
+def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
+    """Hang `layer` under a dotted name, with empty modules on the way."""
+    *path, last = name.split(".")
+    holder = root
+    for part in path:
+        if part not in holder._modules:
+            holder.add_module(part, nn.Module())
+        holder = holder.get_submodule(part)
+    holder.add_module(last, layer)
+
+
+def _call(layer: nn.Module, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return layer(**value)
+    return layer(*value) if isinstance(value, (tuple, list)) else layer(value)
+
+
+# -- where to cut -----------------------------------------------------------------------------------------
+
+
+def _given_cuts(layers: Sequence[tuple[str, nn.Module]], at: Sequence[str], num_stages: int | None) -> list[int]:
+    """The index of the first layer of each stage."""
+    names = [name for name, _ in layers]
+    firsts = [0]
+    for cut in at:
+        index = next((i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")), None)
+        if index is None:
+            raise ScheduleError(f"no layer {cut!r} to cut at; layers: {listed(names)}.{did_you_mean(cut, names)}")
+        if index <= firsts[-1]:
+            raise ScheduleError(
+                f"at= names the first layer of each stage but the first, in order and each once; {cut!r} does not come "
+                f"after {names[firsts[-1]]!r}"
+            )
+        firsts.append(index)
+    if num_stages not in (None, len(firsts)):
+        raise ScheduleError(
+            f"{len(at)} cuts make {len(firsts)} stages, not num_stages={num_stages}; give one of the two"
+        )
+    return firsts
+
+
+def _balanced_cuts(
+    layers: Sequence[tuple[str, nn.Module]], num_stages: int | None, weights: Sequence[float]
+) -> list[int]:
+    if num_stages is None:
+        raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
+    if not 1 <= num_stages <= len(layers):
+        raise ScheduleError(
+            f"{len(layers)} layers cannot make {num_stages} stages: every stage has at least one. Layers: "
+            f"{listed(name for name, _ in layers)}"
+        )
+    return balanced(weights, num_stages)
+
+
+def balanced(weights: Sequence[float], parts: int) -> list[int]:
+    """Where each of `parts` runs of items starts, so that the heaviest is as light as can be, then the rest even."""
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+
+    @cache
+    def best(start: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
+        """(heaviest, sum of squares, starts) of the items from `start` on, in so many parts."""
+        if parts == 1:
+            rest = sums[-1] - sums[start]
+            return rest, rest * rest, (start,)
+        options = []
+        for stop in range(start + 1, len(weights) - parts + 2):
+            own = sums[stop] - sums[start]
+            heaviest, squares, starts = best(stop, parts - 1)
+            options.append((max(own, heaviest), own * own + squares, (start, *starts)))
+        return min(options)
+
+    return list(best(0, parts)[2])
+
+
+# -- how heavy a layer is ---------------------------------------------------------------------------------
+
+
+def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any, one_value: bool) -> list[float]:
+    if balance == "parameters":
+        return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
+    if balance != "time":
+        raise ScheduleError(f"balance is 'parameters' or 'time', not {balance!r}")
+    if sample is None:
+        raise ScheduleError("balance='time' measures the layers: pass sample=, the data of one batch")
+    return _measured(layers, sample, one_value)
+
+
+def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: bool) -> list[float]:
+    """Seconds of forward and backward for each layer; leaves gradients, buffers' modes and random state as they were."""
+    seconds: list[float] = []
+    value, call = sample, _call
+    devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        for _, layer in layers:
+            modes = {module: module.training for module in layer.modules()}
+            layer.eval()
+            try:
+                value = tree_map(_fresh, value)
+                seconds.append(min(_seconds(layer, value, call) for _ in range(3)))
+                with torch.no_grad():
+                    value = call(layer, value)
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+            call = (lambda layer, value: layer(value)) if one_value else _call
+    return seconds
+
+
+def _fresh(leaf: Any) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return leaf.detach().clone().requires_grad_() if floating else leaf
+
+
+def _seconds(layer: nn.Module, value: Any, call: Any) -> float:
+    _synchronize(value)
+    start = time.perf_counter()
+    output = call(
+        layer, tree_map(lambda leaf: leaf * 1 if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value)
+    )
+    roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    candidates = [*layer.parameters(), *tree_leaves(value)]
+    leaves = [leaf for leaf in candidates if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if roots and leaves:
+        torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
+    _synchronize(value)
+    return time.perf_counter() - start
+
+
+def _synchronize(value: Any) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(value)):
+        torch.cuda.synchronize()

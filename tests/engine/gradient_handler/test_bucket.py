@@ -1,0 +1,163 @@
+"""Buckets: their cut, the memory they take, and start-up checks that all ranks have the same ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colonnade.engine.gradient_handler._bucket import Bucket, fill
+from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
+from colonnade.errors import GradientError
+from colonnade.testing import run_world
+from tests.engine.gradient_handler.reducing import TINY, data, reduce_all
+
+MB = 1 << 20
+
+
+def _reduction(*numels: int, ranks: tuple[int, ...] = (0, 1)) -> GroupReduction:
+    parameters = tuple(nn.Parameter(torch.zeros(numel)) for numel in numels)
+    return GroupReduction(tuple(f"p{i}" for i in range(len(numels))), parameters, ranks, None, 2.0)
+
+
+def test_buckets_keep_the_order_the_first_is_small_and_none_is_over_the_cap():
+    reduction = _reduction(10, 20, 30, 40, 500, 60)
+    buckets = fill(reduction, [5, 4, 3, 2, 1, 0], cap=400, first=250)
+    assert [bucket.positions for bucket in buckets] == [(5,), (4,), (3, 2, 1, 0)]
+    assert [bucket.names for bucket in buckets][-1] == ("p3", "p2", "p1", "p0")
+
+
+def test_room_divides_among_the_ranks_in_whole_cache_lines():
+    for ranks in ((0,), (0, 1), (0, 1, 2), tuple(range(7))):
+        bucket = Bucket(_reduction(5, 100, ranks=ranks), [0, 1])
+        assert bucket.numel % (16 * len(ranks)) == 0
+        assert bucket.layout.numel <= bucket.numel < bucket.layout.numel + 16 * len(ranks)
+
+
+def test_moving_leaves_a_gradient_in_the_bucket_and_copies_once():
+    reduction = _reduction(5, 100)
+    bucket = Bucket(reduction, [1, 0])
+    bucket.place(torch.zeros(bucket.numel))
+    for parameter in reduction.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert not bucket.arrived()
+    bucket.move(0, 2)
+    assert bucket.arrived()
+    assert float(bucket.buffer.sum()) == 105
+    version = bucket.buffer._version
+    bucket.move(0, 2)
+    assert bucket.buffer._version == version
+    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+        assert parameter.grad is view
+        (2 * parameter).sum().backward()
+        assert parameter.grad is view
+    assert float(bucket.buffer.sum()) == 3 * 105
+
+
+def _peak(steps: int, run) -> int:
+    """The most bytes at once in a few steps, beyond what was there before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        for _ in range(steps):
+            run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def _extra_memory(shared: bool) -> tuple[int, int]:
+    """Peak beside the gradients themselves, and the largest bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24)))
+    x = data(dist.get_rank(), 0, 2, 256).float()
+    options = SyncOptions(bucket_mb=1.0, first_bucket_mb=0.3, shared_memory=shared)
+    reducer = reduce_all(model, options)
+
+    def step(micro_batches: int) -> None:
+        model.zero_grad(set_to_none=True)
+        for micro in range(micro_batches):
+            reducer.prepare(last=micro == micro_batches - 1)
+            model(x).square().mean().backward()
+        reducer.wait()
+
+    # The memory of the buckets was taken before the profile begins: what is seen here is beside it.
+    peak = max(_peak(3, lambda: step(1)), _peak(3, lambda: step(2)))
+    assert sum(bucket.room.nbytes for bucket in reducer.buckets) > 6 * MB
+    return peak, max(bucket.room.nbytes for bucket in reducer.buckets)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_extra_memory_is_at_most_one_bucket_and_activations(shared):
+    activations = 24 * 4 * 2 * 256 * 4
+    for peak, bucket in run_world(2, _extra_memory, shared).values:
+        assert bucket <= 1.05 * MB
+        assert peak <= bucket + activations + 300_000
+
+
+def _different(kind: str) -> None:
+    rank = dist.get_rank()
+    wide = 5 if kind == "shape" and rank == 1 else 4
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, wide))
+    if kind == "dtype" and rank == 1:
+        model[1].to(torch.bfloat16)
+    if kind == "count" and rank == 1:
+        model.append(nn.Linear(2, 2))
+    reduce_all(model, TINY, bucket_mb=0.5 if kind == "options" and rank == 1 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("shape", "'1.weight' is (4, 4) torch.float32 cpu, '1.weight' is (5, 4) torch.float32 cpu"),
+        ("dtype", "'1.weight' is (4, 4) torch.float32 cpu, '1.weight' is (4, 4) torch.bfloat16 cpu"),
+        ("count", "the first that only one has is '2.weight'"),
+        ("options", "bucket_mb=1.0"),
+    ],
+)
+def test_ranks_that_would_reduce_other_things_stop_before_the_first_step(kind, message):
+    outcomes = run_world(2, _different, kind, check=False).outcomes
+    assert [outcome.type for outcome in outcomes] == ["colonnade.errors.GradientError"] * 2
+    assert all(message in outcome.message for outcome in outcomes), outcomes[0].message
+
+
+def test_a_parameter_in_two_reductions_is_refused():
+    one = _reduction(4, ranks=(0,))
+    with pytest.raises(GradientError, match="'p0' is in two reductions"):
+        GradientReducer([one, GroupReduction(("p0",), one.parameters, (0,), None, 1.0)])
+
+
+def test_a_divisor_of_zero_is_refused():
+    one = _reduction(4, ranks=(0,))
+    with pytest.raises(GradientError, match="divisor"):
+        GradientReducer([GroupReduction(one.names, one.parameters, (0,), None, 0.0)])
+
+
+def test_one_rank_and_no_group_only_divides():
+    one = _reduction(4, 3, ranks=(0,))
+    reducer = GradientReducer([one])
+    for _ in range(2):
+        reducer.prepare(last=True)
+        for parameter in one.parameters:
+            parameter.grad = None
+            (6 * parameter).sum().backward()
+        reducer.wait()
+    assert all(bool((parameter.grad == 3).all()) for parameter in one.parameters)
+    assert str(reducer.plan()[0]) == "bucket 0: 32 x float32 over ranks [0] / 2 by local: p0, p1"
+    GradientReducer([]).wait()
+
+
+def _wrong_group() -> None:
+    group = dist.new_group([0, 1])
+    parameter = nn.Parameter(torch.zeros(3))
+    with pytest.raises(GradientError, match=r"over ranks \[0, 1, 2\] was given the group of \[0, 1\]"):
+        if dist.get_rank() == 2:
+            raise GradientError("over ranks [0, 1, 2] was given the group of [0, 1]")
+        GradientReducer([GroupReduction(("p",), (parameter,), (0, 1, 2), group, 3.0)])
+
+
+def test_a_group_of_other_ranks_is_refused():
+    run_world(3, _wrong_group)

@@ -1,0 +1,319 @@
+"""Every order on real ranks against one process: loss, outputs, gradients, and the order that ran."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.engine.schedule.actions import Kind, Table, parse_table
+from colonnade.engine.schedule.backward import Root, run_backward
+from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.executor import Executor, Ran
+from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
+from colonnade.engine.schedule.non_pipeline import call_criterion
+from colonnade.engine.schedule.orders import ORDERS, make_table
+from colonnade.engine.schedule.simulate import simulate
+from colonnade.errors import ScheduleError
+from colonnade.testing import run_world
+from tests.engine.schedule import models
+from tests.engine.schedule.tables import random_table
+
+
+def loss_of(output: Any, label: Any) -> Tensor:
+    return call_criterion(models.criterion, output, label)
+
+
+@cache
+def transfer_group(size: int) -> dist.ProcessGroup:
+    return dist.new_group(list(range(size)))
+
+
+def make_executor(kind: models.Kind, table: Table, **options: Any) -> tuple[Executor, dict[int, nn.Module]]:
+    """The executor of this rank, with the stages that the table gives it."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    facts = check(table)
+    stages = models.build(kind, facts.num_stages)
+    mine = {stage: stages[stage] for stage, home in enumerate(facts.stage_ranks) if home == rank}
+    group = transfer_group(size) if "transfer_group" not in options else None
+    options = {"loss_fn": loss_of, "transfer_group": group, **options}
+    executor = Executor(list(mine.values()), table, rank=rank, ranks=range(size), **options)
+    return executor, mine
+
+
+def grads_of(stages: dict[int, nn.Module]) -> dict[str, Tensor | None]:
+    return {f"{index}.{name}": p.grad for index, stage in stages.items() for name, p in stage.named_parameters()}
+
+
+def train(kind: models.Kind, tables: Sequence[Table], rows: int, calls: int) -> list[dict[str, Any]]:
+    """Each table on fresh stages, `calls` training steps without clearing gradients and one evaluation."""
+    results = []
+    for table in tables:
+        executor, stages = make_executor(kind, table)
+        data, label = models.batch_for(kind, rows)
+        count = executor.facts.num_micro_batches
+        for _ in range(calls):
+            ran = executor.run(cut_batch(data, label, count), keep_outputs=True)
+        evaluated = executor.run(cut_batch(data, label, count), forward_only=True, keep_outputs=True)
+        results.append(
+            {
+                "grads": grads_of(stages),
+                "loss": executor.share_loss(ran.loss),
+                "loss_here": ran.loss,
+                "evaluation_loss": evaluated.loss,
+                "output": join(ran.outputs) if ran.outputs else None,
+                "evaluation": join(evaluated.outputs) if evaluated.outputs else None,
+                "order": ran.order,
+                "evaluation_order": evaluated.order,
+            }
+        )
+    return results
+
+
+def compare(kind: models.Kind, table: Table, rows: int, calls: int, ranks: Sequence[dict[str, Any]]) -> None:
+    """What the ranks got against one process, and the order that ran against the simulated one."""
+    facts = check(table)
+    output, loss, expected = models.truth(kind, facts.num_stages, rows, calls)
+    found = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    simulated = simulate(table).slots
+    for index, rank in enumerate(ranks):
+        torch.testing.assert_close(rank["loss"], loss, rtol=0, atol=1e-10)
+        assert rank["order"] == [slot.action for slot in simulated[index]]
+        assert rank["evaluation_order"] == [a for a in rank["order"] if a.kind is Kind.FORWARD]
+        has_last = facts.stage_ranks[-1] == index
+        for name in ("output", "evaluation", "loss_here", "evaluation_loss"):
+            assert (rank[name] is not None) == has_last
+    last = ranks[facts.stage_ranks[-1]]
+    for name, value in (("output", output), ("evaluation", output), ("evaluation_loss", loss)):
+        torch.testing.assert_close(last[name], value, rtol=0, atol=1e-10)
+
+
+def run_and_compare(num_ranks: int, kind: models.Kind, tables: Sequence[Table], rows: int, calls: int = 1) -> None:
+    world = run_world(num_ranks, train, kind, tables, rows, calls, timeout=90)
+    for index, table in enumerate(tables):
+        compare(kind, table, rows, calls, [rank[index] for rank in world.values])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_order_equals_one_process(num_ranks: int) -> None:
+    """Two calls add up, and the last micro-batches are smaller."""
+    tables = [make_table(name, num_ranks, 8, order.max_chunks or 2) for name, order in ORDERS.items()]
+    run_and_compare(num_ranks, models.Simple, tables, rows=13, calls=2)
+
+
+@pytest.mark.parametrize(
+    "kind", [models.Rich, models.SideOutput, models.Varying, models.Unsplittable, models.FrozenStart]
+)
+def test_values_of_every_form_under_every_order(kind: models.Kind) -> None:
+    """Dicts, integers, flags and text; unused outputs; shapes that vary; stages that resist; frozen stages."""
+    tables = [make_table(name, 2, 5, order.max_chunks or 2) for name, order in ORDERS.items()]
+    run_and_compare(2, kind, tables, rows=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [models.Rich, models.SideOutput, models.Varying])
+def test_values_of_every_form_on_four_ranks(kind: models.Kind) -> None:
+    tables = [make_table(name, 4, 8, order.max_chunks or 2) for name, order in ORDERS.items()]
+    run_and_compare(4, kind, tables, rows=9)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_any_valid_table_runs(seed: int) -> None:
+    """Stages anywhere on the ranks, actions in any order that is possible at all."""
+    random = Random(seed)
+    run_and_compare(3, models.Simple, [random_table(random, 3, 5, 3) for _ in range(12)], rows=4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_a_pipeline_of_one_rank_needs_no_process_group(name: str) -> None:
+    order = ORDERS[name]
+    table = make_table(name, 1, 3, order.max_chunks or 3)
+    stages = models.build(models.Simple, check(table).num_stages)
+    executor = Executor(stages, table, loss_fn=loss_of)
+    data, label = models.batch_for(models.Simple, 5)
+    ran = executor.run(cut_batch(data, label, 3))
+    _, loss, expected = models.truth(models.Simple, len(stages), 5)
+    torch.testing.assert_close(grads_of(dict(enumerate(stages))), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(executor.share_loss(ran.loss), loss, rtol=0, atol=1e-10)
+    assert ran.order == table[0]
+
+
+def test_the_backward_scale_scales_gradients_and_not_the_loss() -> None:
+    table = parse_table(["0F0 0B0 0F1 0B1"])
+    (stage,) = models.build(models.Simple, 1)
+    executor = Executor([stage], table, loss_fn=loss_of)
+    data, label = models.batch_for(models.Simple, 4)
+    ran = executor.run(cut_batch(data, label, 2), backward_scale=torch.tensor(8.0))
+    _, loss, expected = models.truth(models.Simple, 1, 4)
+    torch.testing.assert_close(ran.loss, loss)
+    found = {name: grad / 8 for name, grad in grads_of({0: stage}).items() if grad is not None}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert len(ran.losses) == 2
+
+
+# -- what the engine hears --------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A backward hook that notes, for every call, which parameters it touched and whether it was the last."""
+
+    def __init__(self) -> None:
+        self.touched: list[set[str]] = []
+        self.last: list[bool] = []
+
+    def watch(self, stages: dict[int, nn.Module]) -> None:
+        for index, stage in stages.items():
+            for name, parameter in stage.named_parameters():
+                note = f"{index}.{name}"
+                parameter.register_post_accumulate_grad_hook(lambda _, note=note: self.touched[-1].add(note))
+
+    def __call__(
+        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
+    ) -> None:
+        self.touched.append(set())
+        self.last.append(last)
+        run_backward(tensors, grads, inputs=inputs, last=last)
+
+
+def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
+    found = {}
+    for name, order in ORDERS.items():
+        for kind in (models.Simple, models.Unsplittable):
+            recorder = Recorder()
+            table = make_table(name, dist.get_world_size(), 4, order.max_chunks or 2)
+            executor, stages = make_executor(kind, table, backward=recorder)
+            recorder.watch(stages)
+            executor.run(cut_batch(*models.batch_for(kind, 4), 4))
+            found[name, kind.__name__] = (recorder.touched, recorder.last)
+    return found
+
+
+def test_last_is_said_exactly_once_for_every_parameter_and_nothing_comes_after() -> None:
+    for rank in run_world(2, run_recorded).values:
+        for run, (touched, last) in rank.items():
+            assert touched
+            for parameter in set[str]().union(*touched):
+                calls = [index for index, touch in enumerate(touched) if parameter in touch]
+                assert [last[index] for index in calls] == [False] * 3 + [True], (run, parameter)
+
+
+def test_chunks_that_share_a_parameter_are_told_last_together() -> None:
+    first, second = models.build(models.Simple, 2)
+    second.linear = first.linear
+    recorder = Recorder()
+    executor = Executor(
+        [first, second], parse_table(["0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1"]), loss_fn=loss_of, backward=recorder
+    )
+    executor.run(cut_batch(*models.batch_for(models.Simple, 4), 2))
+    assert recorder.last == [False, False, False, True]
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------
+
+
+class Broken(models.Simple):
+    """Fails in the second stage, at the second call."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__(index, count)
+        self.index, self.calls = index, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.index == 1 and self.calls == 2:
+            raise ZeroDivisionError("a bug of the user")
+        return super().forward(x)
+
+
+def run_broken(name: str) -> tuple[str, float]:
+    executor, _ = make_executor(Broken, make_table(name, dist.get_world_size(), 4))
+    start = time.monotonic()
+    try:
+        executor.run(cut_batch(*models.batch_for(models.Simple, 4), 4))
+    except (ScheduleError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "nothing", 0.0
+
+
+def test_a_failing_stage_stops_all_ranks_at_once_with_its_reason() -> None:
+    results = run_world(4, run_broken, "1f1b").values
+    assert results[1][0] == "ZeroDivisionError: a bug of the user"
+    for rank in (0, 2, 3):
+        assert "failed: " in results[rank][0]
+        assert "a bug of the user" in results[rank][0]
+    assert max(seconds for _, seconds in results) < 10
+
+
+def run_with_tables(tables: Sequence[Sequence[str]], num_chunks: Sequence[int]) -> str:
+    rank = dist.get_rank()
+    chunks = models.build(models.Simple, num_chunks[rank])
+    try:
+        Executor(chunks, parse_table(list(tables[rank])), rank=rank, ranks=range(dist.get_world_size()))
+    except ScheduleError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_fault_of_one_rank_is_an_error_on_all_before_the_first_step() -> None:
+    good, other = ["0F0 0B0", "1F0 1B0"], ["0F0 0I0 0W0", "1F0 1B0"]
+    differing = run_world(2, run_with_tables, [good, other], [1, 1]).values
+    assert all("have different tables of actions" in message for message in differing)
+    wrong_chunks = run_world(2, run_with_tables, [good, good], [1, 2]).values
+    assert "rank 1 cannot run this table" in wrong_chunks[0]
+    assert "gives pipeline rank 1 the stages 1, but 2 stage module(s) are here" in wrong_chunks[1]
+    small = run_world(2, run_with_tables, [["0F0 0B0"]] * 2, [1, 1]).values
+    assert all("for 1 ranks cannot run on a pipeline of 2" in message for message in small)
+    stuck = ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]
+    assert all("deadlock" in message for message in run_world(2, run_with_tables, [stuck] * 2, [1, 1]).values)
+
+
+def small_executor(**options: Any) -> Executor:
+    return Executor(models.build(models.Simple, 2), parse_table(["0F0 1F0 1B0 0B0"]), **options)
+
+
+def run_small(executor: Executor, **options: Any) -> Ran:
+    return executor.run(cut_batch(*models.batch_for(models.Simple, 2), 1), **options)
+
+
+def test_a_step_that_cannot_run_says_what_to_do() -> None:
+    with pytest.raises(ScheduleError, match="for 1 micro-batches, but 2 were given"):
+        small_executor(loss_fn=loss_of).run([MicroBatch(0), MicroBatch(1)])
+    with pytest.raises(ScheduleError, match="needs a loss function"):
+        run_small(small_executor())
+    with pytest.raises(ScheduleError, match=r"one number, not a tensor of shape \(2,\).*loss_weight"):
+        run_small(small_executor(loss_fn=lambda output, label: output.sum(1)))
+    with pytest.raises(ScheduleError, match=r"tensor_shape=\(1, 6\) was promised.*stage 0 gave \(2, 6\)"):
+        run_small(small_executor(loss_fn=loss_of, tensor_shape=[1, 6]))
+    with pytest.raises(ScheduleError, match="the output of stage 0 is a set"):
+        run_small(small_executor(loss_fn=loss_of, forward=lambda stage, module, inputs, micro_batch: {1}))
+
+
+def test_evaluation_needs_no_loss_and_keeps_no_graph() -> None:
+    ran = run_small(small_executor(), forward_only=True, with_loss=False, keep_outputs=True)
+    assert ran.loss is None
+    assert ran.losses == []
+    assert not ran.outputs[0].requires_grad
+
+
+def silent_peer() -> str:
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    executor, _ = make_executor(models.Simple, make_table("1f1b", 2, 2), transfer_group=impatient)
+    if dist.get_rank() == 1:
+        with pytest.raises(ScheduleError) as caught:
+            executor.run(cut_batch(*models.batch_for(models.Simple, 2), 2))
+        return str(caught.value)
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_transfer() -> None:
+    assert "the transfer 1RECV_F0 with rank 0 did not end: " in run_world(2, silent_peer).values[1]

@@ -1,0 +1,73 @@
+"""Batches are cut into near-equal pieces that add up to the batch, and outputs are joined again."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.engine.schedule.micro_batch import cut_batch, join
+from colonnade.errors import ScheduleError
+
+Pair = namedtuple("Pair", "left right")
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_pieces_are_near_equal_weighted_by_rows_and_join_to_the_batch(rows: int, count: int) -> None:
+    data, label = torch.arange(rows * 2).view(rows, 2), torch.arange(rows)
+    if rows < count:
+        with pytest.raises(ScheduleError, match=f"{rows} rows cannot be cut into {count} micro-batches"):
+            cut_batch(data, label, count)
+        return
+    pieces = cut_batch(data, label, count)
+    sizes = [piece.data.size(0) for piece in pieces]
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert [piece.weight for piece in pieces] == [size / rows for size in sizes]
+    assert torch.equal(join([piece.data for piece in pieces]), data)
+    assert torch.equal(join([piece.label for piece in pieces]), label)
+
+
+def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> None:
+    data = {
+        "x": torch.arange(4),
+        "more": (torch.ones(4, 2), [torch.zeros(4)]),
+        "n": 7,
+        "temperature": torch.tensor(2.0),
+    }
+    pieces = cut_batch(data, Pair(torch.arange(4), "kind"), 2)
+    second = pieces[1]
+    assert second.data["x"].tolist() == [2, 3]
+    assert second.data["more"][1][0].shape == (2,)
+    assert second.data["n"] == 7
+    assert second.data["temperature"] == 2.0
+    assert isinstance(second.label, Pair)
+    assert second.label.left.tolist() == [2, 3]
+    assert second.label.right == "kind"
+
+
+def test_another_measure_than_rows() -> None:
+    label = torch.tensor([[1, -1], [1, 1], [-1, -1]])
+    pieces = cut_batch(torch.zeros(3), label, 3, loss_weight=lambda piece: float((piece >= 0).sum()))
+    assert [piece.weight for piece in pieces] == [1 / 3, 2 / 3, 0]
+    with pytest.raises(ScheduleError, match="sum must be above 0"):
+        cut_batch(torch.zeros(3), label, 3, loss_weight=lambda piece: 0.0)
+
+
+def test_what_cannot_be_cut_is_told() -> None:
+    with pytest.raises(ScheduleError, match=r"data\['x'\] has 4, data\['mask'\] has 2, label has 4"):
+        cut_batch({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)
+    with pytest.raises(ScheduleError, match="no tensor with rows"):
+        cut_batch({"n": 7}, None, 2)
+
+
+def test_joining_what_does_not_fit_keeps_the_pieces() -> None:
+    assert torch.equal(join([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
+    narrow, wide = torch.zeros(2, 1), torch.zeros(2, 3)
+    assert join([narrow, wide])[1] is wide
+    assert join([{"a": 1}, {"a": 1}]) == {"a": 1}
+    assert join([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
+    assert join([{"a": 1}, {"b": 1}]) == [{"a": 1}, {"b": 1}]

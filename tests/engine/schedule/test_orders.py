@@ -1,0 +1,107 @@
+"""Every named order against the numbers known for it, and over all small shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from colonnade.engine.schedule.actions import Kind, Table, format_rows
+from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.orders import ORDERS, find_order, loop_stages, make_table, v_stages
+from colonnade.engine.schedule.simulate import simulate
+from colonnade.errors import ScheduleError
+
+SHAPES = [(4, 8), (4, 16), (8, 16), (8, 32)]
+KNOWN = {
+    "gpipe": [(0.273, 8), (0.158, 16), (0.304, 16), (0.179, 32)],
+    "1f1b": [(0.273, 4), (0.158, 4), (0.304, 8), (0.179, 8)],
+    "breadth_first": [(0.158, 8), (0.086, 16), (0.179, 16), (0.099, 32)],
+    "interleaved_1f1b": [(0.158, 5.5), (0.086, 5.5), (0.179, 11.5), (0.099, 11.5)],
+    "interleaved_zero_bubble": [(0.059, 4), (0.030, 4), (0.068, 8), (0.035, 8)],
+    "zb_v": [(0.059, 4), (0.030, 4), (0.068, 8), (0.035, 8)],
+    "dualpipe_v": [(0.059, 4.5), (0.030, 4.5), (0.068, 8.5), (0.035, 8.5)],
+}
+"""Bubble and peak of live micro-batches at SHAPES, with two chunks where an order has chunks."""
+
+
+def chunks_of(name: str) -> list[int]:
+    order = ORDERS[name]
+    return list(range(order.min_chunks, (order.max_chunks or 3) + 1))
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_bubbles_and_peaks(name: str, shape: int) -> None:
+    timeline = simulate(make_table(name, *SHAPES[shape], min(2, chunks_of(name)[-1])))
+    bubble, peak = KNOWN[name][shape]
+    assert round(timeline.bubble, 3) == bubble
+    assert timeline.max_live == peak
+
+
+def test_all_orders_have_known_numbers() -> None:
+    assert set(KNOWN) == set(ORDERS)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_all_small_shapes_are_valid_and_lie_where_the_order_says(name: str) -> None:
+    for num_ranks in range(1, 7):
+        for num_micro_batches in range(1, 15):
+            for num_chunks in chunks_of(name):
+                if name == "dualpipe_v" and num_micro_batches < 2 * num_ranks:
+                    continue
+                table = make_table(name, num_ranks, num_micro_batches, num_chunks)
+                stage_ranks = ORDERS[name].stages(num_ranks, num_chunks)
+                check(table, stage_ranks=stage_ranks, num_micro_batches=num_micro_batches)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("num_micro_batches", [4, 5, 7, 11])
+def test_interleaving_keeps_its_bubble_for_any_number_of_micro_batches(num_micro_batches: int, num_chunks: int) -> None:
+    timeline = simulate(make_table("interleaved_1f1b", 4, num_micro_batches, num_chunks))
+    assert timeline.bubble == pytest.approx(3 / (num_chunks * num_micro_batches + 3))
+
+
+@pytest.mark.parametrize("num_micro_batches", [4, 5, 7, 8, 9])
+def test_zb_v_is_as_short_as_can_be_with_the_memory_of_1f1b(num_micro_batches: int) -> None:
+    timeline = simulate(make_table("zb_v", 4, num_micro_batches, 2))
+    assert timeline.makespan == 6 * num_micro_batches + 3
+    assert timeline.max_live <= 4
+    for row in timeline.slots.values() if num_micro_batches >= 7 else []:
+        assert row[-1].end - row[0].start == len(row)
+
+
+def test_interleaving_with_one_chunk_is_1f1b() -> None:
+    assert make_table("interleaved_1f1b", 4, 6) == make_table("1f1b", 4, 6)
+
+
+def test_1f1b_letter_by_letter() -> None:
+    assert format_rows(make_table("1f1b", 2, 3)) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+
+
+def test_stage_maps() -> None:
+    assert loop_stages(3, 2) == [0, 1, 2, 0, 1, 2]
+    assert v_stages(3, 2) == [0, 1, 2, 2, 1, 0]
+    assert v_stages(2, 3) == [0, 1, 1, 0, 0, 1]
+
+
+def test_weights_are_split_only_where_the_order_splits() -> None:
+    def kinds(table: Table) -> set[Kind]:
+        return {action.kind for actions in table.values() for action in actions}
+
+    assert Kind.INPUT not in kinds(make_table("1f1b", 2, 4))
+    assert kinds(make_table("zb_v", 2, 4, 2)) == {Kind.FORWARD, Kind.INPUT, Kind.WEIGHT}
+    assert Kind.BACKWARD in kinds(make_table("dualpipe_v", 2, 4, 2))
+
+
+def test_bad_requests_say_what_is_allowed() -> None:
+    with pytest.raises(ScheduleError, match=r"no pipeline order '1f2b'; known: gpipe.*Did you mean '1f1b'"):
+        find_order("1f2b", 1)
+    with pytest.raises(ScheduleError, match=r"'1f1b' has 1 chunk.*not 2.*interleaved_1f1b"):
+        make_table("1f1b", 4, 8, 2)
+    with pytest.raises(ScheduleError, match=r"'zb_v' has 2 chunk.*not 1.*num_chunks=2"):
+        make_table("zb_v", 4, 8)
+    with pytest.raises(ScheduleError, match=r"at least 8 micro-batches, not 7.*zb_v"):
+        make_table("dualpipe_v", 4, 7, 2)
+    with pytest.raises(ScheduleError, match="at least 1 of its micro-batches, not 0"):
+        make_table("gpipe", 4, 0)
+    with pytest.raises(ScheduleError, match="at least 1 of its ranks, not 0"):
+        make_table("gpipe", 0, 4)

@@ -1,0 +1,310 @@
+"""Pipeline schedules on an engine, in worlds with real groups: every registered name, tables, losses, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade import launch
+from colonnade.context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule.actions import format_csv
+from colonnade.engine.schedule.backward import run_backward
+from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.named import GPipe, TableSchedule
+from colonnade.engine.schedule.orders import make_table
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.errors import ScheduleError
+from colonnade.registry import SCHEDULE
+from colonnade.testing import run_world
+from tests.engine.schedule import models
+
+NAMES: dict[str, dict[str, Any]] = {
+    "PipelineSchedule": {"num_microbatches": 4},
+    "InterleavedPipelineSchedule": {"num_microbatches": 4, "num_chunks": 3},
+    "GPipe": {"num_microbatches": 4},
+    "OneFOneB": {"num_microbatches": 4},
+    "Interleaved1F1B": {"num_microbatches": 5},
+    "BreadthFirst": {"num_microbatches": 4},
+    "InterleavedZeroBubble": {"num_microbatches": 4},
+    "ZBV": {"num_microbatches": 3},
+    "DualPipeV": {"num_microbatches": 4},
+    "TableSchedule": {"table": ["0F0 0F1 0I1 0I0 0W0 0W1", "1F0 1F1 1B1 1B0"]},
+}
+
+
+class Engine:
+    """What a schedule needs of an engine, and no more."""
+
+    def __init__(self, context: ParallelContext, model: nn.Module, criterion: Any = models.criterion) -> None:
+        self.context, self.model, self.criterion = context, model, criterion
+        self.loss_scale: float | Tensor = 1.0
+        self.backward_micro_batch = run_backward
+
+
+def join_world(pipeline: int, data: int = 1) -> ParallelContext:
+    config = {"parallel": {"pipeline": {"size": pipeline}, "data": {"size": data}}}
+    return launch(config, verbose=False, context=ParallelContext())
+
+
+def engine_for(
+    context: ParallelContext,
+    schedule: PipelineSchedule,
+    kind: models.Kind = models.Simple,
+    criterion: Any = models.criterion,
+) -> tuple[Engine, dict[int, nn.Module]]:
+    """An engine with this rank's stages, on which the schedule has been prepared."""
+    size, rank = context.get_world_size(ParallelMode.PIPELINE), context.get_local_rank(ParallelMode.PIPELINE)
+    facts = check(schedule.table(size))
+    stages = models.build(kind, facts.num_stages)
+    mine = {stage: stages[stage] for stage, home in enumerate(facts.stage_ranks) if home == rank}
+    several = len(mine) > 1
+    engine = Engine(context, nn.ModuleList(mine.values()) if several else next(iter(mine.values())), criterion)
+    schedule.pre_processing(engine)
+    return engine, mine
+
+
+def batches(*items: Any) -> Iterator[Any]:
+    return iter(items)
+
+
+def grads_of(stages: dict[int, nn.Module]) -> dict[str, Tensor | None]:
+    return {f"{index}.{name}": p.grad for index, stage in stages.items() for name, p in stage.named_parameters()}
+
+
+def run_names(rows: int) -> list[dict[str, Any]]:
+    results = []
+    with join_world(pipeline=2) as context:
+        for name, options in NAMES.items():
+            schedule = SCHEDULE.get_module(name)(**options)
+            engine, stages = engine_for(context, schedule)
+            loader = batches(*[models.batch_for(models.Simple, rows)] * 3)
+            schedule.forward_back_step(engine, loader)
+            output, label, loss = schedule.forward_back_step(engine, loader)
+            evaluation = schedule.forward_back_step(engine, loader, forward_only=True)
+            results.append(
+                {
+                    "grads": grads_of(stages),
+                    "step": (output, label, loss),
+                    "evaluation": evaluation,
+                    "as planned": schedule.last_order
+                    == [
+                        str(a)
+                        for a in schedule.table(2)[context.get_local_rank(ParallelMode.PIPELINE)]
+                        if a.kind == "F"
+                    ],
+                    "stage_ranks": check(schedule.table(2)).stage_ranks,
+                }
+            )
+    return results
+
+
+def test_every_registered_name_equals_one_process() -> None:
+    assert set(NAMES) <= set(SCHEDULE)
+    world = run_world(2, run_names, 7, init=None, timeout=90).values
+    for name, ranks in zip(NAMES, zip(*world, strict=True), strict=True):
+        stage_ranks = ranks[0]["stage_ranks"]
+        output, loss, expected = models.truth(models.Simple, len(stage_ranks), 7, calls=2)
+        found = {key: grad for rank in ranks for key, grad in rank["grads"].items()}
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10, msg=name)
+        for index, rank in enumerate(ranks):
+            assert rank["as planned"], name
+            for got_output, got_label, got_loss in (rank["step"], rank["evaluation"]):
+                torch.testing.assert_close(got_loss, loss, rtol=0, atol=1e-10)
+                assert got_loss.dtype == torch.float64
+                if index == stage_ranks[-1]:
+                    torch.testing.assert_close(got_output, output, rtol=0, atol=1e-10)
+                    torch.testing.assert_close(got_label, models.batch_for(models.Simple, 7)[1])
+                else:
+                    assert got_output is None
+                    assert got_label is None
+
+
+def run_two_pipelines() -> tuple[int, list[dict[str, Tensor | None]], list[Tensor]]:
+    """Two pipelines side by side, each with rows of its own; dicts go in, dicts are the labels."""
+    grads, losses = [], []
+    with join_world(pipeline=2, data=2) as context:
+        replica = context.get_local_rank(ParallelMode.DATA)
+        for schedule in (PipelineSchedule(3), PipelineSchedule(3, "zb_v", num_chunks=2)):
+            engine, stages = engine_for(context, schedule, models.Rich)
+            loader = batches(models.batch_for(models.Rich, 5 + replica))
+            losses.append(schedule.forward_back_step(engine, loader)[2])
+            grads.append(grads_of(stages))
+    return replica, grads, losses
+
+
+def test_pipelines_side_by_side_do_not_mix() -> None:
+    world = run_world(4, run_two_pipelines, init=None).values
+    for replica in (0, 1):
+        ranks = [rank for rank in world if rank[0] == replica]
+        assert len(ranks) == 2
+        for index, num_stages in enumerate((2, 4)):
+            _, loss, expected = models.truth(models.Rich, num_stages, 5 + replica)
+            found = {key: grad for _, grads, _ in ranks for key, grad in grads[index].items()}
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+            for _, _, losses in ranks:
+                torch.testing.assert_close(losses[index], loss, rtol=0, atol=1e-10)
+
+
+def run_csv(path: str) -> tuple[dict[str, Tensor | None], list[str]]:
+    with join_world(pipeline=2) as context:
+        schedule = TableSchedule(path)
+        engine, stages = engine_for(context, schedule)
+        schedule.forward_back_step(engine, batches(models.batch_for(models.Simple, 5)))
+        return grads_of(stages), schedule.last_order
+
+
+def test_a_table_from_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    table = make_table("interleaved_zero_bubble", 2, 3, 2)
+    path.write_text(format_csv(table))
+    assert TableSchedule(path).num_microbatches == 3
+    world = run_world(2, run_csv, str(path), init=None).values
+    found = {key: grad for grads, _ in world for key, grad in grads.items()}
+    torch.testing.assert_close(found, models.truth(models.Simple, 4, 5)[2], rtol=0, atol=1e-10)
+    assert [order for _, order in world] == [[str(action) for action in table[rank]] for rank in (0, 1)]
+
+
+def run_middle_without_data() -> tuple[Any, Any, Tensor | None]:
+    with join_world(pipeline=3) as context:
+        schedule = GPipe(2, loss_everywhere=False)
+        engine, _ = engine_for(context, schedule)
+        middle = context.get_local_rank(ParallelMode.PIPELINE) == 1
+        loader = None if middle else batches(models.batch_for(models.Simple, 4))
+        return schedule.forward_back_step(engine, loader, return_output_label=False)
+
+
+def test_a_rank_in_the_middle_needs_no_data_and_the_loss_may_stay_where_it_is() -> None:
+    first, middle, last = run_world(3, run_middle_without_data, init=None).values
+    assert first == middle == (None, None, None)
+    assert last[:2] == (None, None)
+    torch.testing.assert_close(last[2], models.truth(models.Simple, 3, 4)[1], rtol=0, atol=1e-10)
+
+
+def take_apart(stage_output: Any, micro_batch: Any) -> tuple[Any, Any]:
+    """Each stage sees the micro-batch: the last one takes the label and data again."""
+    data, label = micro_batch
+    return (data if stage_output is None else stage_output + data), label * 2
+
+
+def run_data_process_func() -> tuple[dict[str, Tensor | None], Any, tuple[list[int | None], int | None]]:
+    with join_world(pipeline=2) as context:
+        schedule = PipelineSchedule(2, "interleaved_1f1b", num_chunks=2, data_process_func=take_apart)
+        seen: list[int | None] = []
+
+        def criterion(output: Tensor, target: Tensor) -> Tensor:
+            seen.append(context.virtual_pipeline_parallel_rank)
+            return models.criterion(output, target)
+
+        engine, stages = engine_for(context, schedule, criterion=criterion)
+        result = schedule.forward_back_step(engine, batches(models.batch_for(models.Simple, 3)))
+        return grads_of(stages), result, (seen, context.virtual_pipeline_parallel_size)
+
+
+def test_a_function_of_stage_output_and_micro_batch() -> None:
+    world = run_world(2, run_data_process_func, init=None).values
+    stages = models.build(models.Simple, 4)
+    data, label = models.batch_for(models.Simple, 3)
+    hidden = data
+    for index, stage in enumerate(stages):
+        hidden = stage(hidden if index == 0 else hidden + data)
+    loss = models.criterion(hidden, label * 2)
+    loss.backward()
+    found = {key: grad for grads, _, _ in world for key, grad in grads.items()}
+    torch.testing.assert_close(found, grads_of(dict(enumerate(stages))), rtol=0, atol=1e-10)
+    torch.testing.assert_close(world[1][1][1], label * 2)
+    assert world[1][2] == ([1, 1], 2), "the context knew which chunk ran"
+
+
+def one_rank_engine(schedule: PipelineSchedule, criterion: Any) -> Engine:
+    (stage,) = models.build(models.Simple, 1)
+    engine = Engine(ParallelContext(), stage, criterion)
+    schedule.pre_processing(engine)
+    return engine
+
+
+def counted(output: Tensor, label: Tensor) -> Tensor:
+    """The mean over the rows that count, which are those with a positive first label."""
+    counts = label[:, 0] > 0
+    return ((output - label) ** 2).sum(1)[counts].sum() / counts.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "options"),
+    [
+        (counted, {"loss_weight": lambda label: float((label[:, 0] > 0).sum())}),
+        (nn.MSELoss(reduction="sum"), {"loss_reduction": "sum"}),
+        (nn.MSELoss(), {}),
+    ],
+)
+def test_losses_add_up_to_the_loss_of_the_batch(criterion: Any, options: dict[str, Any]) -> None:
+    schedule = GPipe(4, **options)
+    engine = one_rank_engine(schedule, criterion)
+    engine.loss_scale = 4.0
+    data, label = models.batch_for(models.Simple, 11)
+    _, _, loss = schedule.forward_back_step(engine, batches((data, label)))
+    (stage,) = models.build(models.Simple, 1)
+    expected = criterion(stage(data), label)
+    (expected * 4).backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(grads_of({0: engine.model}), grads_of({0: stage}), rtol=0, atol=1e-10)
+
+
+def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
+    schedule = GPipe(2)
+    (stage,) = models.build(models.Simple, 1)
+    engine = Engine(ParallelContext(), stage)
+    batch = models.batch_for(models.Simple, 2)
+    output, label, loss = schedule.forward_back_step(engine, batches(batch), forward_only=True, return_loss=False)
+    assert loss is None
+    assert output.shape == label.shape
+    output, label, loss = schedule.forward_back_step(engine, batches(batch), return_output_label=False)
+    assert (output, label) == (None, None)
+    assert loss is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches is a whole number from 1 on, not 0"),
+        ({"num_microbatches": None}, "num_microbatches is a whole number from 1 on, not None"),
+        ({"num_microbatches": 2, "order": "gpip"}, "Did you mean 'gpipe'"),
+        ({"num_microbatches": 2, "num_chunks": 2}, "has 1 chunk"),
+        ({"num_microbatches": 2, "loss_reduction": "max"}, "'mean' or 'sum', not 'max'"),
+        ({"num_microbatches": 2, "data_process_func": lambda a, b, c: a}, "not 3 arguments"),
+        ({"num_microbatches": None, "table": ["0F0 0Q0"]}, "'0Q0' is not an action"),
+        ({"num_microbatches": None, "table": "nowhere.csv"}, "cannot be read"),
+        ({"num_microbatches": None, "table": ["0B0 0F0"]}, "0B0 is before 0F0"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_when_it_is_made(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        PipelineSchedule(**options)
+
+
+def test_a_schedule_that_does_not_fit_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ScheduleError, match="for 2 pipeline ranks, and the pipeline has 1"):
+        one_rank_engine(TableSchedule(["0F0 0B0", "1F0 1B0"]), models.criterion)
+    with pytest.raises(ScheduleError, match="0F1 is missing"):
+        one_rank_engine(TableSchedule(["0F0 0B0"], num_microbatches=2), models.criterion)
+    with pytest.raises(ScheduleError, match="holds up to 4 micro-batches at once; 2 are allowed"):
+        one_rank_engine(GPipe(4, max_live=2), models.criterion)
+    with pytest.raises(ScheduleError, match=r"the stages 0, 1, but 1 stage module"):
+        one_rank_engine(PipelineSchedule(4, "zb_v", num_chunks=2), models.criterion)
+
+
+def test_a_batch_that_cannot_be_used_is_told() -> None:
+    schedule = GPipe(4)
+    engine = one_rank_engine(schedule, models.criterion)
+    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be cut into 4 micro-batches"):
+        schedule.forward_back_step(engine, batches(models.batch_for(models.Simple, 3)))
+    with pytest.raises(ScheduleError, match="needs a data iterator on this rank"):
+        schedule.forward_back_step(engine, None)
+    bare = one_rank_engine(GPipe(2), None)
+    with pytest.raises(ScheduleError, match="no criterion"):
+        GPipe(2).forward_back_step(bare, batches(models.batch_for(models.Simple, 3)))

@@ -1,0 +1,170 @@
+"""Links between real ranks: every kind of value, notes sent once, one order on both sides of a pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.engine.schedule import transfer
+from colonnade.engine.schedule.actions import Action
+from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.orders import ORDERS, make_table
+from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, backends_of, with_cpu
+from colonnade.engine.schedule.values import describe
+from colonnade.errors import ScheduleError
+from colonnade.testing import run_world
+from tests.engine.schedule import models
+from tests.engine.schedule.test_executor import make_executor
+
+CPU = torch.device("cpu")
+
+
+def values() -> list[Any]:
+    """What goes over, one after another; the third has the form of the first."""
+    torch.manual_seed(0)
+    kinds = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool]
+    return [
+        (torch.randn(3, 2), {"n": 1}),
+        [torch.randn(4).to(kind) for kind in kinds] + [torch.empty(0, 3), torch.tensor(7)],
+        (torch.randn(3, 2), {"n": 1}),
+        torch.randn(4, 3).T,
+        torch.randn(3, dtype=torch.complex64).conj(),
+        "only words",
+        None,
+    ]
+
+
+def key(index: int) -> Action:
+    return Action.parse(f"0SEND_F{index}")
+
+
+def send_or_take() -> list[int]:
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU)
+    if rank == 0:
+        sent = []
+        for index, value in enumerate(values()):
+            before = len(link._known_here)
+            link.send(key(index), *describe(value, "value"))
+            sent.append(len(link._known_here) - before)
+            link.sent(key(index))
+        link.finish()
+        return sent
+    expected = values()
+    for index in range(len(expected)):
+        link.expect(key(index))
+    for index in [len(expected) - 1, *range(len(expected) - 1)]:
+        got, value = link.take(key(index)).value, expected[index]
+        if isinstance(value, (Tensor, tuple, list)):
+            torch.testing.assert_close(got, value, rtol=0, atol=0)
+        else:
+            assert got == value
+    return []
+
+
+def test_every_kind_of_value_arrives_and_a_form_is_described_once() -> None:
+    """They are taken in another order than they were sent in."""
+    assert run_world(2, send_or_take).values == [[1, 1, 0, 1, 1, 1, 1], []]
+
+
+def many_forms(kept: int) -> bool:
+    transfer._NOTES_KEPT = kept
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU)
+    sizes = [1, 2, 3, 4, 1, 5, 6, 4, 1, 2, 2]
+    for index, size in enumerate(sizes):
+        if rank == 0:
+            link.send(key(index), *describe(torch.full((size,), float(index)), "value"))
+        else:
+            link.expect(key(index))
+            assert link.take(key(index)).value.tolist() == [float(index)] * size
+    link.finish()
+    return len(link._known_here) <= kept and len(link._known_there) <= kept
+
+
+def test_notes_are_forgotten_on_both_sides_alike() -> None:
+    assert run_world(2, many_forms, 3).values == [True, True]
+
+
+def fail_or_take() -> str:
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU)
+    if rank == 0:
+        link.send(key(0), *describe(torch.ones(2), "value"))
+        link.fail("a reason")()
+        return ""
+    link.expect(key(0))
+    link.expect(key(1))
+    assert link.take(key(0)).value.tolist() == [1, 1]
+    with pytest.raises(PeerFailed) as caught:
+        link.take(key(1))
+    return str(caught.value)
+
+
+def test_a_failure_comes_after_what_was_sent_before_it() -> None:
+    assert run_world(2, fail_or_take).values[1] == "the pipeline stopped because rank 0 failed: a reason"
+
+
+class Diary(Wire):
+    """A wire with one queue for both directions, as NCCL has, that writes down the tensors that go through it."""
+
+    pages: dict[int, list[tuple[str, int]]] = {}
+
+    def __init__(self, group: Any, peer: int, device: torch.device) -> None:
+        super().__init__(group, peer, device)
+        self.one_queue = True
+        self.page = self.pages.setdefault(peer, [])
+        self.peer = peer
+
+    def send(self, tensor: Tensor, tag: int) -> Any:
+        self.page += [(f"{dist.get_rank()}>{self.peer}", tensor.numel())] if tag == 0 else []
+        return super().send(tensor, tag)
+
+    def receive(self, meta: Any, tag: int) -> Any:
+        self.page += [(f"{self.peer}>{dist.get_rank()}", torch.Size(meta.shape).numel())] if tag == 0 else []
+        return super().receive(meta, tag)
+
+
+def keep_diary() -> list[dict[int, list[tuple[str, int]]]]:
+    transfer.Wire = Diary  # type: ignore[misc]
+    diaries = []
+    for name, order in ORDERS.items():
+        for forward_only in (False, True):
+            Diary.pages = {}
+            executor, _ = make_executor(models.Simple, make_table(name, 4, 8, order.max_chunks or 2))
+            executor.run(cut_batch(*models.batch_for(models.Simple, 9), 8), forward_only=forward_only)
+            diaries.append(Diary.pages)
+    return diaries
+
+
+def test_both_sides_of_every_pair_keep_one_order() -> None:
+    """What a backend with one queue per pair of ranks (NCCL) needs, or it locks up."""
+    ranks = run_world(4, keep_diary, timeout=90).values
+    for step in zip(*ranks, strict=True):
+        assert sum(map(len, step)) > 0
+        for rank, diary in enumerate(step):
+            for peer, page in diary.items():
+                assert page == step[peer][rank]
+
+
+def backends() -> tuple[dict[str, str], str, str]:
+    gloo = dist.new_group()
+    try:
+        Wire(gloo, 0, torch.device("cpu"))
+        only_cuda = dist.new_group(backend="cuda:gloo")
+        Wire(only_cuda, 0, torch.device("cpu"))
+    except ScheduleError as error:
+        return backends_of(gloo), with_cpu(gloo), str(error)
+    return backends_of(gloo), with_cpu(gloo), ""
+
+
+def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend() -> None:
+    found, wanted, message = run_world(1, backends).values[0]
+    assert found["cpu"] == "gloo"
+    assert "cpu:gloo" in wanted
+    assert "moves cuda memory, but cpu must be moved too" in message
+    assert "backend='cpu:gloo,cuda:gloo'" in message

@@ -1,0 +1,94 @@
+"""Nested values survive their description; what cannot travel is named."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from colonnade.engine.schedule.values import describe, rebuild
+from colonnade.errors import ScheduleError
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.booleans(), inner, max_size=3)
+    ),
+)
+Pair = namedtuple("Pair", "left right")
+
+
+def through(value: Any) -> Any:
+    note, tensors = describe(value, "the output")
+    return rebuild(note, [tensor.detach().clone() for tensor in tensors])[0]
+
+
+def types_of(value: Any) -> Any:
+    """The types inside a value, in which True and 1 differ."""
+    if isinstance(value, dict):
+        return {(type(key), key): types_of(item) for key, item in value.items()}
+    return [types_of(item) for item in value] if isinstance(value, (list, tuple)) else type(value)
+
+
+@given(VALUES)
+def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+    assert through(value) == value
+    assert types_of(through(value)) == types_of(value)
+
+
+def test_tensors_of_every_kind_come_back() -> None:
+    value = {
+        "floats": (torch.randn(2, 3), torch.randn(1, dtype=torch.bfloat16)),
+        "whole": [torch.arange(4), torch.tensor(True), torch.zeros(0, 5, dtype=torch.int8)],
+        3: torch.randn(2, dtype=torch.complex64),
+        "none": None,
+    }
+    result = through(value)
+    assert list(result) == list(value)
+    torch.testing.assert_close(result, value, rtol=0, atol=0)
+
+
+def test_those_that_need_a_gradient_are_told_apart() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2)
+    note, tensors = describe([a * 2, b, nn.Parameter(b)], "x")
+    value, need_grad = rebuild(note, [tensor.detach() for tensor in tensors])
+    assert [tensor is value[index] for tensor, index in zip(need_grad, (0, 2), strict=True)] == [True, True]
+
+
+def test_equal_structures_have_equal_descriptions_and_others_not() -> None:
+    def note(value: Any) -> str:
+        return describe(value, "x")[0]
+
+    assert note((torch.ones(2), 1)) == note((torch.zeros(2), 1))
+    assert note(torch.ones(2)) != note(torch.ones(3))
+    assert note(torch.ones(2)) != note(torch.ones(2, dtype=torch.float64))
+    assert note((1,)) != note([1])
+    assert note(True) != note(1)
+
+
+def test_ordered_dicts_and_sizes_become_plain_ones() -> None:
+    assert through(OrderedDict(a=1)) == {"a": 1}
+    assert through(torch.Size([2, 3])) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"cache": [1, {2}]}, r"the output\['cache'\]\[1\] is a set"),
+        (Pair(1, 2), "the output is a Pair"),
+        ({(1, 2): 3}, r"the output has the key \(1, 2\), a tuple"),
+        (torch.eye(2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "the output is a Mine"),
+    ],
+)
+def test_what_cannot_travel_is_named(value: Any, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        describe(value, "the output")

@@ -1,0 +1,204 @@
+"""The engine's loop: accumulation, uneven data, ranks that use other parameters, and clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
+
+RTOL = 1e-12
+
+
+def model(width: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def start(gpc: ParallelContext, built: nn.Module | None = None):
+    return initialize(built or model(), lambda p: torch.optim.SGD(p, lr=0.1), nn.MSELoss(), context=gpc)[0]
+
+
+def world_of_one(**config: object) -> ParallelContext:
+    return launch(config, context=ParallelContext(), verbose=False)
+
+
+# -- the loop ---------------------------------------------------------------------------------------------
+
+
+def _loop(accumulation: int) -> None:
+    """Three steps of the canonical loop against one process."""
+    with launch({"gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
+        engine = start(gpc)
+        plain, sgd = model(), None
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        rank, size = gpc.get_global_rank(), gpc.world_size
+        for step in range(3):
+            batches = [
+                (numbers(3, 4, seed=1000 * step + 10 * micro + r), numbers(3, 2, seed=7 + 1000 * step + 10 * micro + r))
+                for micro in range(accumulation)
+                for r in range(size)
+            ]
+            for micro in range(accumulation):
+                x, y = batches[micro * size + rank]
+                engine.zero_grad()
+                engine.backward(engine.criterion(engine(x), y))
+                assert engine.step() == (micro == accumulation - 1)
+            x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+            sgd.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            sgd.step()
+        compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), RTOL)
+        engine.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_canonical_loop_equals_one_process(world, accumulation):
+    run_world(world, _loop, accumulation)
+
+
+def _uneven_batches(lengths: list[int], weighted: bool, accumulation: int) -> int:
+    """Ranks with other numbers of batches, one with none at all; every step against one process."""
+    config = {"gradient_accumulation": accumulation}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        engine = start(gpc)
+        plain = model()
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        rank = gpc.get_global_rank()
+        data = [[(numbers(2 + at, 4, seed=50 * r + at), numbers(2 + at, 2, seed=9 + 50 * r + at)) for at in range(n)] for r, n in enumerate(lengths)]
+        stepped = []
+        for x, y in engine.batches(data[rank], after_step=lambda: stepped.append(1)):
+            engine.zero_grad()
+            out = engine(x)
+            engine.backward((F.mse_loss(out, y, reduction="sum"), y.numel()) if weighted else F.mse_loss(out, y))
+            if engine.step():
+                stepped.append(1)
+        for first in range(0, max(lengths), accumulation):
+            here = [batch for part in data for batch in part[first : first + accumulation]]
+            sums = [F.mse_loss(plain(x), y, reduction="sum") for x, y in here]
+            means = [F.mse_loss(plain(x), y) for x, y in here]
+            loss = sum(sums) / sum(y.numel() for _, y in here) if weighted else sum(means) / len(means)
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+        compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), RTOL)
+        engine.close()
+        return len(stepped)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "accumulation"), [([3, 1, 0, 2], 1), ([5, 2], 2), ([1, 1], 2), ([0, 0], 1)], ids=str
+)
+def test_ranks_with_fewer_batches_neither_hang_the_rest_nor_change_the_mean(lengths, accumulation, weighted):
+    steps = run_world(len(lengths), _uneven_batches, lengths, weighted, accumulation).values
+    assert set(steps) == {-(-max(lengths) // accumulation)}
+
+
+class Branches(nn.Module):
+    """Each rank uses its own branch, and nobody uses the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(4, 4)
+        self.branch = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.branch[which](torch.tanh(self.shared(x)))
+
+
+def _subsets() -> list[bool]:
+    with launch({}, context=ParallelContext()) as gpc:
+        engine = start(gpc, Branches())
+        rank = gpc.get_global_rank()
+        nobody = []
+        for step in range(3):
+            engine.zero_grad()
+            x = numbers(3, 4, seed=10 * step + rank)
+            engine.backward(engine(x, which=rank).square().mean())
+            engine._reduce()
+            nobody.append(all(p.grad is None for p in engine.model.branch[2].parameters()))
+            plain = Branches()
+            loss = sum(plain(numbers(3, 4, seed=10 * step + r), which=r).square().mean() for r in range(2)) / 2
+            compare(plain_gradients(plain, loss), gather_gradients(engine.model, gpc), RTOL)
+            engine._end_step()
+        engine.close()
+        return nobody
+
+
+def test_ranks_that_use_other_parameters_get_the_right_gradient_and_a_word_in_the_log():
+    result = run_world(2, _subsets)
+    assert result.values == [[True] * 3] * 2  # as in one process, an unused parameter has no gradient
+    assert result.stderr[0].count("no gradient for 'branch.0.weight' on ranks 1") == 1
+    assert result.stderr[0].count("no gradient for 'branch.1.weight' on ranks 0") == 1
+    assert "branch.2" not in result.stderr[0]
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def test_step_and_backward_out_of_order_are_said():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        with pytest.raises(GradientError, match=r"step\(\) before backward"):
+            engine.step()
+        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
+        engine.backward(engine.criterion(engine(x), y))
+        with pytest.raises(GradientError, match="was called 2 times for one step, which has 1"):
+            engine.backward(engine.criterion(engine(x), y))
+        engine.step()
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(3), 1.0, (torch.zeros(()), 1, 2), "loss"], ids=str)
+def test_a_loss_that_is_no_scalar_is_refused(loss):
+    with world_of_one() as gpc, pytest.raises(GradientError, match="loss"):
+        start(gpc).backward(loss)
+
+
+def test_means_and_sums_in_one_step_are_refused():
+    with world_of_one(gradient_accumulation=2) as gpc:
+        engine = start(gpc)
+        x, y = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
+        engine.backward(engine.criterion(engine(x), y))
+        with pytest.raises(GradientError, match="use one form"):
+            engine.backward((engine.criterion(engine(x), y), 3))
+
+
+def test_a_loop_that_forgets_a_step_is_told_so():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        with pytest.raises(GradientError, match=r"backward\(\) 0 times"):
+            for _ in engine.batches([1, 2]):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("built", "optimizer", "part"),
+    [(lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"), (model, lambda p: 3, "optimizer is a torch optimizer")],
+)
+def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):
+    with world_of_one() as gpc, pytest.raises(ConfigError, match=part):
+        initialize(built, optimizer, context=gpc)
+
+
+def test_initialize_before_launch_says_so():
+    with pytest.raises(ContextError, match="launch"):
+        initialize(model(), torch.optim.SGD, context=ParallelContext())
+
+
+def test_a_schedule_that_cannot_be_built_is_named():
+    with world_of_one(schedule=dict(type="NonPipelineSchedule", speed=3)) as gpc, pytest.raises(ConfigError, match="speed"):
+        start(gpc)

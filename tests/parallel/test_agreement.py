@@ -1,0 +1,112 @@
+"""Start-up agreements: placements that add up, and weights that are equal where they are shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError
+from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel.placement import Replicate, Shard, Tied, place
+from colonnade.testing import run_world
+
+TENSOR, PIPELINE = ParallelMode.TENSOR, ParallelMode.PIPELINE
+
+
+class One(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(*shape))
+
+
+def _check(case: str) -> str:
+    with launch({"parallel": CASES[case][0]}, context=ParallelContext(), verbose=False) as gpc:
+        model = CASES[case][1](gpc)
+        try:
+            check_placements(model, gpc)
+        except PlacementError as error:
+            return str(error)
+        return ""
+
+
+def even(gpc):
+    model = One(4, 2)
+    place(model.w, {TENSOR: Shard(0)})
+    return model
+
+
+def uneven(gpc):
+    at = gpc.get_local_rank(TENSOR)
+    model = One([3, 0][at], 2)
+    place(model.w, {TENSOR: Shard(0)}, shape=(3, 2))
+    return model
+
+
+def uneven_undeclared(gpc):
+    model = One([3, 1][gpc.get_local_rank(TENSOR)], 2)
+    place(model.w, {TENSOR: Shard(0)})
+    return model
+
+
+def wrong_whole(gpc):
+    model = One(2, 2)
+    place(model.w, {TENSOR: Shard(0)}, shape=(7, 2))
+    return model
+
+
+def sharded_but_not_said(gpc):
+    # Sharded by hand, unevenly, and left unplaced: the wholes differ.
+    return One([3, 1][gpc.get_local_rank(TENSOR)], 2)
+
+
+def tied(gpc):
+    model = One(3, 3)
+    if gpc.get_local_rank(PIPELINE) in (1, 3):
+        place(model.w, {PIPELINE: Tied((1, 3), "w")})
+    return model
+
+
+def other_names(gpc):
+    model = One(2)
+    if gpc.get_global_rank() == 1:
+        model.other = nn.Parameter(torch.zeros(2))
+    return model
+
+
+CASES = {
+    "even": ({"tensor": 2}, even, ""),
+    "uneven": ({"tensor": 2}, uneven, ""),
+    "tied": ({"pipeline": 4}, tied, ""),
+    "replicated": ({"tensor": 2, "pipeline": 2}, lambda gpc: One(5), ""),
+    "uneven, not declared": ({"tensor": 2}, uneven_undeclared, "w: ranks expect wholes of different sizes"),
+    "wrong whole": ({"tensor": 2}, wrong_whole, "w: 8 elements found, 14 expected"),
+    "sharded, not placed": ({"tensor": 2}, sharded_but_not_said, "w: ranks expect wholes of different sizes"),
+    "other names": ({"tensor": 2}, other_names, "do not have the same parameters"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_placements_must_add_up_to_the_whole(case):
+    for message in run_world(4, _check, case).values:
+        assert (CASES[case][2] in message) if CASES[case][2] else message == ""
+
+
+def _start_different() -> tuple[float, float, float]:
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        rank = float(gpc.get_global_rank())
+        model = nn.Module()
+        model.shared = nn.Parameter(torch.full((3,), rank))
+        model.split = nn.Parameter(torch.full((3,), rank))
+        place(model.split, {TENSOR: Shard(0)})
+        place(model.shared, {TENSOR: Replicate()})
+        model.register_buffer("count", torch.tensor([int(rank)]))
+        broadcast_shared(model, gpc)
+        return model.shared[0].item(), model.split[0].item(), model.count.item()
+
+
+def test_the_first_holder_gives_everyone_its_weights():
+    assert run_world(4, _start_different).values == [(0, 0, 0), (0, 1, 0), (0, 0, 0), (0, 1, 0)]

@@ -1,0 +1,330 @@
+"""Models are cut where asked, with the names of the whole model, and run as they did in one piece."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.orders import make_table
+from colonnade.errors import ScheduleError
+from colonnade.parallel.split import Stage, balanced, find_ties, split
+from colonnade.testing import run_world
+
+
+class TwoInTwoOut(nn.Module):
+    """A layer of a Sequential that takes and returns a pair, as one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        left, right = pair
+        return self.linear(left), right + left
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x * 2
+
+
+class Sum(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden + self.down(torch.relu(self.up(hidden))), ids
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.table(ids), "ids": ids}
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 10, bias=False)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        return self.out(hidden)
+
+
+class Language(nn.Module):
+    """Says itself in which order its layers run; its head has the weight of its embedding."""
+
+    def __init__(self, num_blocks: int = 3, tied: bool = True, by_name: bool = False) -> None:
+        super().__init__()
+        self.head, self.embed = Head(), Embed()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.by_name = by_name
+        if tied:
+            self.head.out.weight = self.embed.table.weight
+
+    def pipeline_layers(self) -> list[Any]:
+        if self.by_name:
+            return ["embed", *(f"blocks.{index}" for index in range(len(self.blocks))), "head"]
+        return [self.embed, *self.blocks, self.head]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)["hidden"]
+        for block in self.blocks:
+            hidden, _ = block(hidden, ids)
+        return self.head(hidden, ids)
+
+
+def sequential() -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=TwoInTwoOutAfter()))
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), inner, TwoInTwoOut(), Sum(), nn.Linear(4, 2)).double()
+
+
+class TwoInTwoOutAfter(nn.Module):
+    """Makes a pair of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x
+
+
+def layer_names(stages: Sequence[nn.Module]) -> list[tuple[str, ...]]:
+    return [stage.layer_names for stage in stages if isinstance(stage, Stage)]
+
+
+def run_all(stages: Sequence[nn.Module], value: Any) -> Any:
+    """The stages one after another, as the executor calls them."""
+    from colonnade.engine.schedule.executor import call_module
+    from colonnade.engine.schedule.micro_batch import MicroBatch
+
+    for index, stage in enumerate(stages):
+        value = call_module(index, stage, value, MicroBatch(0))
+    return value
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5, 6, 7])
+def test_a_sequential_keeps_names_values_and_parameters(num_stages: int) -> None:
+    model = sequential()
+    parts = split(model, num_stages=num_stages)
+    assert len(parts) == num_stages
+    keys = [key for stage in parts for key in stage.state_dict()]
+    assert keys == list(model.state_dict())
+    parameters = {name: parameter for stage in parts for name, parameter in stage.named_parameters()}
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.equal(run_all(parts.stages, x), model(x))
+    assert parts.ties == []
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_model_that_declares_its_layers(by_name: bool) -> None:
+    model = Language(by_name=by_name)
+    parts = split(model, at=["blocks.1", "head"])
+    assert layer_names(parts.stages) == [("embed", "blocks.0"), ("blocks.1", "blocks.2"), ("head",)]
+    keys = {key for stage in parts for key in stage.state_dict()}
+    assert keys == set(model.state_dict())
+    ids = torch.arange(6).view(2, 3)
+    assert torch.equal(run_all(parts.stages, ids), model(ids))
+    parts[0].load_state_dict({key: value for key, value in model.state_dict().items() if key in parts[0].state_dict()})
+
+
+def test_cuts_may_name_a_nested_layer_or_the_container() -> None:
+    whole = layer_names(split(sequential(), at=["2", "4"]).stages)
+    assert whole == [("0", "1"), ("2.first", "2.second", "3"), ("4", "5")]
+    assert layer_names(split(sequential(), at=["2.second"]).stages)[1][0] == "2.second"
+
+
+def test_a_hooked_container_is_not_taken_apart() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    model[1].register_forward_hook(lambda module, args, output: output + 1)
+    parts = split(model, num_stages=2)
+    assert layer_names(parts.stages) == [("0",), ("1",)]
+    x = torch.ones(1, 2)
+    assert torch.equal(run_all(parts.stages, x), model(x))
+
+
+def test_stages_are_balanced_by_parameters() -> None:
+    sizes = [1, 1, 1, 9, 1, 1, 1, 1]
+    model = nn.Sequential(*(nn.Linear(size, 10, bias=False) for size in sizes))
+    parts = split(model, num_stages=3)
+    assert layer_names(parts.stages) == [("0", "1", "2"), ("3",), ("4", "5", "6", "7")]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 8))
+def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None:
+    parts = min(parts, len(weights))
+
+    def heaviest(starts: Sequence[int]) -> int:
+        stops = [*starts[1:], len(weights)]
+        return max(sum(weights[start:stop]) for start, stop in zip(starts, stops, strict=True))
+
+    every = [(0, *cuts) for cuts in combinations(range(1, len(weights)), parts - 1)]
+    assert heaviest(balanced(weights, parts)) == min(map(heaviest, every))
+
+
+class Slow(nn.Module):
+    """Takes its time in the forward pass and has a parameter, a mode and a random number."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.scale = seconds, nn.Parameter(torch.ones(1))
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return self.norm(torch.dropout(x, 0.5, True)) * self.scale
+
+
+def test_stages_are_balanced_by_measured_time_and_nothing_is_left_behind() -> None:
+    model = nn.Sequential(*(Slow(seconds) for seconds in (0.01, 0.01, 0.01, 0.06, 0.01, 0.01)))
+    model[2].eval()
+    sample = torch.randn(3, 2)
+    before, state = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
+    parts = split(model, num_stages=3, balance="time", sample=sample)
+    assert layer_names(parts.stages) == [("0", "1", "2"), ("3",), ("4", "5")]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [layer.training for layer in model] == [True, True, False, True, True, True]
+
+
+def test_time_is_measured_for_layers_that_pass_dicts_and_integers() -> None:
+    assert len(split(Language(), num_stages=2, balance="time", sample=torch.arange(4).view(2, 2))) == 2
+
+
+def test_ties_are_reported_whether_shared_by_object_or_by_memory() -> None:
+    model = Language(num_blocks=1)
+    assert split(model, num_stages=3).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
+    assert split(model, num_stages=1).ties == []
+    loose = Language(num_blocks=1, tied=False)
+    loose.head.out.weight = nn.Parameter(loose.embed.table.weight.data)
+    assert split(loose, num_stages=3).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
+    layer = nn.Linear(2, 2, bias=False)
+    assert split(nn.Sequential(layer, layer, layer), num_stages=3).ties == [
+        (("0.weight", 0), ("1.weight", 1), ("2.weight", 2))
+    ]
+
+
+def test_views_of_one_flat_buffer_are_no_ties() -> None:
+    flat = torch.zeros(8)
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    first.weight, second.weight = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:].view(2, 2))
+    assert find_ties([first, second]) == []
+
+
+def test_your_own_stages_are_taken_as_they_are() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    for stages in ([first, second], nn.ModuleList([first, second])):
+        parts = split(stages)
+        assert list(parts) == [first, second]
+        assert parts.ties == [(("weight", 0), ("weight", 1))]
+    with pytest.raises(ScheduleError, match="a list of 2 modules is 2 stages"):
+        split([first, second], num_stages=3)
+
+
+class Lost(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(4))
+
+
+class Misnamed(Language):
+    def pipeline_layers(self) -> list[Any]:
+        return ["embed", "block.0", "head"]
+
+
+class Foreign(Language):
+    def pipeline_layers(self) -> list[Any]:
+        return [nn.Linear(2, 2)]
+
+
+class Nested(Language):
+    def pipeline_layers(self) -> list[Any]:
+        return ["embed", "blocks.0", "blocks.0.up"]
+
+
+class Empty(Language):
+    def pipeline_layers(self) -> list[Any]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (sequential(), {"num_stages": 8}, "7 layers cannot make 8 stages"),
+        (sequential(), {"num_stages": 0}, "7 layers cannot make 0 stages"),
+        (sequential(), {}, "say where to cut"),
+        (
+            sequential(),
+            {"at": ["2.frist"]},
+            r"no layer '2.frist' to cut at; layers: 0, 1, 2.first.*Did you mean '2.first'",
+        ),
+        (sequential(), {"at": ["0"]}, "'0' does not come after '0'"),
+        (sequential(), {"at": ["3", "2"]}, "'2' does not come after '3'"),
+        (sequential(), {"at": ["3"], "num_stages": 3}, "1 cuts make 2 stages, not num_stages=3"),
+        (sequential(), {"num_stages": 2, "balance": "flops"}, "'parameters' or 'time', not 'flops'"),
+        (sequential(), {"num_stages": 2, "balance": "time"}, "pass sample="),
+        (nn.Linear(2, 2), {"num_stages": 1}, "a Linear does not say in which order its layers run"),
+        (Lost(), {"num_stages": 2}, "do not hold position"),
+        (Misnamed(), {"num_stages": 2}, "no layer 'block.0'. Did you mean 'blocks.0'"),
+        (Foreign(), {"num_stages": 1}, "not Linear"),
+        (Nested(), {"num_stages": 2}, "'blocks.0' and, inside it, 'blocks.0.up'"),
+        (Empty(), {"num_stages": 2}, "returned nothing"),
+    ],
+)
+def test_what_cannot_be_cut_is_told(model: nn.Module, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        split(model, **options)
+
+
+def run_split(order: str) -> dict[str, Tensor | None]:
+    rank = dist.get_rank()
+    parts = split(sequential(), num_stages=4)
+    table = make_table(order, 2, 3, 2)
+    mine = [parts[stage] for stage in ((rank, 3 - rank) if order == "zb_v" else (rank, rank + 2))]
+    executor = Executor(mine, table, rank=rank, ranks=[0, 1], loss_fn=nn.functional.mse_loss)
+    executor.run(cut_batch(*split_batch(), 3))
+    return {name: parameter.grad for stage in mine for name, parameter in stage.named_parameters()}
+
+
+def split_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(5, size, generator=generator, dtype=torch.float64) for size in (4, 2))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("order", ["zb_v", "interleaved_1f1b"])
+def test_a_split_model_on_two_ranks_has_the_gradients_of_the_whole(order: str) -> None:
+    """Pairs go between its stages as one argument; a cut comes before an in-place layer."""
+    assert ("1",) in layer_names(split(sequential(), at=["1", "2"]).stages)
+    model = sequential()
+    data, label = split_batch()
+    nn.functional.mse_loss(model(data), label).backward()
+    found = {name: grad for grads in run_world(2, run_split, order).values for name, grad in grads.items()}
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
