@@ -96,8 +96,9 @@ _CLIP = Section(
         "max_norm": Key(any_of(number_from(0), NONE), "largest global norm; 0: off, inf: only measure"),
         "norm_type": Key(any_of(number_above(0), choice("inf")), "p of the norm"),
         "groups": Key(any_of(COLLECTION, NONE), "parameters that are clipped apart"),
-        "nonfinite": Key(any_of(TEXT, NONE), "what to do when the norm is nan or inf"),
-        "method": Key(any_of(TEXT, NONE), "how the threshold is found"),
+        "nonfinite": Key(any_of(choice("skip", "raise", "propagate"), NONE), "what to do when the norm is nan or inf"),
+        "method": Key(with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)"), "how the threshold is found"),
+        "per": Key(choice("group", "layer", "parameter"), "what gets a norm of its own"),
     },
     renamed=_words(
         max_norm="max_grad_norm clip_grad_norm clip_norm norm value max",

@@ -12,7 +12,10 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import build_sync
 from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.skips import SkipAwareScheduler
+from colonnade.engine.stepper import Stepper, wants_flat
 from colonnade.errors import ConfigError, ContextError
+from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
 from colonnade.registry import SCHEDULE
 
@@ -40,20 +43,28 @@ def initialize(
     context = _launched(context)
     _apply_backend_flags(context)
     built = _build_model(model, context)
-    stepper = _build_optimizer(optimizer, built)
+    chosen = _build_optimizer(optimizer, built)
     check_placements(built, context)
     broadcast_shared(built, context)
-    sync = build_sync(built, stepper, context, _named_handlers(context), dict(context.config.get("sync") or {}))
+    config = context.config
+    flat = wants_flat(built, chosen, config.get("flat_step"))
+    sync = build_sync(built, chosen, context, _named_handlers(context), dict(config.get("sync") or {}), flat)
     engine = Engine(
         built,
-        stepper,
+        chosen,
         criterion,
         context=context,
         sync=sync,
+        stepper=Stepper(built, chosen, context, sync, ClipSettings.read(config.get("clip_grad_norm")), flat),
         schedule=_build_schedule(context),
-        accumulation=int(context.config.get("gradient_accumulation") or 1),
+        accumulation=int(config.get("gradient_accumulation") or 1),
     )
-    return engine, train_dataloader, test_dataloader, lr_scheduler
+    return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+
+
+def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
+    """The scheduler as it is, unless steps may be dropped: a dropped step does not advance it."""
+    return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and engine.may_skip else lr_scheduler
 
 
 def _launched(context: ParallelContext | None) -> ParallelContext:
@@ -103,4 +114,4 @@ def _build_schedule(context: ParallelContext) -> BaseSchedule:
         raise ConfigError(f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}") from error
     if not callable(getattr(built, "forward_back_step", None)):
         raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
-    return built  # type: ignore[no-any-return]
+    return built

@@ -12,6 +12,7 @@ from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.losses import LossBook, split_loss
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError
 
 _NO_BATCH = object()
@@ -32,6 +33,7 @@ class Engine:
         *,
         context: ParallelContext,
         sync: GradientSync,
+        stepper: Stepper,
         schedule: BaseSchedule,
         accumulation: int = 1,
     ) -> None:
@@ -40,6 +42,7 @@ class Engine:
         self._criterion = criterion
         self._schedule = schedule
         self._sync = sync
+        self._stepper = stepper
         self._book = LossBook(context, accumulation)
         self._passes = self._total_passes = 0
         self.context = context
@@ -56,6 +59,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only."""
         if self._passes == 0:
+            self._stepper.report_skip()
             self._optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Any) -> None:
@@ -77,7 +81,7 @@ class Engine:
         if self._passes < self.accumulation:
             return False
         self._reduce()
-        self._optimizer.step()
+        self._clip_and_step()
         self._end_step()
         return True
 
@@ -126,7 +130,45 @@ class Engine:
 
     def close(self) -> None:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
+        self._stepper.close()
         self._sync.close()
+
+    # -- what the last step was ---------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient norm of the last step before clipping, as a device tensor; None if clipping is off."""
+        return self._stepper.last.norm if self._stepper.last is not None else None
+
+    def grad_norms(self) -> dict[str, Tensor]:
+        """The norm of every group, layer or parameter at the last step, out of the same collective."""
+        return self._stepper.norms()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were dropped because their gradient was not finite, or a spike."""
+        self._stepper.report_skip()
+        return self._stepper.skips.total
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was dropped. Waits for its norm."""
+        self._stepper.report_skip()
+        return self._stepper.skips.last
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be dropped at all."""
+        return self._stepper.policy is not None
+
+    def clip_state(self) -> dict[str, Any]:
+        """The history of an adaptive clip method, for a checkpoint."""
+        return self._stepper.policy.state_dict() if self._stepper.policy is not None else {}
+
+    def load_clip_state(self, state: dict[str, Any]) -> None:
+        """Take that history up again."""
+        if self._stepper.policy is not None and state:
+            self._stepper.policy.load_state_dict(state)
 
     # -- parts --------------------------------------------------------------------------------------------
 
@@ -183,6 +225,9 @@ class Engine:
 
     def _reduce(self) -> None:
         self._sync.finish()
+
+    def _clip_and_step(self) -> None:
+        self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes = 0

@@ -22,7 +22,7 @@ from colonnade.testing.rank import GUARD, LOADED, REPORTED, STACK_SIGNAL, WorldS
 from colonnade.testing.start import context_for, environment, loopback_socket, packed, private_folder
 
 # How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
-_GRACE = 5.0
+_GRACE = 3.0
 # Collectives give up before the deadline, so that they say so in a traceback.
 _GROUP_SHARE = 0.75
 _LONGEST_LOG = 1 << 20

@@ -108,7 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_norm": {"norm_type": 2}},
-        "clip_grad_norm.max_norm   is missing: a number >= 0, or give groups",
+        "clip_grad_norm.max_norm   is missing: a number >= 0, or give groups or a method",
     ),
     (
         {"clip_grad_norm": {"max_norm": 1, "norm_type": 0}},

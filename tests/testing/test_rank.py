@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -70,8 +71,10 @@ def own_group() -> int:
 
 def listening_addresses() -> set[str]:
     """Return the local addresses, in hexadecimal, of the sockets on which this process listens."""
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit() and int(fd) > 2]
-    own = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    own = set()
+    for number in range(3, 256):
+        with contextlib.suppress(OSError):
+            own.add(str(os.fstat(number).st_ino))
     rows = [
         line.split()
         for table in ("tcp", "tcp6")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -304,10 +305,10 @@ def test_shared_memory_of_killed_ranks_does_not_survive(strategy: str, tmp_path:
     assert not list(Path("/dev/shm").glob(pattern))
 
 
-def test_twenty_worlds_leave_nothing_in_the_parent() -> None:
+def test_twenty_worlds_leave_nothing_in_the_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_world(2, pid)
     files, threads = sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    left_over = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("colonnade-world-*"))
     pids: list[int] = []
     for turn in range(20):
         pids += [p for p in run_world(2, pid if turn % 5 else raise_everywhere, check=False).values if p]
@@ -315,7 +316,7 @@ def test_twenty_worlds_leave_nothing_in_the_parent() -> None:
     assert gone_within(3, pids) == []
     assert len(os.listdir("/proc/self/fd")) == len(files)
     assert threading.active_count() == threads
-    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("colonnade-world-*")) <= left_over
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

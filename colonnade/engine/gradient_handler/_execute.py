@@ -29,9 +29,18 @@ class _Entry:
 class Executor:
     """Owns the reducers. `prepare` before each backward, `finish` when the gradients must be final."""
 
-    def __init__(self, plans: Iterable[tuple[list[Reduction], SyncOptions]], context: ParallelContext) -> None:
+    def __init__(
+        self,
+        plans: Iterable[tuple[list[Reduction], SyncOptions]],
+        context: ParallelContext,
+        also: Iterable[tuple[str, nn.Parameter]] = (),
+    ) -> None:
+        """`also`: parameters that owe nothing here, and are to lie in buckets all the same."""
         self._context = context
         entries = _by_parameter(plans)
+        taken = {id(entry.parameter) for entry in entries}
+        options = entries[0].options if entries else SyncOptions()
+        entries += [_Entry(name, parameter, options) for name, parameter in also if id(parameter) not in taken]
         joined = {option: self._join(entries, option) for option in dict.fromkeys(e.options for e in entries)}
         # Every rank asks for its sets at the same moment, whether it has reductions or not.
         context.ensure_groups(ranks for sums in joined.values() for ranks in sums if len(ranks) > 1)
@@ -64,6 +73,11 @@ class Executor:
         for reducer in self.reducers:
             reducer.scale = scale
 
+    @property
+    def generation(self) -> tuple[int, ...]:
+        """Changes whenever any bucket has been laid out anew."""
+        return tuple(reducer.generation for reducer in self.reducers)
+
     def close(self) -> None:
         """Remove hooks and give back shared memory."""
         for reducer in self.reducers:
@@ -79,7 +93,7 @@ class Executor:
             divisor = 1.0
             for reduction in entry.reductions:
                 divisor *= reduction.divisor
-            ranks = entry.reductions[0].ranks
+            ranks = entry.reductions[0].ranks if entry.reductions else (rank,)
             if len(entry.reductions) > 1:
                 placement = effective_placement(entry.parameter, layout, rank)
                 factors = tuple(Owed(r.mode, r.ranks, int(r.divisor)) for r in entry.reductions)

@@ -52,9 +52,17 @@ class GradientSync:
 
 
 def build_sync(
-    model: nn.Module, optimizer: Any, context: ParallelContext, named: Sequence[Any], options: dict[str, Any]
+    model: nn.Module,
+    optimizer: Any,
+    context: ParallelContext,
+    named: Sequence[Any],
+    options: dict[str, Any],
+    bucket_all: bool = False,
 ) -> GradientSync:
-    """Build the named handlers, let the ledger see what they do, attach what is missing. Collective."""
+    """Build the named handlers, let the ledger see what they do, attach what is missing. Collective.
+
+    `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step.
+    """
     options = dict(options)
     waive = options.pop("waive", None) or ()
     automatic = options.pop("automatic", True)
@@ -76,7 +84,9 @@ def build_sync(
         ledger = settle(demands, covered, context.layout, rank, waive)
         require_complete(ledger)
     get_dist_logger().info(describe(attached, mine))
-    return GradientSync([*attached, *mine], _shared_executor([*attached, *mine], context), ledger)
+    handlers = [*attached, *mine]
+    also = [(demand.name, demand.parameter) for demand in demands] if bucket_all else []
+    return GradientSync(handlers, _shared_executor(handlers, context, also), ledger)
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
@@ -93,7 +103,7 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
         ) from error
     if not callable(getattr(handler, "handle_gradient", None)):
         raise ConfigError(f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler")
-    return handler  # type: ignore[no-any-return]
+    return handler
 
 
 def _covered(
@@ -105,9 +115,11 @@ def _covered(
     return [(type(handler).__name__, reduction) for reduction in reductions]
 
 
-def _shared_executor(handlers: Sequence[BaseGradientHandler], context: ParallelContext) -> Executor:
+def _shared_executor(
+    handlers: Sequence[BaseGradientHandler], context: ParallelContext, also: list[tuple[str, nn.Parameter]]
+) -> Executor:
     planned = [handler for handler in handlers if isinstance(handler, PlannedGradientHandler)]
-    executor = Executor([(handler.plan(), handler.options) for handler in planned], context)
+    executor = Executor([(handler.plan(), handler.options) for handler in planned], context, also)
     for handler in planned:
         handler.use_executor(executor)
     return executor

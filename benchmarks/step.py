@@ -1,0 +1,253 @@
+"""Forward, backward and gradient synchronisation on two gloo ranks, against the ways torch offers.
+
+`python benchmarks/step.py --json` prints one object last: `ratios` of Colonnade's time to that of the best DDP
+variant of the same run, per model and transport, the peak of extra memory in buckets, and the `goals`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _measure import interleave, report
+from _worlds import World
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
+
+RANKS = 2
+CASES = ("gpt", "wide", "layers400")
+VARIANTS = ("none", "ddp", "ddp_view", "per_parameter", "flatten_copy", "fsdp2", "shm", "gloo")
+DDP = ("ddp", "ddp_view")
+GOALS = {
+    "gpt/shm": 0.92,
+    "wide/shm": 0.85,
+    "layers400/shm": 0.75,
+    "gpt/gloo": 1.00,
+    "wide/gloo": 1.00,
+    "layers400/gloo": 1.00,
+}
+_MB = 1 << 20
+
+Step = Callable[[], None]
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """About 8 million parameters in 8 layers."""
+
+    def __init__(self, vocabulary: int = 4096, width: int = 256, layers: int = 8, length: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, 8) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        return self.head(self.norm(self.blocks(y)))
+
+
+def build(case: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """A model and its loss on this rank's batch."""
+    torch.manual_seed(0)
+    if case == "gpt":
+        gpt, tokens = GPT(), torch.randint(0, 4096, (4, 64))
+        return gpt, lambda m: F.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())
+    width, depth, batch = (32, 400, 32) if case == "layers400" else (2048, 3, 64)
+    x = torch.randn(batch, width)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))), lambda m: m(x).square().mean()
+
+
+def per_parameter(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(RANKS)
+
+
+def flatten_copy(model: nn.Module) -> None:
+    """The ancestor's way: flatten, divide, sum, copy back."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch._utils._flatten_dense_tensors(grads).div_(RANKS)
+    dist.all_reduce(flat)
+    for grad, summed in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(summed)
+
+
+def reducer_of(model: nn.Module, variant: str) -> GradientReducer:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    reduction = GroupReduction(names, parameters, tuple(range(RANKS)), dist.group.WORLD, float(RANKS))
+    return GradientReducer([reduction], SyncOptions(shared_memory=variant == "shm"))
+
+
+def contestant(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: str) -> tuple[Step, int]:
+    """One step of the variant, without zeroing; and the bytes it holds that torch's allocator does not know."""
+    if variant in ("shm", "gloo"):
+        reducer = reducer_of(model, variant)
+
+        def ours() -> None:
+            reducer.prepare(last=True)
+            loss(model).backward()
+            reducer.wait()
+
+        return ours, sum(b.room.nbytes for b in reducer.buckets) if variant == "shm" else 0
+    wrapped, after = _torch_way(model, variant)
+
+    def theirs() -> None:
+        loss(wrapped).backward()
+        after(model)
+
+    return theirs, 0
+
+
+def _torch_way(model: nn.Module, variant: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
+    def nothing(_: nn.Module) -> None: ...
+
+    if variant == "ddp":
+        return DistributedDataParallel(model), nothing
+    if variant == "ddp_view":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True), nothing
+    if variant == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in getattr(model, "blocks", ()):
+            fully_shard(layer)
+        return fully_shard(model), nothing
+    return model, {"per_parameter": per_parameter, "flatten_copy": flatten_copy}.get(variant, nothing)
+
+
+def serve(case: str, variant: str) -> Callable[[str], Any]:
+    """Answers "time" with the seconds of a step, and "memory" with the peak of bytes beside the parameters."""
+    model, loss = build(case)
+    if variant == "none_kept":
+        return lambda _: peak_bytes(model, lambda: loss(model).backward(), set_to_none=False)
+    if variant.endswith("/memory"):
+        return lambda _: memory(model, loss, variant.removesuffix("/memory"))
+    step, _ = contestant(model, loss, variant)
+
+    def timed() -> float:
+        # Of two steps the second is measured: the first warms the caches that other contestants have used.
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - begin
+        return seconds
+
+    for _ in range(3):
+        timed()
+    return lambda _: timed()
+
+
+def memory(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: str) -> int:
+    made: list[Step] = []
+    hidden = [0]
+
+    def step() -> None:
+        if not made:
+            run, hidden[0] = contestant(model, loss, variant)
+            made.append(run)
+        made[0]()
+
+    return peak_bytes(model, step, set_to_none=True) + hidden[0]
+
+
+def peak_bytes(model: nn.Module, step: Step, set_to_none: bool) -> int:
+    """The most that torch's allocator handed out at once in four steps, set-up included."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        for _ in range(4):
+            model.zero_grad(set_to_none=set_to_none)
+            step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def time_case(case: str, rounds: int) -> dict[str, float]:
+    worlds = {variant: World(RANKS, serve, case, variant) for variant in VARIANTS}
+    try:
+        for world in worlds.values():
+            world.ready()
+        turns = {name: (lambda world=world: max(world.ask("time"))) for name, world in worlds.items()}
+        return interleave(turns, rounds)
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+def memory_case(case: str) -> dict[str, int]:
+    """Peak bytes beside parameters and gradients, per variant."""
+    peaks = {}
+    for variant in ("none_kept", "ddp/memory", "ddp_view/memory", "shm/memory", "gloo/memory"):
+        world = World(RANKS, serve, case, variant).ready()
+        peaks[variant.removesuffix("/memory")] = max(world.ask("memory"))
+        world.close()
+    base = peaks.pop("none_kept")
+    return {variant: peak - base for variant, peak in peaks.items()}
+
+
+def bucket_bytes(transport: str) -> int:
+    """What one bucket takes by default: the goal for extra memory."""
+    return (4 if transport == "shm" else 8) * _MB
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object last")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--no-memory", action="store_true", help="time only")
+    options = parser.parse_args()
+    ratios: dict[str, float] = {}
+    goals: dict[str, float] = {}
+    times, extra = {}, {}
+    for case in options.cases:
+        times[case] = {name: seconds * 1e3 for name, seconds in time_case(case, options.rounds).items()}
+        best = min(times[case][name] for name in DDP)
+        print(case, {name: f"{ms:.1f} ms ({ms / best:.2f})" for name, ms in times[case].items()}, flush=True)
+        for transport in ("shm", "gloo"):
+            ratios[f"{case}/{transport}"] = times[case][transport] / best
+            goals[f"{case}/{transport}"] = GOALS[f"{case}/{transport}"]
+        if not options.no_memory:
+            extra[case] = {name: peak / _MB for name, peak in memory_case(case).items()}
+            print(case, "extra memory", {name: f"{mb:.1f} MB" for name, mb in extra[case].items()}, flush=True)
+            for transport in ("shm", "gloo"):
+                ratios[f"{case}/{transport}/memory"] = extra[case][transport] * _MB / bucket_bytes(transport)
+                goals[f"{case}/{transport}/memory"] = 1.0
+    rounded = {case: {name: round(ms, 3) for name, ms in row.items()} for case, row in times.items()}
+    more = {"medians_ms": rounded, "extra_mb": extra, "rounds": options.rounds}
+    return 0 if report(ratios, goals, options.json, **more) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
+
+Names are looked up on first use, so that checkpoints can be listed and verified without importing torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colonnade._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colonnade.checkpoint.export import export_full as export_full
+    from colonnade.checkpoint.export import reshard as reshard
+    from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
+    from colonnade.checkpoint.manager import LoadedInfo as LoadedInfo
+    from colonnade.checkpoint.verify import verify as verify
+
+_NAMES = {
+    "CheckpointManager": "colonnade.checkpoint.manager",
+    "LoadedInfo": "colonnade.checkpoint.manager",
+    "export_full": "colonnade.checkpoint.export",
+    "reshard": "colonnade.checkpoint.export",
+    "verify": "colonnade.checkpoint.verify",
+}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return lazy_names(__name__, name, _NAMES)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

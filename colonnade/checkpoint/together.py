@@ -1,0 +1,43 @@
+"""Every rank does its part and all of them go on, or all of them raise the same CheckpointError.
+
+A context that was never launched is a world of one, in which nothing is communicated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from colonnade.context.agree import agreed_errors
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.rendezvous import gather_texts
+from colonnade.errors import CheckpointError
+
+
+@contextmanager
+def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
+    """Run the block on every rank; an error on one is a CheckpointError on all. Collective at its end.
+
+    The block itself must not communicate: a rank that fails in it goes straight to the agreement.
+    """
+    with agreed_errors(context) if context.is_launched else nullcontext(), as_checkpoint_errors(doing):
+        yield
+
+
+@contextmanager
+def as_checkpoint_errors(doing: str) -> Iterator[None]:
+    """Turn every error of the block into a CheckpointError that says what was being done."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
+
+
+def gather(value: Any, context: ParallelContext) -> list[Any]:
+    """Every rank's JSON value, in rank order. Collective over the world."""
+    text = json.dumps(value)
+    return [json.loads(other) for other in (gather_texts(text, context.device) if context.is_launched else [text])]

@@ -1,0 +1,71 @@
+"""Whether a checkpoint is what was written: the manifest, the list of files, their sizes and their bytes. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from colonnade.checkpoint.checked import Damaged
+from colonnade.checkpoint.folder import step_of
+from colonnade.checkpoint.manifest import LONGEST, MANIFEST, FileRecord, Manifest, parse
+
+_CHUNK = 1 << 20
+
+
+def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
+    """Check one checkpoint's folder; raises CheckpointError with the file, what was expected and what was found.
+
+    Without `content` only the manifest, the list of files and their sizes are looked at.
+    """
+    path = Path(checkpoint)
+    manifest = read_manifest(path)
+    check_files(path, manifest.files, content)
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint, with every file it names there as a plain file, and no other."""
+    file = path / MANIFEST
+    if _plain_size(file) > LONGEST:
+        raise Damaged(f"{MANIFEST} has more than the {LONGEST} bytes that are read")
+    manifest = parse(file.read_bytes())
+    if step_of(path) not in (None, manifest.step):
+        raise Damaged(f"{path.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")
+    expected = {MANIFEST, *(record.name for record in manifest.files)}
+    strange = sorted({entry.name for entry in path.iterdir()} - expected)
+    if strange:
+        raise Damaged(f"{strange[0]!r} was not there when it was saved (unknown files are never opened); remove it")
+    return manifest
+
+
+def check_files(path: Path, files: Iterable[FileRecord], content: bool) -> None:
+    """Check the sizes of these files, and their bytes if `content`."""
+    for record in files:
+        size = _plain_size(path / record.name)
+        if size != record.size:
+            raise Damaged(f"{record.name} has {size} bytes, expected {record.size}")
+        if content:
+            found = _sha256(path / record.name)
+            if found != record.sha256:
+                raise Damaged(f"{record.name} was changed: its sha256 is {found}, expected {record.sha256}")
+
+
+def _plain_size(path: Path) -> int:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is a link or a folder; only plain files are opened")
+    return found.st_size
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+    return digest.hexdigest()

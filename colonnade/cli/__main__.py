@@ -1,0 +1,8 @@
+"""`python -m colonnade.cli` is the `colonnade` command, also where its script is not on the path."""
+
+from __future__ import annotations
+
+from colonnade.cli import main
+
+if __name__ == "__main__":
+    main()

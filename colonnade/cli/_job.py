@@ -1,0 +1,94 @@
+"""What `colonnade run` was asked to do, checked before anything heavy is imported or started."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from colonnade.errors import LaunchError, did_you_mean
+
+_MANY_PER_CORE = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """One `colonnade run`. `nproc` None means one rank per GPU, or one rank."""
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    nproc: int | None = None
+    as_colossalai: bool = False
+    log_dir: Path | None = None
+    prefix: Literal["others", "all", "none"] = "others"
+    max_restarts: int = 0
+    nnodes: int = 1
+    node_rank: int | None = None
+    endpoint: str | None = None
+
+
+def checked(job: Job) -> Job:
+    """Return the job if it can be started; raise `LaunchError` with the next step if not."""
+    _check_target(job)
+    _check_counts(job)
+    _check_nodes(job)
+    if job.log_dir is not None and job.log_dir.exists() and not job.log_dir.is_dir():
+        raise LaunchError(f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.")
+    return job
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _check_target(job: Job) -> None:
+    if job.is_module:
+        top = job.target.partition(".")[0]
+        if importlib.util.find_spec(top) is None:
+            raise LaunchError(f"there is no module {top!r} to run. Is it installed, or is this another folder?")
+        return
+    script = Path(job.target)
+    if script.is_file():
+        return
+    if script.is_dir():
+        raise LaunchError(f"{script} is a folder. Give a script in it, or -m for a module.")
+    folder = script.parent if script.parent.is_dir() else Path()
+    known = [str(file.relative_to(Path()) if folder == Path() else file) for file in folder.glob("*.py")]
+    raise LaunchError(f"there is no script {job.target!r}, seen from {Path.cwd()}.{did_you_mean(job.target, known)}")
+
+
+def _check_counts(job: Job) -> None:
+    if job.nproc is not None and job.nproc < 1:
+        raise LaunchError(f"--nproc {job.nproc} starts nothing. Give the number of ranks, at least 1.")
+    if job.max_restarts < 0:
+        raise LaunchError(f"--max-restarts {job.max_restarts} must be 0 or more.")
+    if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
+        typer.echo(
+            f"colonnade: {job.nproc} ranks share {cores()} cores; expect it to be slow to start, "
+            "and each rank to need its own memory.",
+            err=True,
+        )
+
+
+def _check_nodes(job: Job) -> None:
+    if job.nnodes < 1:
+        raise LaunchError(f"--nnodes {job.nnodes} must be 1 or more.")
+    if job.nnodes == 1:
+        if job.node_rank not in (None, 0):
+            raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.")
+        return
+    if job.node_rank is not None and not 0 <= job.node_rank < job.nnodes:
+        raise LaunchError(f"--node-rank {job.node_rank} must be 0 to {job.nnodes - 1} with --nnodes {job.nnodes}.")
+    _, _, port = (job.endpoint or "").rpartition(":")
+    if not port.isdigit():
+        raise LaunchError(
+            f"--nnodes {job.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every machine, "
+            f"with a free port on one of them; got {job.endpoint!r}."
+        )

@@ -1,0 +1,63 @@
+"""`colonnade run`: start a script on several ranks of this machine, or as one node of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from colonnade.cli._arguments import SCRIPT_ARGUMENTS
+from colonnade.cli._job import Job, checked
+
+
+def run(
+    ctx: typer.Context,
+    script: Annotated[str, typer.Argument(help="Script to run, or a module with -m; its arguments follow.")],
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", "-n", help="Ranks on this machine; without it one per GPU, or one.")
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module.")] = False,
+    as_colossalai: Annotated[
+        bool, typer.Option("--as-colossalai", help="Let `import colossalai` find Colonnade.")
+    ] = False,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", help="Keep each rank's output here as rank<N>.stdout and .stderr."),
+    ] = None,
+    no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not mark lines with their rank.")] = False,
+    prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Mark the lines of rank 0 too.")] = False,
+    max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, this often.")] = 0,
+    nnodes: Annotated[int, typer.Option(help="Machines in the job; run this command on each.")] = 1,
+    node_rank: Annotated[
+        int | None, typer.Option(help="This machine's place, 0 to nnodes-1; without it they agree.")
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of one machine, where all meet. Needed for several machines."),
+    ] = None,
+) -> None:
+    """Run SCRIPT on several ranks. Options of this command come before the script's own arguments.
+
+    Rank 0 prints as if it were alone; lines of the others begin with their rank.
+    When a rank fails all are ended, and its traceback is shown last.
+    The exit code is that of the rank, or 128 + the signal that killed it.
+    """
+    job = checked(
+        Job(
+            target=script,
+            is_module=module,
+            arguments=ctx.meta[SCRIPT_ARGUMENTS],
+            nproc=nproc,
+            as_colossalai=as_colossalai,
+            log_dir=log_dir,
+            prefix="none" if no_prefix else "all" if prefix_all else "others",
+            max_restarts=max_restarts,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint,
+        )
+    )
+    from colonnade.cli._launcher import launch
+
+    raise typer.Exit(launch(job))

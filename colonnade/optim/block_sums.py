@@ -1,0 +1,58 @@
+"""Sums of powers of the gradient blocks on one device, folded into one small vector with a value per slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import Block, flattened, to_device
+from colonnade.optim.norm_readers import KernelReader, TorchReader, join, suits_kernel
+
+
+class BlockSums:
+    """Measures the blocks of one device; the plan is made once, `vector` runs it."""
+
+    def __init__(self, blocks: Sequence[Block], p: float, slots: int, *, whole: bool, once: bool) -> None:
+        self._p = p
+        self._blocks = sorted(blocks, key=lambda block: block.slot)
+        self._read = _reader([block.tensor if whole else block.owned for block in self._blocks], p, once=once)
+        device = self._blocks[0].tensor.device
+        self._weights: Tensor | None = None
+        if whole and not math.isinf(p):
+            weights = torch.tensor([1.0 / block.count for block in self._blocks], dtype=torch.float64)
+            self._weights = to_device(weights, device)
+        self._one_each = [block.slot for block in self._blocks] == list(range(slots))
+        lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
+        self._lengths = to_device(lengths, device)
+
+    def vector(self) -> Tensor:
+        """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
+        values = self._read()
+        if self._weights is not None:
+            values = torch.stack([values[0] * self._weights, values[1]])
+        if self._one_each:
+            return values.reshape(-1)
+        return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
+
+    def culprits(self) -> list[Block]:
+        """The blocks that are not finite now; reads them again, and on the host."""
+        flags = self._read()[1].tolist()
+        return [block for block, flag in zip(self._blocks, flags, strict=True) if flag > 0]
+
+
+def _reader(tensors: Sequence[Tensor], p: float, *, once: bool) -> Callable[[], Tensor]:
+    """What measures these tensors: returns (2, tensors) in fp64, the values and the non-finite marks."""
+    rows = [flattened(tensor) for tensor in tensors]
+    if once:
+        return TorchReader(rows, p)
+    for tensor, row in zip(tensors, rows, strict=True):
+        if row.numel() and row.data_ptr() != tensor.data_ptr():
+            raise GradientError(
+                f"a gradient of shape {tuple(tensor.shape)} and strides {tensor.stride()} has holes or "
+                "overlaps, so it cannot be measured in place; make it contiguous or use powsums()"
+            )
+    return KernelReader(rows) if suits_kernel(rows, p) else TorchReader(rows, p)

@@ -1,0 +1,143 @@
+"""Clipping as functions, with no engine and no config: torch's signature and meaning, right under any placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import Block
+from colonnade.optim.clip_method import divisor_to, positive
+from colonnade.optim.norm import Norms, powsums, reduce_norms
+from colonnade.parallel.demand import Holding, holding
+from colonnade.parallel.dtensor import effective_placement, local_part
+from colonnade.parallel.placement import Placement, is_dtensor
+
+Parameters = Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """Clip the gradients to a total norm of `max_norm`, in place; returns the norm before it, as a plain tensor.
+
+    In a launched context every element of the model's gradient counts once, whatever its placement, and
+    every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
+    context it is torch's function. `foreach` is accepted and has no effect: there is one way here.
+    """
+    held = _as_list(parameters)
+    limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
+    norm = grad_norm(held, norm_type, error_if_nonfinite=error_if_nonfinite, context=context)
+    gradients = [local_part(parameter.grad) for parameter in held if parameter.grad is not None]
+    divisor = divisor_to(norm, limit) if limit else None
+    for device_gradients in _by_kind(gradients):
+        if divisor is None:
+            torch._foreach_zero_(device_gradients)
+        else:
+            wide = torch.float64 if device_gradients[0].dtype in (torch.float64, torch.complex128) else torch.float32
+            torch._foreach_div_(device_gradients, divisor.to(device_gradients[0].device, wide))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Parameters,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """The total norm of the gradients over the whole world: one collective, the same bits on every rank.
+
+    `error_if_nonfinite` raises on every rank alike, which (as in torch) waits for the device.
+    """
+    held = _as_list(parameters)
+    known = _context(context)
+    shared = known is not None or any(is_dtensor(parameter) for parameter in held)
+    blocks = _blocks(held, known)
+    device = next((parameter.device for parameter in held), known.device if known is not None else None)
+    vector = powsums(blocks, norm_type, device=device, whole=known is None and shared)
+    norms = reduce_norms(vector, norm_type) if shared else _alone(vector, norm_type)
+    total = norms.total()
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise GradientError(
+            f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
+            f"error_if_nonfinite=False goes on regardless"
+        )
+    return total
+
+
+def _blocks(held: list[Tensor], context: ParallelContext | None) -> list[Block]:
+    known: dict[Placement, Holding] = {}
+    blocks = []
+    for parameter in held:
+        if parameter.grad is None:
+            continue
+        _refuse_pending(parameter.grad)
+        count, index = 1, 0
+        if context is not None:
+            placement = effective_placement(parameter, context.layout, context.get_global_rank())
+            if placement not in known:
+                known[placement] = holding(context.layout, placement, context.get_global_rank())
+            count, index = known[placement].count, known[placement].index
+        elif dist.is_initialized():
+            count = _holders_by_mesh(parameter)
+        blocks.append(Block(local_part(parameter.grad), count, index))
+    return blocks
+
+
+def _holders_by_mesh(parameter: Any) -> int:
+    """Without a context: a DTensor's elements are on world / shards ranks; a plain tensor is a replica on all."""
+    world = dist.get_world_size()
+    if not is_dtensor(parameter):
+        return world
+    sizes = parameter.device_mesh.shape
+    shards = prod(size for size, spec in zip(sizes, parameter.placements, strict=True) if spec.is_shard())
+    return max(1, world // shards)
+
+
+def _refuse_pending(gradient: Any) -> None:
+    if is_dtensor(gradient) and any(spec.is_partial() for spec in gradient.placements):
+        raise GradientError(
+            f"a gradient is placed {gradient.placements}: a sum is still pending on it, so it has no norm yet. "
+            f"Redistribute it to Shard or Replicate first."
+        )
+
+
+def _alone(vector: Tensor, norm_type: float) -> Norms:
+    values, nonfinite = vector.view(2, -1).unbind(0)
+    return Norms(float(norm_type), torch.where(nonfinite > 1.5, torch.nan, values), nonfinite)
+
+
+def _context(context: ParallelContext | None) -> ParallelContext | None:
+    if context is None:
+        from colonnade.core import global_context  # what a user who passes no context means
+
+        context = global_context
+    return context if context.is_launched else None
+
+
+def _as_list(parameters: Parameters) -> list[Tensor]:
+    # A generator must not be used up by the norm: then nothing would be clipped.
+    held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return list({id(parameter): parameter for parameter in held}.values())
+
+
+def _by_kind(gradients: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(kinds.values())

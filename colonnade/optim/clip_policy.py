@@ -1,0 +1,200 @@
+"""Clip policy: which slots make up the total norm, which are clipped by what, and what a bad gradient does.
+
+It stands between the norms of the world and the optimizer step: `decide` turns `Norms` into a divisor per
+slot and a flag that is exactly 1.0 when the step must be dropped, all on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import CheckpointError, ConfigError, GradientError, did_you_mean, listed
+from colonnade.optim.blocks import to_device
+from colonnade.optim.clip_method import ClipMethod, Measured, divisor_to, positive
+from colonnade.optim.norm import Norms
+
+NonFinite = Literal["skip", "raise", "propagate"]
+
+
+@dataclass(frozen=True)
+class ClipGroup:
+    """A named set of slots.
+
+    `counted`: its gradients are part of the total norm. `clipped`: its gradients are divided. With a
+    `max_norm` of its own it is clipped by its own norm, else by the total norm and the clip method.
+    """
+
+    name: str
+    max_norm: float | None = None
+    counted: bool = True
+    clipped: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None:
+            positive(f"max_norm of clip group {self.name!r}", self.max_norm)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with this step's gradient; device tensors only, the same bits on every rank.
+
+    `norm` is the total norm before clipping (NaN or inf when it was); `divisor` has one number per slot;
+    `found_inf` is exactly 1.0 (drop the step) or 0.0.
+    """
+
+    norm: Tensor
+    divisor: Tensor
+    found_inf: Tensor
+    norms: Norms
+
+
+class ClipPolicy:
+    """Applies a clip method to the counted groups, and the groups' own limits.
+
+    `group_of` gives the group of every slot; `names` names the slots in messages. A non-finite gradient is
+    dropped ("skip"), dropped and reported by an error at the next step ("raise"), or used ("propagate").
+    """
+
+    def __init__(
+        self,
+        method: ClipMethod,
+        groups: Sequence[ClipGroup] = (ClipGroup("all"),),
+        group_of: Sequence[int] = (0,),
+        *,
+        names: Sequence[str] | None = None,
+        nonfinite: NonFinite = "skip",
+    ) -> None:
+        _check(groups, group_of, names, nonfinite)
+        self.method = method
+        self.groups = tuple(groups)
+        self.group_of = tuple(group_of)
+        self.names = tuple(names or (groups[index].name for index in group_of))
+        self.nonfinite = nonfinite
+        self._masks = _Masks(self.groups, self.group_of)
+        self._report: _Report | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many slots the policy expects."""
+        return len(self.group_of)
+
+    def decide(self, norms: Norms) -> Decision:
+        """The decision for one step. With "raise", reports the step before it if that was not finite."""
+        if self.nonfinite == "raise":
+            self.raise_pending()
+        masks = self._masks.on(norms.sums.device)
+        total = norms.total(masks.counted)
+        bad = (norms.nonfinite.view(()) if self.slots == 1 else norms.nonfinite.sum()) > 0
+        verdict = self.method(Measured(total, norms, bad))
+        divisor = masks.choose(verdict.divisor, norms)
+        drop = bad if self.nonfinite != "propagate" else None
+        if verdict.skip is not None:
+            drop = verdict.skip if drop is None else drop | verdict.skip
+        found_inf = total.new_zeros((), dtype=torch.float32) if drop is None else drop.float()
+        if self.nonfinite == "raise":
+            self._report = _Report(norms.nonfinite)
+        return Decision(total, divisor, found_inf, norms)
+
+    def group_norms(self, norms: Norms) -> dict[str, Tensor]:
+        """The norm of every named group, counted or not."""
+        values = norms.over(self._masks.on(norms.sums.device).members).unbind(0)
+        return {group.name: value for group, value in zip(self.groups, values, strict=True)}
+
+    def raise_pending(self) -> None:
+        """With "raise": report a non-finite gradient of the step before; every rank raises at the same step.
+
+        Waits for that step's norm, which is long done, and not for the work queued since.
+        """
+        report, self._report = self._report, None
+        slots = report.bad_slots() if report is not None else []
+        if slots:
+            names = listed(self.names[slot] for slot in slots)
+            raise GradientError(
+                f"the gradient of the last step was not finite, in: {names}. The step was dropped. "
+                "Lower the learning rate or look at its batch; nonfinite='skip' goes on without an error."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history of the clip method."""
+        return {"method": type(self.method).__name__, "state": self.method.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a history saved by the same method."""
+        if state["method"] != type(self.method).__name__:
+            raise CheckpointError(
+                f"the clip state is of {state['method']}, this run clips with {type(self.method).__name__}; "
+                "use the same clip method, or leave the clip state out to start its history anew"
+            )
+        self.method.load_state_dict(state["state"])
+
+
+class _Masks:
+    """Constant masks over slots and groups, kept on the device of the norms."""
+
+    def __init__(self, groups: Sequence[ClipGroup], group_of: Sequence[int]) -> None:
+        self.plain = all(group == ClipGroup(group.name) for group in groups)
+        self.group_of = torch.tensor(group_of)
+        of = [groups[index] for index in group_of]
+        self._counted = torch.tensor([group.counted for group in of])
+        self.clipped = torch.tensor([group.clipped for group in of])
+        self.own = torch.tensor([group.max_norm is not None for group in of])
+        limits = [group.max_norm or 1.0 for group in groups]
+        self.limits = torch.tensor(limits, dtype=torch.float64)
+        self.members = torch.tensor([[index == place for index in group_of] for place in range(len(groups))])
+
+    @property
+    def counted(self) -> Tensor | None:
+        return None if self.plain else self._counted
+
+    def on(self, device: torch.device) -> _Masks:
+        if self.own.device != device:
+            for name, value in list(vars(self).items()):
+                if isinstance(value, Tensor):
+                    setattr(self, name, to_device(value, device))
+        return self
+
+    def choose(self, divisor: Tensor, norms: Norms) -> Tensor:
+        """One divisor per slot, from the method's and the groups' own limits."""
+        divisor = divisor.expand(len(self.group_of)) if divisor.dim() == 0 else divisor
+        if self.plain:
+            return divisor
+        by_group = divisor_to(norms.over(self.members), self.limits)
+        divisor = torch.where(self.own, by_group[self.group_of], divisor)
+        return torch.where(self.clipped, divisor, 1.0)
+
+
+class _Report:
+    """The non-finite counts of one step on their way to the host."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if counts.is_cuda:
+            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts.copy_(counts, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+        else:
+            self._counts = counts.clone()
+
+    def bad_slots(self) -> list[int]:
+        if self._done is not None:
+            self._done.synchronize()
+        return [slot for slot, count in enumerate(self._counts.tolist()) if count > 0]
+
+
+def _check(groups: Sequence[ClipGroup], group_of: Sequence[int], names: Sequence[str] | None, nonfinite: str) -> None:
+    known = get_args(NonFinite)
+    if nonfinite not in known:
+        raise ConfigError(f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}")
+    doubled = sorted({group.name for group in groups if [g.name for g in groups].count(group.name) > 1})
+    if doubled:
+        raise ConfigError(f"clip groups need different names; twice or more: {listed(doubled)}")
+    if not group_of or not all(0 <= index < len(groups) for index in group_of):
+        raise ConfigError(f"every slot needs a group from 0 to {len(groups) - 1}, met {list(group_of)}")
+    if names is not None and len(names) != len(group_of):
+        raise ConfigError(f"{len(group_of)} slots need as many names, met {len(names)}")

@@ -1,0 +1,107 @@
+"""`clip_grad_norm` of a config, read: the order of the norm, the method, the groups, what a bad gradient does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from colonnade.errors import ConfigError, did_you_mean, listed
+from colonnade.optim.clip_method import CLIP_METHOD, ClipMethod
+from colonnade.optim.clip_policy import ClipGroup, NonFinite
+
+Per = Literal["group", "layer", "parameter"]
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """A named group of parameters: which ones (name patterns), and how they are clipped."""
+
+    group: ClipGroup
+    patterns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ClipSettings:
+    """How to clip. `per` says what gets a norm of its own: each group, each layer, or each parameter."""
+
+    method: str = "norm"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    norm_type: float = 2.0
+    nonfinite: NonFinite = "skip"
+    per: Per = "group"
+    groups: tuple[GroupSettings, ...] = ()
+
+    @classmethod
+    def read(cls, value: Any) -> ClipSettings | None:
+        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=); None or 0 is off."""
+        if not value:
+            return None
+        if not isinstance(value, Mapping):
+            return cls(options={"max_norm": float(value)})
+        method, options = _method(value.get("method"), value.get("max_norm"))
+        if method == "norm" and not options.get("max_norm"):
+            options["max_norm"] = math.inf  # only groups of their own are clipped
+        per: Per = value.get("per") or ("parameter" if method == "adagc" else "group")
+        if per not in ("group", "layer", "parameter"):
+            raise ConfigError(f"clip_grad_norm: per={per!r}; allowed: group, layer, parameter")
+        return cls(
+            method=method,
+            options=options,
+            norm_type=float(value.get("norm_type") or 2.0),
+            nonfinite=value.get("nonfinite") or "skip",
+            per=per,
+            groups=tuple(_group(name, entry) for name, entry in (value.get("groups") or {}).items()),
+        )
+
+    def build_method(self) -> ClipMethod:
+        """The clip method, by its registered name."""
+        method = CLIP_METHOD.get_module(self.method)
+        try:
+            return method(**self.options)
+        except TypeError as error:
+            raise ConfigError(f"clip_grad_norm: method {self.method!r} takes no such options: {error}") from error
+
+    def group_of(self, name: str) -> int:
+        """The number of the group that a parameter is in; the last is "rest"."""
+        for number, settings in enumerate(self.groups):
+            if any(fnmatchcase(name, pattern) for pattern in settings.patterns):
+                return number
+        return len(self.groups)
+
+    def clip_groups(self) -> list[ClipGroup]:
+        """The named groups, and last the rest."""
+        return [*(settings.group for settings in self.groups), ClipGroup("rest" if self.groups else "all")]
+
+
+def _method(method: Any, max_norm: Any) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = dict(method) if isinstance(method, Mapping) else {}
+    name = options.pop("type", None) if isinstance(method, Mapping) else method
+    if isinstance(method, Mapping) and name is None:
+        raise ConfigError(f"clip_grad_norm: method={dict(method)!r} needs type=<one of {listed(CLIP_METHOD)}>")
+    if max_norm is not None:
+        options["max_norm"] = float(max_norm)
+    return name or "norm", options
+
+
+_GROUP_KEYS = ("params", "max_norm", "counted", "clipped")
+
+
+def _group(name: str, entry: Any) -> GroupSettings:
+    if not isinstance(entry, Mapping) or "params" not in entry:
+        raise ConfigError(
+            f"clip_grad_norm: group {name!r} is dict(params=<name patterns>, max_norm=, counted=, clipped=), not {entry!r}"
+        )
+    for key in entry:
+        if key not in _GROUP_KEYS:
+            raise ConfigError(
+                f"clip_grad_norm: group {name!r} has an unknown key {key!r}; allowed: {listed(_GROUP_KEYS)}."
+                f"{did_you_mean(key, _GROUP_KEYS)}"
+            )
+    patterns = entry["params"]
+    chosen: Sequence[str] = [patterns] if isinstance(patterns, str) else list(patterns)
+    own = entry.get("max_norm")
+    group = ClipGroup(name, None if own is None else float(own), entry.get("counted", True), entry.get("clipped", True))
+    return GroupSettings(group, tuple(chosen))

@@ -1,0 +1,182 @@
+"""Flat homes for what an optimizer step touches: parameters, their moments and their step counts.
+
+The user's optimizer keeps its own state dictionary, in torch's format; its tensors are views of these
+buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from colonnade.errors import GradientError
+from colonnade.parallel.flat import FlatLayout
+
+
+@dataclass(eq=False)
+class FlatBucket:
+    """Parameters, and the flat buffer of their gradients in the same order with the same offsets.
+
+    `slots` gives each parameter's place in the divisor (all 0 by default). `params` is the flat buffer
+    that the parameters already are views of; without it one is made, and the parameters are moved into
+    it.
+    """
+
+    layout: FlatLayout
+    members: Sequence[Tensor]
+    grad: Tensor
+    slots: Sequence[int] | None = None
+    params: Tensor | None = None
+    views: list[Tensor] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.layout) != len(self.members) or self.grad.numel() != self.layout.numel:
+            raise GradientError(
+                f"a bucket layout of {len(self.layout)} tensors and {self.layout.numel} elements does not "
+                f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements"
+            )
+        self.views = self.layout.views(self.grad)
+
+    def collect(self) -> list[int]:
+        """Copy gradients that were put elsewhere into the bucket; returns the members without a gradient.
+
+        For callers whose hooks replace `.grad`; call it before the norm is measured.
+        """
+        absent = []
+        for index, (param, view) in enumerate(zip(self.members, self.views, strict=True)):
+            if param.grad is None:
+                absent.append(index)
+            elif param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+                param.grad = view
+        return absent
+
+
+class BucketState:
+    """The flat parameters and moments of one bucket; `first` is the place of its step counts among all."""
+
+    def __init__(self, bucket: FlatBucket, first: int) -> None:
+        self.bucket = bucket
+        self.first = first
+        self.slots = list(bucket.slots or [0] * len(bucket.members))
+        self.params = bucket.params if bucket.params is not None else _move_in(bucket)
+        self.moments: dict[str, Tensor] = {}
+        self._views: dict[str, list[Tensor]] = {}
+
+    def moment(self, name: str) -> Tensor:
+        """The flat buffer of a moment, made of zeros when first asked for."""
+        if name not in self.moments:
+            self.moments[name] = torch.zeros_like(self.params)
+            self._views[name] = self.bucket.layout.views(self.moments[name])
+        return self.moments[name]
+
+    def absent(self) -> list[int]:
+        """The places of the members without a gradient; a gradient outside the bucket is an error."""
+        places = []
+        for index, (param, view) in enumerate(zip(self.bucket.members, self.bucket.views, strict=True)):
+            grad = param.grad
+            if grad is None:
+                places.append(self.first + index)
+            elif grad is not view and grad.data_ptr() != view.data_ptr():
+                raise GradientError(
+                    f"the gradient of shape {tuple(grad.shape)} at place {index} of its bucket is not the "
+                    "bucket's own, so it was neither measured nor would it be stepped on; write into .grad "
+                    "in place, or call collect() on the bucket before the norm is measured"
+                )
+        return places
+
+    def view(self, name: str, index: int) -> Tensor:
+        """One parameter's view of a moment."""
+        self.moment(name)
+        return self._views[name][index]
+
+
+def _move_in(bucket: FlatBucket) -> Tensor:
+    flat = bucket.layout.allocate(dtype=bucket.members[0].dtype)
+    for param, view in zip(bucket.members, bucket.layout.views(flat), strict=True):
+        view.copy_(param.detach())
+        param.data = view
+    return flat
+
+
+class FlatState:
+    """The state of an optimizer in flat buffers, kept in step with `optimizer.state` in both directions.
+
+    `steps` counts, for every parameter, the steps that were not dropped. For SGD, which has no such state, it
+    only tells a first step from later ones.
+    """
+
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
+        self._optimizer = optimizer
+        self._sgd = isinstance(optimizer, SGD)
+        self.buckets: list[BucketState] = []
+        self.members: list[Tensor] = []
+        for bucket in buckets:
+            self.buckets.append(BucketState(bucket, len(self.members)))
+            self.members.extend(bucket.members)
+        self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=buckets[0].grad.device)
+        self.histories = [0] * len(self.members)
+        self._step_views = list(self.steps.unbind(0))
+
+    def names(self) -> tuple[str, ...]:
+        """The moments this optimizer keeps now."""
+        if not self._sgd:
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if any(group["momentum"] for group in self._optimizer.param_groups) else ()
+
+    def expose(self, places: Sequence[int]) -> None:
+        """Give these parameters their state, as torch does at the first step in which they take part."""
+        for place in places:
+            self._point(place, self.names())
+
+    def part_ways(self, present: Sequence[int]) -> None:
+        """Note that only these parameters take a step.
+
+        Parameters with equal `histories` have equal step counts, whatever was dropped on the device.
+        """
+        renamed: dict[int, int] = {}
+        fresh = max(self.histories) + 1
+        for place in present:
+            old = self.histories[place]
+            self.histories[place] = renamed.setdefault(old, fresh + len(renamed))
+
+    def adopt(self) -> None:
+        """Move what `optimizer.state` holds (loaded, or from before) into the flat buffers."""
+        counts = [0.0] * len(self.members)
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.bucket.members):
+                loaded = self._optimizer.state.get(param, {})
+                place = bucket.first + index
+                counts[place] = self._copy_in(bucket, index, loaded)
+                if loaded:
+                    self._point(place, [name for name in self.names() if loaded.get(name) is not None])
+        self.steps.copy_(torch.tensor(counts))
+        numbered = {count: number for number, count in enumerate(dict.fromkeys(counts))}
+        self.histories = [numbered[count] for count in counts]
+
+    def _copy_in(self, bucket: BucketState, index: int, loaded: Mapping[str, Any]) -> float:
+        for name in {*self.names(), *bucket.moments}:
+            value = loaded.get(name)
+            view = bucket.view(name, index)
+            if value is None:
+                view.zero_()
+            elif value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+        if self._sgd:
+            return 1.0 if loaded.get("momentum_buffer") is not None else 0.0
+        return float(loaded["step"]) if loaded else 0.0
+
+    def _point(self, place: int, names: Sequence[str]) -> None:
+        if self._sgd and not names:
+            return
+        bucket = next(b for b in reversed(self.buckets) if b.first <= place)
+        state = self._optimizer.state[self.members[place]]
+        if not self._sgd:
+            state["step"] = self._step_views[place]
+        for name in names:
+            state[name] = bucket.view(name, place - bucket.first)

@@ -1,0 +1,217 @@
+"""Clip and step over flat buffers: one pass for the norm, one for the update, nothing in between.
+
+`FlatStep` takes an ordinary torch AdamW, Adam or SGD and the flat gradient buckets, and does what
+`optimizer.step()` would do on the clipped gradient. The optimizer stays the user's: its parameter groups,
+hooks, schedulers, `zero_grad` and state dictionaries work as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import on_device, padded, to_device
+from colonnade.optim.flat_runs import Fragment, Run, prepare
+from colonnade.optim.flat_state import FlatBucket, FlatState
+from colonnade.optim.norm_readers import HALVES
+
+
+def why_not(optimizer: Optimizer) -> str | None:
+    """Why this optimizer cannot take flat steps, or None when it can."""
+    if type(optimizer) not in (AdamW, Adam, SGD):
+        return f"a flat step knows torch's AdamW, Adam and SGD themselves, not {type(optimizer).__name__}"
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(not param.is_floating_point() for param in params):
+        return "a flat step takes real parameters, not complex ones"
+    if type(optimizer) is SGD and any(map(_half_on_cpu, params)):
+        return "torch's fused SGD leaves half-precision parameters on a CPU as they are"
+    return next((reason for group in optimizer.param_groups if (reason := _unfit(group))), None)
+
+
+def _half_on_cpu(param: Tensor) -> bool:
+    return param.device.type == "cpu" and param.dtype in HALVES
+
+
+def _unfit(group: Mapping[str, Any]) -> str | None:
+    """What a flat step cannot do of the settings of a parameter group."""
+    for flag in ("amsgrad", "maximize", "differentiable"):
+        if group.get(flag):
+            return f"a flat step does not do {flag}=True"
+    if any(isinstance(beta, Tensor) for beta in group.get("betas", ())):
+        return "a flat step takes betas as numbers, not as tensors"
+    if group.get("eps") == 0:
+        return "a flat step needs eps above 0: with 0 the padding between parameters becomes NaN"
+    return None
+
+
+@dataclass
+class _Plan:
+    """What one step launches, for one set of parameters that have a gradient."""
+
+    key: object
+    runs: list[tuple[Run, int, int]]
+    taking: Tensor | None
+
+
+class FlatStep:
+    """Steps an optimizer over flat buckets; made once, before the first step.
+
+    Every parameter of the optimizer that may get a gradient must be in exactly one bucket, all buckets on one
+    device. Parameters move into flat buffers (they keep their identity), and so does existing state. On CUDA
+    the gradient is left as it is; torch's kernels, used elsewhere, leave the divided gradient in the bucket.
+    """
+
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
+        reason = why_not(optimizer)
+        if reason is not None:
+            raise GradientError(f"{reason}; use ScaledStep for this optimizer")
+        self.optimizer = optimizer
+        self._group_of = _groups_by_place(optimizer, buckets)
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._state = FlatState(optimizer, buckets)
+        self._plan = _Plan(None, [], None)
+        self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
+        self._step = Optimizer.profile_hook_step(self._update)
+        self._hooks = [
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_state_dict_post_hook(_steps_as_torch),
+        ]
+        self._loaded(optimizer)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The flat parameter buffer of every bucket."""
+        return [state.params for state in self._state.buckets]
+
+    def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] | None = None) -> None:
+        """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
+
+        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. A parameter whose `.grad` is None
+        takes no part, as in torch; `absent`, if given, has their places (counted through all buckets) and saves the
+        look at every parameter. The optimizer's step hooks run around it.
+        """
+        self._asked = (divisor.reshape(-1), found_inf.reshape(()), absent)
+        self._step(self.optimizer)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
+
+    def close(self) -> None:
+        """Forget the optimizer; its parameters and state stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _update(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._check_unchanged()
+        divisor, found_inf, absent = self._asked
+        plan = self._planned(absent)
+        _advance(self._state.steps, plan.taking, 1.0)
+        with on_device(divisor.device):
+            for run, group_index, slot in plan.runs:
+                group = optimizer.param_groups[group_index]
+                update = run.sgd if isinstance(optimizer, SGD) else run.adam
+                update(group, divisor[slot if divisor.numel() > 1 else 0], found_inf)
+        _advance(self._state.steps, plan.taking, found_inf, -1)
+
+    def _check_unchanged(self) -> None:
+        groups = self.optimizer.param_groups
+        reason = next((reason for group in groups if (reason := _unfit(group))), None)
+        if reason is not None:
+            raise GradientError(f"the optimizer was changed after its flat step was made: {reason}")
+        if [len(group["params"]) for group in groups] != self._sizes:
+            raise GradientError(
+                "parameters were added to the optimizer after its flat step was made; make a new FlatStep"
+            )
+
+    def _planned(self, absent: Collection[int] | None) -> _Plan:
+        """The launches for the parameters that have a gradient now; the last ones if nothing changed."""
+        if absent is None:
+            absent = [place for bucket in self._state.buckets for place in bucket.absent()]
+        key = (sorted(absent), self._state.names())
+        if key != self._plan.key:
+            present = [place for place, group in enumerate(self._group_of) if group >= 0]
+            present = sorted(set(present).difference(absent))
+            self._state.part_ways(present)
+            self._state.expose(present)
+            self._plan = _Plan(key, self._runs(set(present)), self._taking(present))
+        return self._plan
+
+    def _runs(self, present: Set[int]) -> list[tuple[Run, int, int]]:
+        """Neighbours alike in group, slot and history are a fragment; fragments alike in group and slot a run."""
+        runs: list[tuple[Run, int, int]] = []
+        for state in self._state.buckets:
+            alike: dict[tuple[int, int], list[Fragment]] = {}
+            before: tuple[int, int, int] | None = None
+            for index, (span, slot) in enumerate(zip(state.bucket.layout.spans, state.slots, strict=True)):
+                place = state.first + index
+                if place not in present:
+                    before = None
+                    continue
+                key = (self._group_of[place], slot, self._state.histories[place])
+                fragments = alike.setdefault(key[:2], [])
+                start, step = span.start, place
+                if key == before:
+                    joined = fragments.pop()
+                    start, step = joined.start, joined.step
+                fragments.append(Fragment(start, padded(span.stop, state.bucket.layout.dtype), step))
+                before = key
+            for (group, slot), found in alike.items():
+                fragments = [fragment for fragment in found if fragment.start < fragment.stop]
+                if fragments:
+                    runs.append((prepare(state, self._state.steps, fragments), group, slot))
+        return runs
+
+    def _taking(self, present: Sequence[int]) -> Tensor | None:
+        """1 for the parameters that take the step and 0 for the others; None when all do."""
+        count = len(self._state.members)
+        if len(present) == count:
+            return None
+        mask = torch.zeros(count, dtype=torch.float32)
+        mask[torch.tensor(present, dtype=torch.int64)] = 1.0
+        return to_device(mask, self._state.steps.device)
+
+    @torch.no_grad()
+    def _loaded(self, optimizer: Optimizer) -> None:
+        self._state.adopt()
+        self._plan = _Plan(None, [], None)
+
+
+def _advance(steps: Tensor, taking: Tensor | None, amount: float | Tensor, sign: int = 1) -> None:
+    steps.add_(amount if taking is None else taking * amount, alpha=sign)
+
+
+def _steps_as_torch(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Torch keeps the step counts of plain optimizers on the host; so does the dictionary it gets from us."""
+    on_host = [not (group.get("fused") or group.get("capturable")) for group in state_dict["param_groups"]]
+    state = dict(state_dict["state"])
+    for group, wanted in zip(state_dict["param_groups"], on_host, strict=True):
+        for index in group["params"] if wanted else ():
+            if isinstance(state.get(index, {}).get("step"), Tensor):
+                state[index] = {**state[index], "step": state[index]["step"].cpu()}
+    return {**state_dict, "state": state}
+
+
+def _groups_by_place(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> list[int]:
+    """The parameter group of every bucket member, -1 for one the optimizer does not have."""
+    group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    members = [param for bucket in buckets for param in bucket.members]
+    if len({id(param) for param in members}) != len(members):
+        raise GradientError("a parameter is in the flat buckets twice; a tied parameter is one member")
+    devices = {bucket.grad.device for bucket in buckets}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
+        raise GradientError(f"a flat step needs buckets on one device, met: {found}")
+    held = {id(param) for param in members}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if param.requires_grad and id(param) not in held:
+                raise GradientError(
+                    f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket: "
+                    "a flat step would leave it out; put it into a bucket or use ScaledStep"
+                )
+    return [group_of.get(id(param), -1) for param in members]

@@ -1,0 +1,128 @@
+"""Optimizer steps on CUDA over flat buffers: read once, divide the gradient in registers, write once.
+
+Parameters, moments and gradients may each be fp32 or half precision; the arithmetic is fp32. The divisor
+and the drop flag are read from device memory; a dropped step neither reads nor writes the buffers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from colonnade.optim.blocks import STEP_CHUNK, UNIT
+
+WARPS = 4
+
+
+@triton.jit
+def _chunk(  # type: ignore[no-untyped-def]
+    table, steps, divisor, found_inf, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The elements of this program, which of them to touch, their step count and 1 / divisor."""
+    row = table + tl.program_id(0) * 3
+    offsets = tl.load(row).to(tl.int64) * UNIT + tl.arange(0, BLOCK)
+    stop = tl.load(row + 1).to(tl.int64) * UNIT
+    step = tl.load(steps + tl.load(row + 2))
+    keep = tl.load(found_inf) == 0.0
+    scale = tl.div_rn(1.0, tl.load(divisor).to(tl.float32))
+    return offsets, (offsets < stop) & keep, step, scale
+
+
+@triton.jit
+def _adam(  # type: ignore[no-untyped-def]
+    param, grad, exp_avg, exp_avg_sq, table, steps, divisor, found_inf, lr,
+    beta1, rest1, log1, beta2, rest2, log2, eps, decay,
+    DECOUPLED: tl.constexpr, LR_IN_MEMORY: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask, step, scale = _chunk(table, steps, divisor, found_inf, UNIT, BLOCK)
+    if LR_IN_MEMORY:
+        lr = tl.load(lr).to(tl.float32)
+    # 1 - beta^step without cancellation: right to the last fp32 digits also when beta^step is near 1.
+    correction1 = -libdevice.expm1(step * log1)
+    correction2 = -libdevice.expm1(step * log2)
+    step_size = tl.div_rn(lr, correction1)
+    inverse_root2 = tl.div_rn(1.0, tl.sqrt_rn(correction2))
+
+    p = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    m = tl.load(exp_avg + offsets, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0).to(tl.float32)
+    if DECOUPLED:
+        p -= lr * decay * p
+    else:
+        g += decay * p
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    p -= step_size * tl.div_rn(m, tl.sqrt_rn(v) * inverse_root2 + eps)
+
+    tl.store(param + offsets, p.to(param.dtype.element_ty), mask=mask)
+    tl.store(exp_avg + offsets, m.to(exp_avg.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq + offsets, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sgd(  # type: ignore[no-untyped-def]
+    param, grad, buffer, table, steps, divisor, found_inf, lr, momentum, rest, decay,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_IN_MEMORY: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets, mask, step, scale = _chunk(table, steps, divisor, found_inf, UNIT, BLOCK)
+    if LR_IN_MEMORY:
+        lr = tl.load(lr).to(tl.float32)
+    p = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * scale + decay * p
+    if MOMENTUM:
+        b = tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32)
+        b = tl.where(step == 1.0, g, momentum * b + rest * g)
+        tl.store(buffer + offsets, b.to(buffer.dtype.element_ty), mask=mask)
+        if NESTEROV:
+            g += momentum * b
+        else:
+            g = b
+    tl.store(param + offsets, (p - lr * g).to(param.dtype.element_ty), mask=mask)
+
+
+def adam(
+    buffers: tuple[Tensor, Tensor, Tensor, Tensor],
+    table: Tensor,
+    control: tuple[Tensor, Tensor, Tensor],
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    decoupled: bool,
+) -> None:
+    """One launch on (param, grad, exp_avg, exp_avg_sq); `control` is (steps, divisor, found_inf)."""
+    scalars = [number for beta in betas for number in (beta, 1.0 - beta, _log(beta))]
+    _adam[(len(table),)](
+        *buffers, table, *control, lr, *scalars, float(eps), float(decay),
+        DECOUPLED=decoupled, LR_IN_MEMORY=isinstance(lr, Tensor),
+        UNIT=UNIT, BLOCK=STEP_CHUNK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def sgd(
+    buffers: tuple[Tensor, Tensor, Tensor],
+    table: Tensor,
+    control: tuple[Tensor, Tensor, Tensor],
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float,
+    decay: float,
+    nesterov: bool,
+) -> None:
+    """One launch on (param, grad, momentum buffer); `control` is (steps, divisor, found_inf)."""
+    _sgd[(len(table),)](
+        *buffers, table, *control, lr, momentum, 1.0 - dampening, float(decay),
+        MOMENTUM=momentum != 0, NESTEROV=nesterov, LR_IN_MEMORY=isinstance(lr, Tensor),
+        UNIT=UNIT, BLOCK=STEP_CHUNK, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _log(beta: float) -> float:
+    """log(beta); a beta of 0 keeps nothing of the past, and -inf times a step count gives just that."""
+    return math.log(beta) if beta > 0 else -math.inf

@@ -1,0 +1,162 @@
+"""The two ways to read gradients once for a norm, both without a copy and without waiting for the device.
+
+Rows too short to lose digits in fp32 are added up in fp64: as fast as one read of the memory, and right
+to about 1e-8. `KernelReader` does it for the 2-norm on CUDA, with one Triton launch per buffer and one to
+finish; `TorchReader` does everything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colonnade.optim.blocks import CHUNK, UNIT, chunk_table, on_device, to_device
+
+ROW = 1024
+"""Elements added in fp32 before fp64 takes over; longer rows are no faster and less exact."""
+
+SMALL, LARGE = 1 << 14, 1 << 18
+"""On a CPU, tensors above SMALL elements are cut, and those from LARGE on read as a table by all threads.
+
+Squares of half-precision values are so short that their sums err to one side: those are cut at a quarter."""
+
+PIECE = 1 << 20
+"""Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def kernels_available() -> bool:
+    """Whether Triton kernels can be built here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
+    """Whether `KernelReader` can read these flat tensors of one device."""
+    return (
+        p == 2.0
+        and rows[0].is_cuda
+        and kernels_available()
+        and all(row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
+        and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
+    )
+
+
+def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
+    """Sums (maxima for p = inf) of consecutive rows of `values`, `lengths` of them each; 0 for none."""
+    if len(values) and len(lengths) == 1:
+        return values.amax(0, keepdim=True) if math.isinf(p) else values.sum(0, keepdim=True)
+    how = "max" if math.isinf(p) else "sum"
+    # `unsafe` leaves out checks of the lengths that would wait for the device.
+    return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0.0)
+
+
+class TorchReader:
+    """Norms of rows of 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
+
+    def __init__(self, rows: Sequence[Tensor], p: float) -> None:
+        self._p = p
+        self._tables: list[Tensor] = []
+        self._small: dict[torch.dtype, list[Tensor]] = {}
+        of_tables: list[int] = []
+        of_small: dict[torch.dtype, list[int]] = {}
+        cpu = rows[0].device.type == "cpu"
+        for owner, row in enumerate(rows):
+            numel = row.numel()
+            if p == 2.0 and row.is_complex():
+                row, numel = torch.view_as_real(row).view(-1), 2 * numel
+            full = numel // ROW * ROW if cpu and numel >= LARGE else 0
+            if full:
+                self._tables.append(row[:full].view(-1, ROW))
+                of_tables.append(owner)
+            if full < numel:
+                size = SMALL // 4 if row.dtype in HALVES else SMALL
+                pieces = row[full:].split(size) if cpu and numel > size else [row]
+                self._small.setdefault(row.dtype, []).extend(pieces)
+                of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
+        device = rows[0].device
+        owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
+        counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
+        of_values = torch.repeat_interleave(
+            torch.tensor(owners, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
+        )
+        self._lengths = to_device(of_values.bincount(minlength=len(rows)), device)
+        self._order: Tensor | None = None
+        if owners != sorted(owners):
+            self._order = to_device(of_values.argsort(stable=True), device)
+        self._none = torch.zeros(0, dtype=torch.float64, device=device)
+
+    def __call__(self) -> Tensor:
+        norms = [norm for table in self._tables for norm in _row_norms(table, self._p)]
+        for dtype, tensors in self._small.items():
+            wide = torch.float32 if dtype in HALVES else None
+            norms.append(torch.stack(torch._foreach_norm(tensors, self._p, dtype=wide)))
+        values = torch.cat([self._none, *(norm.double() for norm in norms)])
+        if self._p == 2.0:
+            values.square_()
+        elif self._p != 1.0 and not math.isinf(self._p):
+            values.pow_(self._p)
+        if self._order is not None:
+            values = values[self._order]
+        return _marked(join(values, self._lengths, self._p), self._p)
+
+
+def _row_norms(table: Tensor, p: float) -> list[Tensor]:
+    if table.dtype not in HALVES:
+        return [torch.linalg.vector_norm(table, p, dim=1)]
+    return [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // ROW)]
+
+
+def _marked(values: Tensor, p: float) -> Tensor:
+    """(values, marks): 1 for a non-finite value; for p = inf a NaN becomes inf marked 2, to survive a MAX."""
+    if not math.isinf(p):
+        return torch.stack([values, values.isfinite().logical_not().double()])
+    nan = values.isnan()
+    values = torch.where(nan, math.inf, values)
+    return torch.stack([values, values.isinf().double() + nan.double()])
+
+
+class KernelReader:
+    """2-norms through the Triton kernels: flat, aligned tensors of fp32 or half precision on CUDA."""
+
+    def __init__(self, rows: Sequence[Tensor]) -> None:
+        from colonnade.optim.kernels import norm_kernels
+
+        self._kernels = norm_kernels
+        self._device = rows[0].device
+        self._launches: list[tuple[Tensor, Tensor, int]] = []
+        chunks_of = [-(-row.numel() // CHUNK) for row in rows]
+        ranges = torch.zeros(len(rows), 2, dtype=torch.int32)
+        first = 0
+        for members in _by_storage(rows):
+            origin = min(int(rows[index].storage_offset()) for index in members)
+            end = max(rows[index].storage_offset() + rows[index].numel() for index in members)
+            base = rows[members[0]].as_strided((end - origin,), (1,), origin)
+            starts = [int(rows[index].storage_offset()) - origin for index in members]
+            spans = [(start, start + rows[i].numel()) for start, i in zip(starts, members, strict=True)]
+            table = chunk_table(spans, CHUNK, self._device)
+            self._launches.append((base, table, first))
+            for index in members:
+                ranges[index, 0], ranges[index, 1] = first, first + chunks_of[index]
+                first += chunks_of[index]
+        self._ranges = to_device(ranges, self._device)
+        self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
+
+    def __call__(self) -> Tensor:
+        with on_device(self._device):
+            for base, table, first in self._launches:
+                self._kernels.square_sums(base, table, self._partial[first:])
+            return self._kernels.add_ranges(self._partial, self._ranges)
+
+
+def _by_storage(rows: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the non-empty rows, together when they lie in one buffer."""
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.numel():
+            groups.setdefault((row.untyped_storage().data_ptr(), row.dtype), []).append(index)
+    return list(groups.values())

@@ -1,0 +1,44 @@
+"""The command line as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from colonnade.cli._app import COMMANDS
+from colonnade.version import __version__
+from tests.cli import ROOT, colonnade, environment
+
+
+def test_help_lists_every_command() -> None:
+    done = colonnade("--help")
+    assert done.returncode == 0
+    assert all(f" {name} " in done.stdout for name in COMMANDS)
+
+
+def test_version() -> None:
+    assert colonnade("--version").stdout == f"colonnade {__version__}\n"
+
+
+def test_no_command_imports_torch_before_it_runs() -> None:
+    code = (
+        "import sys\n"
+        "from colonnade.cli import main\n"
+        "try:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, check=False)
+    assert done.returncode == 0
+    assert b"--nproc" in done.stdout
+
+
+def test_a_command_that_does_not_exist_is_a_usage_error() -> None:
+    done = colonnade("rnu")
+    assert done.returncode == 2
+    assert "rnu" in done.stderr
+
+
+def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
+    done = colonnade("run", "--nproc", 0, __file__)
+    assert done.returncode == 2
+    assert done.stderr == "colonnade: --nproc 0 starts nothing. Give the number of ranks, at least 1.\n"

@@ -1,0 +1,72 @@
+"""What doctor says of this machine, and of one that is not well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from colonnade.cli import _checks
+from colonnade.cli._checks import CHECKS
+from tests.cli import ROOT, colonnade, command, environment
+
+
+@pytest.mark.slow
+def test_this_machine_is_well() -> None:
+    done = colonnade("doctor", "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert answer["ok"] is True
+    by_name = {check["name"]: check for check in answer["checks"]}
+    assert list(by_name) == list(CHECKS)
+    assert all(check["status"] in ("ok", "warn") for check in by_name.values())
+    assert by_name["two ranks"]["status"] == "ok"
+    assert "all-reduce right" in by_name["two ranks"]["detail"]
+
+
+@pytest.mark.slow
+def test_lines_name_what_is_wrong_and_the_next_step_and_a_bad_one_is_exit_1() -> None:
+    env = {**environment(), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "no-such-interface"}
+    done = subprocess.run(
+        command("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert any(line.split()[:2] == ["warn", "environment"] for line in lines)
+    assert any("-> unset WORLD_SIZE" in line for line in lines)
+    assert any(line.split()[:3] == ["bad", "two", "ranks"] for line in lines)
+
+
+def test_stale_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _checks._PLACES:
+        monkeypatch.delenv(name, raising=False)
+    assert _checks.check_environment().status == "ok"
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert "NCCL_DEBUG" in _checks.check_environment().next_step
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert _checks.check_environment().next_step == "unset MASTER_PORT"
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "check"),
+    [
+        ("_LEAST_TORCH", (99, 0), "torch"),
+        ("_LEAST_MEMORY", 1 << 60, "memory"),
+        ("_LEAST_SHM", 1 << 60, "shared memory"),
+        ("_LEAST_FILES", 1 << 60, "limits"),
+        ("_NEEDED", ("no-such-package",), "packages"),
+    ],
+)
+def test_each_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch, constant: str, value: Any, check: str) -> None:
+    assert CHECKS[check]().status == "ok"
+    monkeypatch.setattr(_checks, constant, value)
+    finding = CHECKS[check]()
+    assert finding.status in ("warn", "bad")
+    assert finding.next_step
+
+
+def test_the_cheap_checks_are_ok_here() -> None:
+    for name in ("python", "devices", "gloo", "cores", "port"):
+        assert CHECKS[name]().status == "ok", name

@@ -1,0 +1,106 @@
+"""Shared by the tests of flat steps: the same parameters stepped by torch on one side, by a FlatStep on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colonnade.optim.blocks import bucket_blocks
+from colonnade.optim.clip_method import NormClip
+from colonnade.optim.clip_policy import ClipPolicy, Decision
+from colonnade.optim.flat_state import FlatBucket
+from colonnade.optim.flat_step import FlatStep
+from colonnade.optim.norm import Meter, reduce_norms
+from colonnade.optim.scaled_step import ScaledStep
+from colonnade.parallel.flat import FlatLayout
+
+SHAPES: tuple[tuple[int, ...], ...] = ((3,), (64, 33), (7, 5), (1030,), (), (129, 17), (0, 4))
+
+
+def parameters(dtype: torch.dtype, device: str, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    """Seeded random parameters."""
+    source = torch.Generator().manual_seed(5)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=source, dtype=torch.float64).to(device, dtype))
+        for shape in shapes
+    ]
+
+
+def buckets_of(params: Sequence[Tensor], sizes: Sequence[int], slots: Sequence[int] = ()) -> list[FlatBucket]:
+    """Buckets of so many parameters each."""
+    buckets, start = [], 0
+    for size in sizes:
+        members = list(params[start : start + size])
+        layout = FlatLayout(members)
+        chosen = list(slots[start : start + size]) or None
+        buckets.append(FlatBucket(layout, members, layout.allocate(), chosen))
+        start += size
+    return buckets
+
+
+class Pair:
+    """One model stepped by torch (`theirs`) and its copy stepped flat (`ours`), on the same gradients."""
+
+    def __init__(
+        self,
+        make: Callable[[list[Tensor]], Optimizer],
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        max_norm: float = 1.0,
+        sizes: Sequence[int] = (4, 2, 1),
+    ) -> None:
+        self.theirs, self.ours = parameters(dtype, device), parameters(dtype, device)
+        self.torch, self.optimizer = make(self.theirs), make(self.ours)
+        self.buckets = buckets_of(self.ours, sizes)
+        self.flat = FlatStep(self.optimizer, self.buckets)
+        self.policy = ClipPolicy(NormClip(max_norm))
+        self.max_norm = max_norm
+        self.source = torch.Generator().manual_seed(11)
+
+    def gradients(self, absent: Collection[int] = (), scale: float = 1.0) -> None:
+        """New gradients on both sides; `absent` parameters get none."""
+        views = [view for bucket in self.buckets for view in bucket.views]
+        for index, (one, other, view) in enumerate(zip(self.theirs, self.ours, views, strict=True)):
+            value = scale * torch.randn(one.shape, generator=self.source, dtype=torch.float64)
+            one.grad = None if index in absent else value.to(one)
+            view.copy_(torch.zeros_like(one) if index in absent else value)
+            other.grad = None if index in absent else view
+
+    def decide(self, absent: Collection[int] = ()) -> Decision:
+        """Norm and decision on our side."""
+        blocks, first = [], 0
+        for bucket in self.buckets:
+            gone = [index - first for index in absent]
+            blocks += bucket_blocks(bucket.layout, bucket.grad, [(1, 0)] * len(bucket.members), absent=gone)
+            first += len(bucket.members)
+        return self.policy.decide(reduce_norms(Meter(blocks).measure()))
+
+    def step(self, absent: Collection[int] = ()) -> None:
+        """Clip and step on both sides; torch's own clip rounds half-precision gradients, so they go another way."""
+        self.gradients(absent)
+        decision = self.decide(absent)
+        if self.theirs[0].dtype.itemsize == 2:
+            ScaledStep(self.torch).step(decision.divisor, decision.found_inf)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.theirs, self.max_norm)
+            self.torch.step()
+        self.flat.step(decision.divisor, decision.found_inf)
+
+    def compare(self, rtol: float, atol: float) -> None:
+        """Parameters and all state agree."""
+        for one, other in zip(self.theirs, self.ours, strict=True):
+            torch.testing.assert_close(other, one, rtol=rtol, atol=atol)
+            mine, other_state = self.torch.state[one], self.optimizer.state[other]
+            assert set(mine) == set(other_state)
+            for key, value in mine.items():
+                exact = key == "step"
+                torch.testing.assert_close(
+                    other_state[key],
+                    value,
+                    rtol=0 if exact else rtol,
+                    atol=0 if exact else atol,
+                    check_device=False,
+                )

@@ -1,0 +1,89 @@
+"""Slices of replicated blocks make up the block once; buckets are merged only where that stays true."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import UNIT, Block, bucket_blocks, check_order, chunk_table, flattened, padded
+from colonnade.parallel.flat import FlatLayout
+
+
+@given(numel=st.integers(0, 700), count=st.integers(1, 9))
+def test_slices_of_all_holders_are_the_block(numel: int, count: int) -> None:
+    tensor = torch.arange(float(numel))
+    slices = [Block(tensor, count, index).owned for index in range(count)]
+    assert torch.equal(torch.cat(slices), tensor)
+
+
+def test_slices_are_even_and_views() -> None:
+    tensor = torch.arange(64.0 * 100).view(100, 64)
+    slices = [Block(tensor, 4, index).owned for index in range(4)]
+    assert [len(s) for s in slices] == [1600] * 4
+    assert all(s.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for s in slices)
+
+
+def test_block_refuses_an_index_outside_its_holders() -> None:
+    with pytest.raises(GradientError, match="0 to 1, not 2"):
+        Block(torch.zeros(1), count=2, index=2)
+
+
+def test_flattened_is_a_view_of_dense_memory_in_any_order() -> None:
+    dense = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert flattened(dense).data_ptr() == dense.data_ptr()
+    assert flattened(dense.t() if dense.dim() == 2 else dense.permute(3, 1, 0, 2)).data_ptr() == dense.data_ptr()
+    expanded = torch.randn(3, 1).expand(3, 4)
+    assert torch.equal(flattened(expanded).sort().values, expanded.reshape(-1).sort().values)
+
+
+def bucket(*numels: int) -> tuple[FlatLayout, torch.Tensor]:
+    layout = FlatLayout([torch.zeros(n) for n in numels])
+    return layout, torch.arange(float(layout.numel))
+
+
+def starts(blocks: list[Block]) -> list[tuple[int, int]]:
+    return [(b.tensor.storage_offset(), b.tensor.numel()) for b in blocks]
+
+
+def test_neighbours_with_one_holding_and_slot_become_one_block() -> None:
+    layout, buffer = bucket(5, 20, 16, 3)
+    whole = bucket_blocks(layout, buffer, [(2, 1)] * 4)
+    assert starts(whole) == [(0, layout.numel)]
+    assert (whole[0].count, whole[0].index) == (2, 1)
+    by_slot = bucket_blocks(layout, buffer, [(2, 1)] * 4, [0, 0, 1, 0])
+    assert starts(by_slot) == [(0, 48), (48, 16), (64, 16)]
+    by_holding = bucket_blocks(layout, buffer, [(2, 1), (1, 0), (1, 0), (2, 1)])
+    assert [b.count for b in by_holding] == [2, 1, 2]
+
+
+def test_absent_and_tied_members_stand_apart() -> None:
+    layout, buffer = bucket(5, 20, 16, 3)
+    assert starts(bucket_blocks(layout, buffer, [(1, 0)] * 4, absent=[1])) == [(0, 16), (48, 32)]
+    assert starts(bucket_blocks(layout, buffer, [(2, 0)] * 4, alone=[1])) == [(0, 16), (16, 32), (48, 32)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 300)), min_size=1, max_size=6))
+def test_chunks_cover_every_span_once(sizes: list[tuple[int, int]]) -> None:
+    spans, end = [], 0
+    for gap, numel in sizes:
+        start = end + gap * UNIT
+        spans.append((start, start + numel))
+        end = padded(start + numel, torch.float32)
+    table = chunk_table(spans, 64, torch.device("cpu"))
+    seen: dict[int, list[int]] = {}
+    for start, stop, owner in table.tolist():
+        assert 0 < (stop - start) * UNIT <= 64
+        seen.setdefault(owner, []).extend(range(start * UNIT, stop * UNIT))
+    for owner, (start, stop) in enumerate(spans):
+        assert seen[owner] == list(range(start, -(-stop // UNIT) * UNIT))
+
+
+@pytest.mark.parametrize("p", [0, -1, math.nan])
+def test_orders_that_are_no_norm(p: float) -> None:
+    with pytest.raises(GradientError, match="above 0 or inf"):
+        check_order(p)

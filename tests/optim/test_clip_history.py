@@ -1,0 +1,159 @@
+"""Methods with memory against plain Python versions of their papers' rules."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.optim.clip_history import AdaGC, PercentileClip, SkipOnSpike, ZClip
+from colonnade.optim.clip_method import ClipMethod
+from tests.optim.test_clip_method import seen
+from tests.optim.watch import Operations
+
+METHODS: dict[str, Callable[[], ClipMethod]] = {
+    "zclip": lambda: ZClip(warmup=5, max_norm=4.0),
+    "percentile": lambda: PercentileClip(30, window=7),
+    "skip_on_spike": lambda: SkipOnSpike(sigmas=2.0, window=8),
+    "adagc": lambda: AdaGC(warmup=4),
+}
+
+
+def noisy(count: int, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [abs(draw.gauss(1.0, 0.1)) * (8.0 if draw.random() < 0.15 else 1.0) for _ in range(count)]
+
+
+def zclip_divisors(norms: list[float], warmup: int, alpha: float, z_max: float) -> list[float]:
+    first: list[float] = []
+    divisors, mean, variance = [], 0.0, 0.0
+    for norm in norms:
+        clipped = norm
+        if len(first) < warmup:
+            first.append(norm)
+            mean = sum(first) / len(first)
+            variance = sum((x - mean) ** 2 for x in first) / len(first)
+        else:
+            deviation = math.sqrt(variance)
+            z = (norm - mean) / (deviation + 1e-6)
+            if z > z_max:
+                clipped = mean + z_max * deviation / (z / z_max)
+            mean = alpha * mean + (1 - alpha) * clipped
+            variance = alpha * variance + (1 - alpha) * (clipped - mean) ** 2
+        divisors.append(max(1.0, (norm + 1e-6) / clipped) if clipped < norm else 1.0)
+    return divisors
+
+
+def test_zclip() -> None:
+    norms = noisy(60)
+    method = ZClip(warmup=10)
+    found = [method(seen(norm)).divisor.item() for norm in norms]
+    assert found == pytest.approx(zclip_divisors(norms, 10, 0.97, 2.5), rel=1e-9)
+    assert max(found) > 2
+
+
+def test_percentile_over_a_window() -> None:
+    norms = noisy(40)
+    method = PercentileClip(30, window=7)
+    for step, norm in enumerate(norms):
+        recent = torch.tensor(norms[max(0, step - 6) : step + 1], dtype=torch.float64)
+        limit = torch.quantile(recent, 0.3).item()
+        assert method(seen(norm)).divisor.item() == pytest.approx(max(1.0, (norm + 1e-6) / limit), rel=1e-12)
+
+
+def test_skip_on_spike() -> None:
+    method = SkipOnSpike(sigmas=6.0, window=8, max_norm=0.5)
+    skips = []
+    norms = [1.0, 1.1, 0.9, 50.0, 1.0, 1.05, 50.0, 1.0, *[1.0] * 8, 50.0, *[50.0] * 8]
+    for norm in norms:
+        verdict = method(seen(norm))
+        assert verdict.skip is not None
+        skips.append(bool(verdict.skip))
+        assert verdict.divisor.item() == pytest.approx((norm + 1e-6) / 0.5)
+    assert not any(skips[:16])  # too few to judge at first, then a window that itself has spikes
+    assert skips[16]
+    assert not skips[-1]  # a lasting change is accepted
+
+
+def test_skip_above_a_fixed_bound() -> None:
+    verdict = SkipOnSpike(bound=10.0)(seen(11.0))
+    assert verdict.skip is not None
+    assert bool(verdict.skip)
+
+
+def test_adagc_by_slot() -> None:
+    method = AdaGC(factor=1.05, beta=0.98, warmup=3, max_norm=2.0)
+    rows = [(3.0, 0.5), (2.0, 0.4), (2.5, 0.0), (2.0, 0.5), (9.0, 0.4), (1.0, 0.3)]
+    averages = [math.inf, math.inf]
+    for step, row in enumerate(rows):
+        total = math.hypot(*row)
+        found = method(seen(total, *row)).divisor.expand(2).tolist()
+        for slot, norm in enumerate(row):
+            limit_norm, limit = (total, 2.0) if step < 3 else (norm, 1.05 * averages[slot])
+            divisor = max(1.0, (limit_norm + 1e-6) / limit)
+            assert found[slot] == pytest.approx(divisor, rel=1e-12)
+            if norm > 0:
+                clipped = norm / divisor
+                old = averages[slot]
+                averages[slot] = min(old, clipped) if step < 3 else 0.98 * old + 0.02 * clipped
+    assert found[0] == 1
+    assert method.state["average"].tolist() == pytest.approx(averages)
+
+
+def test_adagc_meets_a_slot_after_the_warm_up() -> None:
+    method = AdaGC(warmup=1)
+    for row in ((1.0, 0.0), (1.0, 0.0), (1.0, 5.0)):
+        verdict = method(seen(math.hypot(*row), *row))
+    assert verdict.divisor.tolist() == [1.0, 1.0]
+    assert method.state["average"][1].item() == 5.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_bad_step_is_not_remembered(name: str) -> None:
+    method, other = METHODS[name](), METHODS[name]()
+    for step, norm in enumerate(noisy(12)):
+        method(seen(norm))
+        other(seen(norm))
+        if step % 3 == 0:
+            method(seen(math.nan if step % 2 else math.inf))
+    assert all(torch.equal(other.state[key], value) for key, value in method.state.items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_restored_method_goes_on_alike(name: str) -> None:
+    norms = noisy(30)
+    straight, broken = METHODS[name](), METHODS[name]()
+    whole = [straight(seen(norm)).divisor for norm in norms]
+    for norm in norms[:13]:
+        broken(seen(norm))
+    resumed = METHODS[name]()
+    resumed.load_state_dict(broken.state_dict())
+    again = [resumed(seen(norm)).divisor for norm in norms[13:]]
+    assert all(torch.equal(one, other) for one, other in zip(whole[13:], again, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_read_on_the_host(name: str) -> None:
+    method = METHODS[name]()
+    method(seen(1.0))
+    measured = seen(2.0)
+    with Operations() as watched:
+        method(measured)
+    assert watched.host_reads == 0
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    method = PercentileClip(window=7)
+    method(seen(1.0))
+    with pytest.raises(CheckpointError, match="PercentileClip needs"):
+        PercentileClip(window=8).load_state_dict(method.state_dict())
+
+
+def test_settings_out_of_range() -> None:
+    for make in (lambda: ZClip(alpha=1.0), lambda: PercentileClip(0), lambda: AdaGC(warmup=0)):
+        with pytest.raises(ConfigError):
+            make()

@@ -1,0 +1,347 @@
+"""A flat step equals torch's fused step on the clipped gradient: values, counts, state, over many kinds of steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from colonnade.errors import GradientError
+from colonnade.optim.flat_state import FlatBucket
+from colonnade.optim.flat_step import FlatStep, why_not
+from colonnade.parallel.flat import FlatLayout
+from tests.optim.flat import Pair, buckets_of, parameters
+from tests.optim.watch import Operations
+
+MAKERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adamw": partial(AdamW, lr=1e-2, weight_decay=0.1, fused=True),
+    "adamw-plain": partial(AdamW, lr=1e-2, weight_decay=0.1),
+    "adam": partial(Adam, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95), fused=True),
+    "sgd": partial(SGD, lr=1e-2, fused=True),
+    "sgd-momentum": partial(SGD, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "sgd-nesterov": partial(SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd-dampening": partial(SGD, lr=1e-2, momentum=0.9, dampening=0.5, weight_decay=0.1),
+}
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2}
+PATTERNS: list[list[int]] = [[], [1, 2], [], [5], [1, 2], [0, 1, 2, 3, 4, 5, 6], []]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", MAKERS)
+def test_equals_torch(name: str, dtype: torch.dtype, max_norm: float) -> None:
+    if dtype == torch.bfloat16 and name not in ("adamw", "adam"):
+        pytest.skip("torch's plain optimizers round more often, and its fused SGD fails in bf16 on a CPU")
+    pair = Pair(MAKERS[name], dtype, max_norm=max_norm)
+    for absent in PATTERNS:
+        pair.step(absent)
+    pair.compare(TOLERANCE[dtype], TOLERANCE[dtype] / 10)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_dropped_steps_leave_no_trace(name: str) -> None:
+    pair = Pair(MAKERS[name])
+    for step, absent in enumerate([[], [1, 2], [], [5], [], []]):
+        if step in (0, 2, 3):
+            pair.gradients(absent, scale=math.nan)
+            before = [param.clone() for param in pair.ours]
+            decision = pair.decide(absent)
+            pair.flat.step(decision.divisor, decision.found_inf)
+            assert all(torch.equal(one, other) for one, other in zip(before, pair.ours, strict=True))
+        else:
+            pair.step(absent)
+    pair.compare(1e-6, 1e-7)
+
+
+def decay_groups(params: list[Tensor]) -> Optimizer:
+    return AdamW(
+        [
+            {"params": params[:3], "weight_decay": 0.2},
+            {"params": params[3:5], "weight_decay": 0.0, "lr": 3e-2},
+            {"params": params[5:], "betas": (0.5, 0.9)},
+        ],
+        lr=1e-2,
+        fused=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule", [partial(StepLR, step_size=1, gamma=0.5), partial(OneCycleLR, max_lr=0.1, total_steps=9)]
+)
+def test_groups_and_schedulers(schedule: Callable[[Optimizer], Any]) -> None:
+    pair = Pair(decay_groups)
+    one, other = schedule(pair.torch), schedule(pair.optimizer)
+    for _ in range(4):
+        pair.step()
+        one.step()
+        other.step()
+    assert pair.optimizer.param_groups[0]["lr"] != 1e-2
+    pair.compare(1e-6, 1e-7)
+
+
+def test_a_scheduler_does_not_complain(recwarn: pytest.WarningsRecorder) -> None:
+    pair = Pair(MAKERS["adamw"])
+    scheduler = StepLR(pair.optimizer, 1)
+    pair.step()
+    scheduler.step()
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_lr_in_a_tensor() -> None:
+    lr = torch.tensor(1e-2)
+    pair = Pair(partial(AdamW, lr=lr, fused=True))
+    pair.step()
+    lr.fill_(5e-2)
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
+def test_momentum_that_begins_later() -> None:
+    pair = Pair(MAKERS["sgd"])
+    pair.step()
+    assert pair.optimizer.state_dict()["state"] == {}
+    for optimizer in (pair.torch, pair.optimizer):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    pair.step()
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_state_goes_to_torch_and_back(name: str) -> None:
+    pair = Pair(MAKERS[name])
+    assert pair.optimizer.state_dict()["state"] == {}
+    for absent in ([], [1], []):
+        pair.step(absent)
+    mine, theirs = pair.optimizer.state_dict(), pair.torch.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert {k: list(v) for k, v in mine["state"].items()} == {k: list(v) for k, v in theirs["state"].items()}
+    # torch goes on from our state, and we from torch's.
+    fresh = MAKERS[name](pair.theirs)
+    fresh.load_state_dict(_cloned(mine))
+    pair.torch = fresh
+    pair.optimizer.load_state_dict(_cloned(theirs))
+    for absent in ([2], [], []):
+        pair.step(absent)
+    pair.compare(2e-6, 2e-7)
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, state)
+
+
+def test_state_from_before_is_taken_over_and_a_fresh_state_starts_anew() -> None:
+    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
+    empty = _cloned(one.state_dict())
+    for optimizer, tensors in ((one, theirs), (other, ours)):
+        source = torch.Generator().manual_seed(0)
+        for param in tensors:
+            param.grad = torch.randn(param.shape, generator=source)
+        optimizer.step()
+    buckets = buckets_of(ours, [6, 1])
+    views = [view for bucket in buckets for view in bucket.views]
+    flat = FlatStep(other, buckets)
+
+    def both() -> None:
+        for a, b, view in zip(theirs, ours, views, strict=True):
+            view.normal_()
+            a.grad, b.grad = view.clone(), view
+        one.step()
+        flat.step(torch.ones(1), torch.zeros(()))
+
+    both()
+    one.load_state_dict(empty)
+    other.load_state_dict(empty)
+    both()
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        assert other.state[b]["step"] == one.state[a]["step"] == 1
+
+
+def test_one_divisor_per_slot() -> None:
+    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
+    slots = [0, 2, 2, 1, 0, 1, 1]
+    buckets = buckets_of(ours, [4, 3], slots)
+    views = [view for bucket in buckets for view in bucket.views]
+    flat = FlatStep(other, buckets)
+    divisor = torch.tensor([1.0, 3.0, 7.0], dtype=torch.float64)
+    for a, b, view, slot in zip(theirs, ours, views, slots, strict=True):
+        view.normal_()
+        b.grad = view
+        a.grad = view / divisor[slot].float()
+    one.step()
+    flat.step(divisor, torch.zeros(()))
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_of_another_dtype() -> None:
+    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
+    layout = FlatLayout([param.detach().bfloat16() for param in ours])
+    bucket = FlatBucket(layout, ours, layout.allocate())
+    flat = FlatStep(other, [bucket])
+    for a, view in zip(theirs, bucket.views, strict=True):
+        view.normal_()
+        a.grad = view.float() / 3
+    one.step()
+    flat.step(torch.tensor([3.0]), torch.zeros(()), absent=[])
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_that_are_frozen_or_not_in_the_optimizer() -> None:
+    theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
+    for tensors in (theirs, ours):
+        tensors[2].requires_grad_(False)
+    one, other = AdamW(theirs[:5], fused=True), AdamW(ours[:5], fused=True)
+    buckets = buckets_of(ours, [6, 1])
+    views = [view for bucket in buckets for view in bucket.views]
+    flat = FlatStep(other, buckets)
+    for a, b, view in zip(theirs, ours, views, strict=True):
+        if a.requires_grad:
+            view.normal_()
+            a.grad, b.grad = view.clone(), view
+    one.step()
+    flat.step(torch.ones(()), torch.zeros(()))
+    for a, b in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+    assert ours[2] not in other.state
+    assert ours[5] not in other.state
+
+
+def test_parameters_keep_identity_shape_and_memory_format() -> None:
+    image = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    value = image.detach().clone()
+    buckets = buckets_of([image], [1])
+    optimizer = AdamW([image])
+    flat = FlatStep(optimizer, buckets)
+    assert torch.equal(image, value)
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert image.data_ptr() == flat.params[0].data_ptr()
+    image.grad = buckets[0].views[0]
+    flat.step(torch.ones(()), torch.zeros(()))
+    assert optimizer.state[image]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_hooks_and_zero_grad() -> None:
+    pair = Pair(MAKERS["adamw"])
+    heard: list[str] = []
+    pair.optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    pair.optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    pair.step()
+    assert heard == ["before", "after"]
+    pair.optimizer.zero_grad()
+    assert all(param.grad is None for param in pair.ours)
+    before = [param.clone() for param in pair.ours]
+    pair.flat.step(torch.ones(1), torch.zeros(()))
+    assert all(torch.equal(one, other) for one, other in zip(before, pair.ours, strict=True))
+
+
+def test_the_optimizers_own_step_still_works() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.step()
+    pair.gradients()
+    pair.torch.step()
+    pair.optimizer.step()
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
+def test_no_host_read_and_no_copy(name: str) -> None:
+    pair = Pair(MAKERS[name])
+    pair.step()
+    pair.gradients()
+    with Operations() as watched:
+        decision = pair.decide()
+        pair.flat.step(decision.divisor, decision.found_inf)
+    assert watched.host_reads == 0
+    assert watched.largest <= 256
+
+
+def test_what_is_refused() -> None:
+    params = parameters(torch.float32, "cpu")
+    assert why_not(AdamW(params)) is None
+    assert "amsgrad" in str(why_not(AdamW(params, amsgrad=True)))
+    assert "maximize" in str(why_not(SGD(params, maximize=True)))
+    assert "differentiable" in str(why_not(Adam(params, differentiable=True)))
+    assert "eps above 0" in str(why_not(AdamW(params, eps=0.0)))
+    assert "NAdam" in str(why_not(NAdam(params)))
+    assert "half-precision" in str(why_not(SGD(parameters(torch.bfloat16, "cpu"))))
+    assert "complex" in str(why_not(AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.complex64))])))
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    assert "betas" in str(why_not(AdamW(params, betas=betas, fused=True, capturable=True)))
+
+    class Mine(AdamW):
+        pass
+
+    assert "not Mine" in str(why_not(Mine(params)))
+    with pytest.raises(GradientError, match="use ScaledStep"):
+        FlatStep(NAdam(params), buckets_of(params, [7]))
+
+
+def test_buckets_that_do_not_fit() -> None:
+    params = parameters(torch.float32, "cpu")
+    with pytest.raises(GradientError, match="parameter 5 of group 0, of shape \\(129, 17\\), is in no bucket"):
+        FlatStep(AdamW(params), buckets_of(params[:5], [5]))
+    with pytest.raises(GradientError, match="twice"):
+        FlatStep(AdamW(params), [*buckets_of(params, [7]), *buckets_of(params[:1], [1])])
+    with pytest.raises(GradientError, match="no bucket at all"):
+        FlatStep(AdamW([torch.nn.Parameter(torch.zeros(1), requires_grad=False)]), [])
+
+
+def test_changes_after_the_start_are_met_with_an_error() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.gradients()
+    pair.optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(GradientError, match="flat step does not do amsgrad"):
+        pair.flat.step(torch.ones(1), torch.zeros(()))
+    pair.optimizer.param_groups[0]["amsgrad"] = False
+    pair.ours[1].grad = torch.zeros_like(pair.ours[1])
+    with pytest.raises(GradientError, match="not the bucket's own"):
+        pair.flat.step(torch.ones(1), torch.zeros(()))
+    pair.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(GradientError, match="make a new FlatStep"):
+        pair.flat.step(torch.ones(1), torch.zeros(()))
+
+
+def test_collect_brings_stray_gradients_home() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.gradients()
+    stray = torch.ones_like(pair.ours[1])
+    pair.ours[1].grad = stray
+    pair.ours[0].grad = None
+    assert pair.buckets[0].collect() == [0]
+    assert torch.equal(pair.buckets[0].views[1], stray)
+    pair.flat.step(torch.ones(1), torch.zeros(()))
+
+
+def test_close_takes_the_hooks_away() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.step()
+    state = _cloned(pair.optimizer.state_dict())
+    pair.flat.close()
+    pair.optimizer.load_state_dict(state)
+    param = pair.ours[1]
+    assert pair.optimizer.state[param]["exp_avg"].data_ptr() == state["state"][1]["exp_avg"].data_ptr()
+
+
+def test_under_another_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        pair = Pair(MAKERS["adamw"], torch.float64)
+        for absent in PATTERNS:
+            pair.step(absent)
+        pair.compare(1e-12, 1e-13)
+    finally:
+        torch.set_default_dtype(torch.float32)

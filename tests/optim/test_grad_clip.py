@@ -1,0 +1,68 @@
+"""Value clip, and adaptive clip of units, whole and sharded, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.errors import ConfigError, GradientError
+from colonnade.optim.grad_clip import UnitBlock, clip_units_, clip_values_
+from colonnade.testing import run_world
+
+
+def test_values() -> None:
+    grads = [torch.tensor([-3.0, 0.5, 7.0]), torch.empty(0), torch.tensor([[1.0], [-1.5]], dtype=torch.float64)]
+    clip_values_((grad for grad in grads), 1.0)
+    assert grads[0].tolist() == [-1.0, 0.5, 1.0]
+    assert grads[2].tolist() == [[1.0], [-1.0]]
+    clip_values_([], 1.0)
+    with pytest.raises(ConfigError, match="limit of a value clip"):
+        clip_values_(grads, 0)
+    with pytest.raises(GradientError, match="real gradients"):
+        clip_values_([torch.zeros(1, dtype=torch.complex64)], 1.0)
+
+
+def plainly(param: Tensor, grad: Tensor, factor: float, eps: float) -> Tensor:
+    """Row by row, in fp64."""
+    rows = (param, grad) if param.dim() > 1 else (param.reshape(1, -1), grad.reshape(1, -1))
+    clipped = []
+    for weight, value in zip(*(tensor.double() for tensor in rows), strict=True):
+        limit = factor * max(float(weight.norm()), eps)
+        clipped.append(value * min(1.0, limit / max(float(value.norm()), 1e-6)))
+    return torch.stack(clipped).reshape(grad.shape)
+
+
+def drawn(*shape: int) -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=source), 0.05 * torch.randn(shape, generator=source)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 2, 5), (0, 4)])
+def test_units_of_whole_tensors(shape: tuple[int, ...]) -> None:
+    param, grad = drawn(*shape)
+    wanted = plainly(param, grad, 0.04, 1e-3) if grad.numel() else grad.double()
+    clip_units_([UnitBlock(param, grad)], factor=0.04)
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-6, atol=1e-8)
+
+
+def world_units() -> list[Tensor]:
+    """Columns of a matrix and parts of a vector sharded, rows of another matrix sharded."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    cut = [slice(0, 5), slice(5, 6)][rank]
+    columns, vector, rows = drawn(4, 6), drawn(6), drawn(6, 3)
+    blocks = [
+        UnitBlock(columns[0][:, cut], columns[1][:, cut].clone(), group),
+        UnitBlock(vector[0][cut], vector[1][cut].clone(), group),
+        UnitBlock(rows[0][cut], rows[1][cut].clone()),
+    ]
+    clip_units_(blocks, factor=0.04)
+    for block, full, piece in zip(blocks, (columns, vector, rows), ((slice(None), cut), (cut,), (cut,)), strict=True):
+        wanted = plainly(*full, 0.04, 1e-3)[piece]
+        torch.testing.assert_close(block.grad.double(), wanted, rtol=1e-6, atol=1e-8)
+    return [block.grad for block in blocks]
+
+
+def test_units_of_sharded_tensors() -> None:
+    run_world(2, world_units)

@@ -1,0 +1,194 @@
+"""The norm of many blocks equals the norm of the gathered gradient in fp64, on one process and on several."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import Block
+from colonnade.optim.norm import Meter, Norms, powsums, reduce_norms
+from colonnade.testing import run_world
+from tests.optim.watch import Operations, collectives
+
+ORDERS = [1.0, 2.0, 3.0, 2.5, 0.5, math.inf]
+KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+
+
+def reference(tensors: list[Tensor], p: float) -> Tensor:
+    """In fp64, on everything at once."""
+    wide = [t.reshape(-1).to(torch.complex128 if t.is_complex() else torch.float64).abs() for t in tensors]
+    return torch.linalg.vector_norm(torch.cat(wide), p)
+
+
+def measured(blocks: list[Block], p: float = 2.0, slots: int = 1, **options: bool) -> Norms:
+    return reduce_norms(powsums(blocks, p, slots, **options), p)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("dtype", KINDS)
+def test_one_process_every_order_and_dtype(dtype: torch.dtype, p: float) -> None:
+    torch.manual_seed(1)
+    tensors = [torch.randn(shape, dtype=dtype) for shape in [(), (0,), (3, 5), (1024,), (1025,), (97, 101)]]
+    norms = measured([Block(t) for t in tensors], p)
+    torch.testing.assert_close(norms.total(), reference(tensors, p), rtol=2e-6 if p >= 1 else 1e-5, atol=0)
+    assert norms.total().dim() == 0
+    assert norms.nonfinite.tolist() == [0]
+
+
+def test_slots_have_their_own_norms_whatever_the_order_of_blocks() -> None:
+    tensors = [torch.randn(n) for n in (10, 2000, 7, 3000, 5)]
+    slots = [3, 0, 1, 0, 3]
+    norms = measured([Block(t, slot=s) for t, s in zip(tensors, slots, strict=True)], slots=5)
+    wanted = [
+        reference([t for t, s in zip(tensors, slots, strict=True) if s == slot] or [torch.zeros(1)], 2.0)
+        for slot in range(5)
+    ]
+    torch.testing.assert_close(norms.per_slot(), torch.stack(wanted), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms.total(), reference(tensors, 2.0), rtol=1e-6, atol=0)
+    counted = torch.tensor([True, False, False, True, False])
+    torch.testing.assert_close(norms.total(counted), torch.stack(wanted)[[0, 3]].norm(), rtol=1e-7, atol=0)
+
+
+def test_mixed_dtypes_and_holes() -> None:
+    tensors = [
+        torch.randn(3000).bfloat16(),
+        torch.randn(5, 7),
+        torch.randn(40, 60)[:, ::2],
+        torch.randn(40, 60)[:, :30],
+        torch.randn(4, 1).expand(4, 9),
+    ]
+    torch.testing.assert_close(
+        measured([Block(t) for t in tensors]).total(), reference(tensors, 2.0), rtol=1e-6, atol=0
+    )
+
+
+def test_a_meter_sees_new_values_and_refuses_what_it_cannot_see_again() -> None:
+    tensor = torch.randn(5000)
+    meter = Meter([Block(tensor)])
+    first = reduce_norms(meter.measure()).total()
+    tensor.mul_(3)
+    torch.testing.assert_close(reduce_norms(meter.measure()).total(), 3 * first, rtol=1e-6, atol=0)
+    with pytest.raises(GradientError, match="holes or overlaps"):
+        Meter([Block(torch.randn(40, 60)[:, :30])])
+
+
+def test_no_blocks_and_empty_blocks_are_zero() -> None:
+    for p in ORDERS:
+        assert measured([], p).total().item() == 0
+        assert measured([Block(torch.empty(0)), Block(torch.empty(0, 3))], p).total().item() == 0
+
+
+def test_a_slot_that_does_not_exist() -> None:
+    with pytest.raises(GradientError, match="slot 2, but there are only 2"):
+        Meter([Block(torch.zeros(1), slot=2)], slots=2)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_is_never_a_plausible_number(p: float, bad: float) -> None:
+    tensors = [torch.randn(2000), torch.randn(9), torch.randn(2000)]
+    tensors[1][4] = bad
+    blocks = [Block(t, slot=i) for i, t in enumerate(tensors)]
+    meter = Meter(blocks, p, slots=3)
+    norms = reduce_norms(meter.measure(), p)
+    assert norms.nonfinite.tolist() == [0, 1, 0]
+    assert norms.per_slot().isfinite().tolist() == [True, False, True]
+    assert math.isnan(norms.total().item()) == math.isnan(bad)
+    assert meter.culprits() == [blocks[1]]
+
+
+def test_whole_blocks_weighted_by_their_replicas() -> None:
+    tensor = torch.randn(5000)
+    sums = [powsums([Block(tensor, 3, index)], whole=True)[0] for index in range(3)]
+    assert sums[0] == sums[1] == sums[2]
+    torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.slow
+def test_fifty_million_elements() -> None:
+    source = torch.Generator().manual_seed(3)
+    value = torch.randn(50_000_000, generator=source)
+    error = measured([Block(value)]).total() / value.double().norm() - 1
+    assert abs(error.item()) < 4e-8
+    value.fill_(0.01)
+    wanted = math.sqrt(50_000_000) * float(value[0].double())
+    assert abs(measured([Block(value)]).total().item() / wanted - 1) < 1e-6
+
+
+def test_squares_beyond_fp32_in_fp64_and_small_ones() -> None:
+    big = torch.full((3000,), 1e25, dtype=torch.float64)
+    assert measured([Block(big)]).total().item() == pytest.approx(1e25 * math.sqrt(3000), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_host_read_and_no_copy_of_the_gradient(dtype: torch.dtype) -> None:
+    blocks = [Block(torch.randn(6_000_000).to(dtype)), Block(torch.randn(50).to(dtype))]
+    meter = Meter(blocks)
+    with Operations() as seen:
+        reduce_norms(meter.measure()).total()
+    assert seen.host_reads == 0
+    assert seen.largest <= 6_000_000 / 1024 * 8 + 1024
+
+
+def world_norm(seed: int, p: float, whole: bool) -> tuple[Tensor, list[str]]:
+    """Every rank holds some tensors alone, shares others with random sets of ranks, and some hold nothing."""
+    draw = random.Random(seed)
+    source = torch.Generator().manual_seed(seed)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    blocks, everything = [], []
+    for _ in range(12):
+        numel = draw.choice([0, 1, 63, 65, 1000, 5000])
+        tensor = torch.randn(numel, generator=source, dtype=torch.float32)
+        holders = sorted(draw.sample(range(world - 1), draw.randint(1, world - 1)))  # the last rank has none
+        everything.append(tensor)
+        if rank in holders:
+            blocks.append(Block(tensor, len(holders), holders.index(rank)))
+    with collectives() as called:
+        norm = measured(blocks, p, whole=whole).total()
+    torch.testing.assert_close(norm, reference(everything, p), rtol=1e-6, atol=0)
+    return norm, called
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_any_holding_on_four_ranks(p: float, whole: bool) -> None:
+    values = run_world(4, world_norm, 17, p, whole).values
+    assert [called for _, called in values] == [["all_reduce"]] * 4
+    assert len({norm.item() for norm, _ in values}) == 1
+
+
+def world_nan(p: float, bad: float, culprit: int) -> tuple[float, float]:
+    tensor = torch.randn(3000)
+    if dist.get_rank() == culprit:
+        tensor[1234] = bad
+    norms = measured([Block(tensor)] if dist.get_rank() else [Block(tensor), Block(torch.empty(0))], p)
+    return norms.total().item(), norms.nonfinite.item()
+
+
+def world_every_nan(p: float, bad: float) -> list[tuple[float, float]]:
+    return [world_nan(p, bad, culprit) for culprit in range(dist.get_world_size())]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_a_bad_value_on_each_rank_in_turn_reaches_every_rank(p: float, bad: float) -> None:
+    for found in run_world(3, world_every_nan, p, bad).values:
+        assert [(str(norm), count) for norm, count in found] == [(str(bad), 1.0)] * 3
+
+
+def world_stale() -> list[float]:
+    mine = torch.full((10,), 100.0) if dist.get_rank() == 0 else torch.empty(0)
+    meter = Meter([Block(mine)], math.inf)
+    first = reduce_norms(meter.measure(), math.inf).total().item()
+    mine.fill_(1.0)
+    return [first, reduce_norms(meter.measure(), math.inf).total().item()]
+
+
+def test_a_large_step_leaves_nothing_behind() -> None:
+    assert run_world(2, world_stale).values == [[100.0, 1.0], [100.0, 1.0]]

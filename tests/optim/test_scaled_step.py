@@ -1,0 +1,154 @@
+"""A divided step equals torch's step on gradients divided beforehand, and a dropped one changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+from colonnade.optim.scaled_step import ScaledStep
+from tests.optim.watch import Operations
+
+FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adam": partial(Adam, lr=0.1, fused=True),
+    "adamw": partial(AdamW, lr=0.1, fused=True),
+    "sgd": partial(SGD, lr=0.1, fused=True),
+    "sgd-momentum": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "adagrad": partial(Adagrad, lr=0.1, fused=True),
+}
+PLAIN: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+    "adam": partial(Adam, lr=0.1),
+    "adamw-foreach": partial(AdamW, lr=0.1, foreach=True),
+    "sgd": partial(SGD, lr=0.1, momentum=0.9),
+    "sgd-dampening": partial(SGD, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "rmsprop": partial(RMSprop, lr=0.1),
+    "nadam": partial(NAdam, lr=0.1),
+}
+ALL = {**{f"fused {k}": v for k, v in FUSED.items()}, **{f"plain {k}": v for k, v in PLAIN.items()}}
+KEEP, DROP = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def params(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    source = torch.Generator().manual_seed(2)
+    return [torch.nn.Parameter(torch.randn(n, generator=source).to(dtype)) for n in (3, 40)]
+
+
+def give_grads(tensors: list[Tensor], seed: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor.grad = torch.randn(tensor.shape, generator=source).to(tensor.dtype)
+
+
+def close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-6) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_equals_a_step_on_divided_gradients(name: str) -> None:
+    theirs, ours = params(), params()
+    plain, scaled = ALL[name](theirs), ScaledStep(ALL[name](ours))
+    for seed, divisor in enumerate((1.0, 3.0, 1.7)):
+        give_grads(theirs, seed)
+        give_grads(ours, seed)
+        for param in theirs:
+            assert param.grad is not None
+            param.grad.div_(divisor)
+        plain.step()
+        scaled.step(torch.tensor([divisor], dtype=torch.float64), KEEP)
+        close([p.grad for p in ours if p.grad is not None], [p.grad for p in theirs if p.grad is not None])
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dropped_step_changes_nothing(name: str) -> None:
+    theirs, ours = params(), params()
+    plain, scaled = ALL[name](theirs), ScaledStep(ALL[name](ours))
+    for seed, drop in enumerate((True, False, True, False)):
+        give_grads(ours, seed)
+        before = copy.deepcopy(ours)
+        scaled.step(torch.tensor(2.0), DROP if drop else KEEP)
+        if drop:
+            assert all(torch.equal(one, other) for one, other in zip(before, ours, strict=True))
+        else:
+            give_grads(theirs, seed)
+            for param in theirs:
+                assert param.grad is not None
+                param.grad.div_(2.0)
+            plain.step()
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_attributes_of_a_loss_scaler_are_joined_and_put_back(name: str) -> None:
+    theirs, ours = params(), params()
+    plain, optimizer = FUSED[name](theirs), FUSED[name](ours)
+    scale, flag = torch.tensor(4.0), torch.tensor(0.0)
+    optimizer.grad_scale, optimizer.found_inf = scale, flag  # type: ignore[attr-defined]
+    give_grads(theirs, 0)
+    give_grads(ours, 0)
+    for param in theirs:
+        assert param.grad is not None
+        param.grad.div_(8.0)
+    plain.step()
+    ScaledStep(optimizer).step(torch.tensor(2.0), KEEP)
+    close(ours, theirs)
+    assert optimizer.grad_scale is scale  # type: ignore[attr-defined]
+    assert optimizer.found_inf is flag  # type: ignore[attr-defined]
+
+
+def test_attributes_are_gone_afterwards_also_after_an_error() -> None:
+    ours = params()
+    optimizer = AdamW(ours, fused=True)
+    give_grads(ours, 0)
+    ScaledStep(optimizer).step(torch.tensor(2.0), KEEP)
+    assert not hasattr(optimizer, "grad_scale")
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ScaledStep(optimizer).step(torch.tensor(2.0), KEEP)
+    hook.remove()
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_fp64_keeps_its_digits() -> None:
+    theirs, ours = params(torch.float64), params(torch.float64)
+    plain, scaled = AdamW(theirs, fused=True), ScaledStep(AdamW(ours, fused=True))
+    give_grads(theirs, 0)
+    give_grads(ours, 0)
+    for param in theirs:
+        assert param.grad is not None
+        param.grad.div_(1.1)
+    plain.step()
+    scaled.step(torch.tensor([1.1], dtype=torch.float64), KEEP)
+    close(ours, theirs, 1e-15)
+
+
+@pytest.mark.parametrize("name", ["fused adamw", "plain sgd"])
+def test_one_divisor_per_slot(name: str) -> None:
+    theirs, ours = params(), params()
+    plain, scaled = ALL[name](theirs), ScaledStep(ALL[name](ours), {ours[1]: 2})
+    give_grads(theirs, 0)
+    give_grads(ours, 0)
+    for param, divisor in zip(theirs, (2.0, 5.0), strict=True):
+        assert param.grad is not None
+        param.grad.div_(divisor)
+    plain.step()
+    scaled.step(torch.tensor([2.0, 3.0, 5.0]), KEEP)
+    close(ours, theirs)
+
+
+def test_who_decides_on_the_host() -> None:
+    assert not any(ScaledStep(make(params())).waits_for_device for make in FUSED.values())
+    assert all(ScaledStep(make(params())).waits_for_device for make in PLAIN.values())
+    for make, found_inf, reads in ((FUSED["adamw"], KEEP, 0), (PLAIN["sgd"], None, 0), (PLAIN["sgd"], KEEP, 1)):
+        ours = params()
+        scaled = ScaledStep(make(ours))
+        give_grads(ours, 0)
+        with Operations() as watched:
+            scaled.step(torch.tensor(2.0), found_inf)
+        assert watched.host_reads == reads
