@@ -1,4 +1,4 @@
-"""Forward, backward and gradient synchronisation on two gloo ranks, against the ways torch offers.
+"""zero_grad, forward, backward and gradient synchronisation on two gloo ranks, against the ways torch offers.
 
 `python benchmarks/step.py --json` prints one object last: `ratios` of Colonnade's time to that of the best DDP
 variant of the same run, per model and transport, the peak of extra memory in buckets, and the `goals`.
@@ -105,13 +105,14 @@ def reducer_of(model: nn.Module, variant: str) -> GradientReducer:
 
 
 def contestant(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: str) -> tuple[Step, int]:
-    """One step of the variant, without zeroing; and the bytes it holds that torch's allocator does not know."""
+    """One step of the variant after zero_grad; and the bytes it holds that torch's allocator does not know."""
     if variant in ("shm", "gloo"):
         reducer = reducer_of(model, variant)
 
         def ours() -> None:
+            out = loss(model)
             reducer.prepare(last=True)
-            loss(model).backward()
+            out.backward()
             reducer.wait()
 
         return ours, sum(b.room.nbytes for b in reducer.buckets) if variant == "shm" else 0
@@ -152,9 +153,9 @@ def serve(case: str, variant: str) -> Callable[[str], Any]:
     def timed() -> float:
         # Of two steps the second is measured: the first warms the caches that other contestants have used.
         for _ in range(2):
-            model.zero_grad(set_to_none=True)
             dist.barrier()
             begin = time.perf_counter()
+            model.zero_grad(set_to_none=True)
             step()
             seconds = time.perf_counter() - begin
         return seconds

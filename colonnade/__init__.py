@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from colonnade.engine.build import initialize as initialize
     from colonnade.engine.engine import Engine as Engine
     from colonnade.logging import get_dist_logger as get_dist_logger
+    from colonnade.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from colonnade.optim.clip import grad_norm as grad_norm
     from colonnade.parallel.module_placement import place_module as place_module
     from colonnade.parallel.placement import Replicate as Replicate
     from colonnade.parallel.placement import Shard as Shard
@@ -34,8 +36,10 @@ _NAMES = {
     "Replicate": "colonnade.parallel.placement",
     "Shard": "colonnade.parallel.placement",
     "Tied": "colonnade.parallel.placement",
+    "clip_grad_norm_": "colonnade.optim.clip",
     "get_default_parser": "colonnade._launch",
     "get_dist_logger": "colonnade.logging",
+    "grad_norm": "colonnade.optim.clip",
     "initialize": "colonnade.engine.build",
     "launch": "colonnade._launch",
     "launch_from_openmpi": "colonnade._launch",

@@ -2,36 +2,230 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.checked import Damaged
-from colonnade.checkpoint.collect import contents_of, part_of
-from colonnade.checkpoint.folder import (
-    Found,
-    check_space,
-    clean,
-    discard,
-    make_folder,
-    megabytes,
-    published,
-    staging_name,
-)
-from colonnade.checkpoint.locate import locate, survey, uneven_sizes
+from colonnade.checkpoint.collect import RankPart, contents_of, part_of
+from colonnade.checkpoint.folder import check_space, clean, discard, make_folder, megabytes, published, staging_name
+from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
 from colonnade.checkpoint.lock import RunLock
-from colonnade.checkpoint.manifest import LayoutRecord, Manifest
-from colonnade.checkpoint.match import check_matches, match
-from colonnade.checkpoint.restore import OptimizerRestorer, restore_weights
-from colonnade.checkpoint.restore_values import RandomSource, Values
-from colonnade.checkpoint.tensors_file import TensorReader
+from colonnade.checkpoint.manifest import LayoutRecord
 from colonnade.checkpoint.together import agreed, gather
-from colonnade.checkpoint.verify import check_files, read_manifest, verify
+from colonnade.checkpoint.verify import verify as verify_checkpoint
 from colonnade.checkpoint.write import Background, Save
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
+
+_MANIFEST_SPACE = 1 << 20
+_VISIBLE_WITHIN = 10.0
+
+
+class CheckpointManager:
+    """The checkpoints of one run in one folder, which all ranks must see (a shared file system).
+
+    Making it, `save`, `load`, `wait` and `close` are collective: every rank calls them, in the same order, and every
+    rank raises when one does. A checkpoint appears under its name by one rename, when all of it is on disk; the
+    newest good one is found by listing. After a save all but the `keep` newest steps are deleted.
+
+    With `background`, `save` copies the tensors to the host and returns; a thread writes them. The next `save`,
+    `load`, `wait` or `close` waits for it and raises its error. The thread never communicates: each rank leaves a
+    note in the folder when its part is on disk, and rank 0 commits when it sees them all.
+
+    One run may write to a folder at a time (`run.lock`); `read_only` takes no lock and cannot save. `verify=False`
+    loads without hashing the files; sizes and the manifest are always checked.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        context: ParallelContext,
+        keep: int = 3,
+        background: bool = False,
+        verify: bool = True,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.context = context
+        self.keep = keep
+        self.background = background
+        self.verify = verify
+        self.read_only = read_only
+        self._pending: Background | None = None
+        self._lock: RunLock | None = None
+        with agreed(context, f"opening {self.folder}"):
+            if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+                raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
+            if not read_only and self._is_first:
+                make_folder(self.folder)
+                self._lock = RunLock(self.folder)
+
+    # -- what there is ------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending. This rank's own look at the folder."""
+        return sorted({found.step for found in published(self.folder)})
+
+    def latest(self) -> int | None:
+        """The newest step whose manifest, files and sizes are in order. This rank's own look at the folder."""
+        for found in reversed(published(self.folder)):
+            try:
+                verify_checkpoint(found.path, content=False)
+            except (CheckpointError, OSError):
+                continue
+            return found.step
+        return None
+
+    # -- saving -------------------------------------------------------------------------------------------
+
+    def save(self, step: int, model: nn.Module, optimizer: Any = None, extra: Mapping[str, Any] | None = None) -> None:
+        """Save everything under `step`. Collective over the world.
+
+        `extra` maps names to objects with `state_dict()` and `load_state_dict()`, or to plain JSON values. A step
+        that was saved before is replaced once the new checkpoint is in place.
+        """
+        self.wait()
+        with agreed(self.context, f"saving step {step}"):
+            self._check_save(step)
+            contents = contents_of(model, optimizer, extra, self.context)
+        notes = gather(contents.note(), self.context)
+        with agreed(self.context, f"saving step {step}"):
+            mine = part_of(contents, notes, self.context)
+        save = self._stage(step, mine)
+        try:
+            if self.background:
+                self._write_beside(save, mine)
+            else:
+                self._write_now(save, mine)
+        except BaseException:
+            if self._is_first:
+                discard(save.staged)
+            raise
+
+    def wait(self) -> None:
+        """Wait for the background save, if there is one, and raise its error on every rank. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.join()
+            with agreed(self.context, "saving in the background"):
+                if pending.error is not None:
+                    raise pending.error
+
+    def close(self) -> None:
+        """Wait for the background save and let another run have the folder. Collective."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        # After an error on this rank the others may be gone: nothing collective, and the thread goes on by itself.
+        if kind is None:
+            self.close()
+        elif self._pending is None or not self._pending.is_alive():
+            self._release()
+
+    # -- loading ------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> LoadedInfo:
+        """Load the newest good checkpoint, or that of `step`, whatever layout it was saved on. Collective.
+
+        A damaged one is passed over for the last good one, with a warning; one that was asked for by its step is an
+        error. A checkpoint of another model is an error that lists what does not fit, and then nothing has been
+        loaded. Objects in `extra` get their state; plain values come back in the result.
+        """
+        self.wait()
+        return load_checkpoint(self.folder, self.context, model, optimizer, dict(extra or {}), step, self.verify)
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    @property
+    def _is_first(self) -> bool:
+        return self.context.get_global_rank() == 0
+
+    def _check_save(self, step: int) -> None:
+        if self.read_only:
+            raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+        later = [other for other in self.steps() if other > step] if self._is_first else []
+        if later:
+            get_dist_logger().warning(
+                f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the latest "
+                f"step, so delete them if this run has left them behind."
+            )
+
+    def _stage(self, step: int, mine: RankPart) -> Save:
+        """Agree on the staged folder and make it. Collective."""
+        notes = gather({"step": step, "size": mine.size, "name": staging_name(step)}, self.context)
+        steps = {note["step"] for note in notes}
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
+            )
+        needed = sum(note["size"] for note in notes) + _MANIFEST_SPACE
+        staged = self.folder / notes[0]["name"]
+        with agreed(self.context, f"saving step {step}"):
+            if self._is_first:
+                clean(self.folder)
+                check_space(self.folder, needed)
+                staged.mkdir()
+        with agreed(self.context, f"saving step {step}"):
+            _check_visible(staged, self.context)
+        return Save(
+            step, staged, self.context.get_global_rank(), LayoutRecord.of(self.context.layout), needed, self.keep
+        )
+
+    def _write_now(self, save: Save, mine: RankPart) -> None:
+        started = time.monotonic()
+        with agreed(self.context, f"saving step {save.step}"):
+            save.write(mine)
+        with agreed(self.context, f"saving step {save.step}"):
+            if self._is_first:
+                _report(save, save.commit(), started)
+
+    def _write_beside(self, save: Save, mine: RankPart) -> None:
+        started = time.monotonic()
+        with agreed(self.context, f"saving step {save.step}"):
+            mine.on_host()
+        self._pending = Background(save, mine, lambda path: _report(save, path, started))
+        self._pending.start()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _check_visible(staged: Path, context: ParallelContext) -> None:
+    """Refuse a folder that only some ranks see; network file systems get a moment to show it."""
+    end = time.monotonic() + _VISIBLE_WITHIN
+    while not staged.is_dir():
+        if time.monotonic() > end:
+            raise CheckpointError(
+                f"rank {context.get_global_rank()} on {socket.gethostname()} does not see {staged}, which rank 0 has made; "
+                f"checkpoints need a folder that all ranks share"
+            )
+        time.sleep(0.05)
+
+
+def _report(save: Save, path: Path, started: float) -> None:
+    seconds = time.monotonic() - started
+    get_dist_logger().info(
+        f"saved step {save.step} to {path} ({megabytes(save.needed - _MANIFEST_SPACE)}, {seconds:.2f} s)"
+    )

@@ -228,7 +228,9 @@ def _check(manifest: Manifest) -> None:
     if len(sizes) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
     used = [(block.file, block.key) for tensor in manifest.tensors for block in tensor.blocks]
-    used += [(item.file, f"{item.name}#{at}") for item in all_items(manifest) if item.file for at in range(item.tensors)]
+    used += [
+        (item.file, f"{item.name}#{at}") for item in all_items(manifest) if item.file for at in range(item.tensors)
+    ]
     if len(set(used)) != len(used):
         raise Damaged(f"{MANIFEST} uses one entry of a file twice")
     strangers = {file for file, _ in used} - set(sizes)

@@ -14,6 +14,7 @@ from colonnade.checkpoint.match import Matches
 from colonnade.checkpoint.optimizer_state import HOW_NOT_WHAT, NOT_OPTIONS, members_of, merged_options
 from colonnade.checkpoint.restore_values import Values
 from colonnade.checkpoint.tensors_file import TensorReader
+from colonnade.checkpoint.values import encode
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.placement import is_dtensor
 
@@ -49,8 +50,8 @@ class OptimizerRestorer:
             if record.slot:
                 self._records.setdefault(record.label, []).append(record)
 
-    def restore(self, optimizer: Any) -> None:
-        """Load everything by the optimizer's own `load_state_dict`, so that its hooks run."""
+    def state_dict_for(self, optimizer: Any) -> dict[str, Any]:
+        """What this optimizer is to load, in torch's format; refuses groups that do not fit."""
         members = members_of(optimizer, [place.piece for place in self._places.values()])
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
@@ -64,14 +65,18 @@ class OptimizerRestorer:
                 if slots:
                     state[number] = slots
                 number += 1
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        _keep_types(optimizer, state)
+        return {"state": state, "param_groups": groups}
+
+    def restore(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
+        """Load it by the optimizer's own method, so that its hooks run."""
+        optimizer.load_state_dict(state_dict)
+        _keep_types(optimizer, state_dict["state"])
 
     def _options(self, index: int, group: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
         """The options that these parameters had; for a group without any here, those of the group in its place."""
         records = self._records_of_group(index, labels)
         found = [self._values.decoded(record.options) for record in records]
-        if any(options != found[0] for options in found):
+        if len({encode(options, "options").digest() for options in found}) > 1:
             raise CheckpointError(
                 f"group {index} of the optimizer joins parameters that had different options when they were saved: "
                 f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,14 @@ from colonnade.errors import CheckpointError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 
 RandomSource = Literal["restored", "re-derived"]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What was saved as `extra`: state of objects that are here to take it, and all other values."""
+
+    objects: dict[str, Any]
+    plain: dict[str, Any]
 
 
 class Values:
@@ -62,21 +71,21 @@ class Values:
         """What the optimizer kept for a parameter that is not a tensor."""
         return {slot: self.get(f"optimizer/{slot}/{label}") for slot in self._slots.get(label, ())}
 
-    def extras(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the state of every object in `extra`; returns the values that went into none."""
+    def extras(self, extra: Mapping[str, Any]) -> Extras:
+        """The state for every object in `extra`, and the values that belong to none."""
         known = [name.removeprefix("extra/") for name in self._items if name.startswith("extra/")]
         for name in extra:
             if name not in known:
                 raise CheckpointError(
                     f"the checkpoint has no extra {name!r}; it has {listed(known)}.{did_you_mean(name, known)}"
                 )
-        plain = {}
+        found = Extras({}, {})
         for name in known:
             if name in extra and has_state(extra[name]):
-                extra[name].load_state_dict(self.get(f"extra/{name}"))
+                found.objects[name] = self.get(f"extra/{name}")
             elif name in extra or self._mine(f"extra/{name}") is not None:
-                plain[name] = self.get(f"extra/{name}")
-        return plain
+                found.plain[name] = self.get(f"extra/{name}")
+        return found
 
     def random(self) -> RandomSource:
         """Put the random streams back to the bit, or derive new ones from the saved and say so in the log."""

@@ -69,7 +69,9 @@ class Entry:
 def type_name(tensor: Tensor, what: str) -> str:
     """The format's name for the tensor's type; refuses what the format cannot hold."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise CheckpointError(f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved")
+        raise CheckpointError(
+            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved"
+        )
     if tensor.dtype not in _NAMES:
         known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
         raise CheckpointError(f"{what} is {tensor.dtype}, which a checkpoint cannot hold; allowed are {known}")
@@ -174,7 +176,9 @@ def _header(entries: list[Entry]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
-        raise CheckpointError(f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read")
+        raise CheckpointError(
+            f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

@@ -92,9 +92,7 @@ class Config(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            raise AttributeError(
-                f"{name!r} is an attribute of every Config; write config[{name!r}] = ...", name=name
-            )
+            raise AttributeError(f"{name!r} is an attribute of every Config; write config[{name!r}] = ...", name=name)
         self[name] = value
 
     def __delattr__(self, name: str) -> None:

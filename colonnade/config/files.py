@@ -78,9 +78,7 @@ def _read_python(given: str, file: Path, text: str) -> tuple[dict[str, Any], Lin
     except SyntaxError as error:
         if error.filename == str(path):
             shown = _row(file, text, error.lineno)
-            raise file_error(
-                given, file.name, f"SyntaxError: {error.msg}", line=error.lineno, shown=shown
-            ) from None
+            raise file_error(given, file.name, f"SyntaxError: {error.msg}", line=error.lineno, shown=shown) from None
         raise _raised(given, file, path, error) from None
     except (Exception, SystemExit) as error:
         raise _raised(given, file, path, error) from None

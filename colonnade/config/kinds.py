@@ -12,9 +12,7 @@ from colonnade.config.rules import Rule, Section
 def any_of(*rules: Rule) -> Rule:
     """A value that one of the rules takes; the message lists them all. Dicts: see `with_dict`."""
     told = [rule.allows for rule in rules]
-    return Rule(
-        f"{', '.join(told[:-1])} or {told[-1]}", lambda value: any(rule.accepts(value) for rule in rules)
-    )
+    return Rule(f"{', '.join(told[:-1])} or {told[-1]}", lambda value: any(rule.accepts(value) for rule in rules))
 
 
 def with_dict(rule: Rule, section: Section, told: str | None = None) -> Rule:

@@ -56,9 +56,7 @@ def parallel_sizes(config: Mapping[str, Any]) -> ParallelSizes:
         tensor_kwargs=tensor.kwargs,
         expert=None if parallel.get("expert") is None else _axis("expert", parallel["expert"]),
         axes=tuple(
-            _axis(name, value)
-            for name, value in parallel.items()
-            if name not in _BUILT_IN and value is not None
+            _axis(name, value) for name, value in parallel.items() if name not in _BUILT_IN and value is not None
         ),
     )
 

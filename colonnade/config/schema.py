@@ -56,9 +56,7 @@ _EXPERT = Section(
 _PARALLEL = Section(
     {
         "data": Key(
-            with_dict(
-                _REST, Section({"size": Key(_REST, "ranks on this axis")}, ("size",)), "dict(size=...)"
-            ),
+            with_dict(_REST, Section({"size": Key(_REST, "ranks on this axis")}, ("size",)), "dict(size=...)"),
             "data-parallel size; None, -1 or 'auto': what the other axes leave",
         ),
         "pipeline": Key(
@@ -69,9 +67,7 @@ _PARALLEL = Section(
             with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)"),
             "tensor parallelism; further keys go to the mode's initializer",
         ),
-        "expert": Key(
-            with_dict(any_of(COUNT, NONE), _EXPERT, "dict(size=..., over=..., ...)"), "expert parallelism"
-        ),
+        "expert": Key(with_dict(any_of(COUNT, NONE), _EXPERT, "dict(size=..., over=..., ...)"), "expert parallelism"),
         "sequence": Key(
             with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)"),
             "sequence parallelism",
@@ -86,8 +82,7 @@ _PARALLEL = Section(
         sequence="sp cp context sequence_parallel sequence_parallel_size context_parallel",
     ),
     refused={
-        word: f"belongs to an axis: parallel = dict(tensor=dict(size=..., {word}=...))"
-        for word in ("mode", "depth")
+        word: f"belongs to an axis: parallel = dict(tensor=dict(size=..., {word}=...))" for word in ("mode", "depth")
     },
 )
 

@@ -66,8 +66,7 @@ def _block(value: Any, indent: int, used: int) -> str:
         return line
     inner = indent + 4
     rows = [
-        f"{' ' * inner}{prefix}{_block(item, inner, inner + len(prefix) + 1)},\n"
-        for prefix, item in container.items
+        f"{' ' * inner}{prefix}{_block(item, inner, inner + len(prefix) + 1)},\n" for prefix, item in container.items
     ]
     return f"{container.opening}\n{''.join(rows)}{' ' * indent}{container.closing}"
 

@@ -218,5 +218,7 @@ def wants_flat(model: nn.Module, optimizer: Any, flat: bool | None) -> bool:
         elif any(is_dtensor(parameter) for parameter in owned):
             reason = "it has DTensor parameters"
     if reason is not None and flat:
-        raise GradientError(f"flat_step=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD.")
+        raise GradientError(
+            f"flat_step=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD."
+        )
     return reason is None

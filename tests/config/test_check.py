@@ -11,9 +11,7 @@ from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
 CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method"
-SYNC_KEYS = (
-    "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, waive, callback"
-)
+SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, waive, callback"
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
@@ -27,8 +25,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"tp": 2}}, "parallel.tp = 2   unknown key. Did you mean `tensor`?"),
     (
         {"parallel": {"mine": 2}},
-        f"parallel.mine = 2   unknown key; allowed: {AXES}, "
-        "or a further one as dict(size=..., mode=..., ...)",
+        f"parallel.mine = 2   unknown key; allowed: {AXES}, or a further one as dict(size=..., mode=..., ...)",
     ),
     (
         {"parallel": {"mode": "3d"}},
@@ -140,8 +137,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero": True},
-        "zero = True   must be 0, 1, 2 or 3, "
-        "or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch",
+        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch",
     ),
     ({"zero": {"offload": True}}, "zero.stage   is missing; it must be 0, 1, 2 or 3"),
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
@@ -172,8 +168,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_ep_size": None, "HIDDEN_SIZE": -1}, "HIDDEN_SIZE = -1   must be an int >= 1"),
     (
         {"log": "loud"},
-        "log = 'loud'   must be a level (debug, info, warning, error, critical, or a number), "
-        "or dict(level=..., ...)",
+        "log = 'loud'   must be a level (debug, info, warning, error, critical, or a number), or dict(level=..., ...)",
     ),
     (
         {"clip_grad_nrom": 1.0},

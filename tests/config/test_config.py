@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from colonnade.config import Config
 from colonnade.errors import ConfigError
 
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
-)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=8)
 KEYS = st.sampled_from(["lr", "lambda", "dict", "float", "globals", "a b", "_x", "ﬁ", "x1", "self", "é"]) | (
     st.text(min_size=1, max_size=6).filter(lambda key: not key.startswith("__"))
 )
@@ -43,11 +41,7 @@ def executed(text: str) -> dict[str, Any]:
 def same(one: Any, other: Any) -> bool:
     """Equal, and of the same types: 1, 1.0 and True differ; so do a list and a tuple."""
     if isinstance(one, dict):
-        return (
-            isinstance(other, dict)
-            and one.keys() == other.keys()
-            and all(same(one[key], other[key]) for key in one)
-        )
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         kind = list if isinstance(one, list) else tuple
         return isinstance(other, kind) and len(one) == len(other) and all(map(same, one, other))

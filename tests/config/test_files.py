@@ -45,18 +45,12 @@ def test_names_that_are_no_path(tmp_path: Path) -> None:
 
 
 def test_wrong_suffix(tmp_path: Path) -> None:
-    assert raised(tmp_path, "a: 1", "train.yaml") == [
-        "train.yaml  a config file ends in .py or .toml; rename it"
-    ]
+    assert raised(tmp_path, "a: 1", "train.yaml") == ["train.yaml  a config file ends in .py or .toml; rename it"]
 
 
 def test_not_utf8_gives_the_offset(tmp_path: Path) -> None:
-    assert raised(tmp_path, b"# caf\xe9\n") == [
-        "train.py  is not UTF-8: byte 0xe9 at offset 5. Save it as UTF-8"
-    ]
-    assert raised(tmp_path, b"a = '\xff'\n", "train.toml")[0].startswith(
-        "train.toml  is not UTF-8: byte 0xff"
-    )
+    assert raised(tmp_path, b"# caf\xe9\n") == ["train.py  is not UTF-8: byte 0xe9 at offset 5. Save it as UTF-8"]
+    assert raised(tmp_path, b"a = '\xff'\n", "train.toml")[0].startswith("train.toml  is not UTF-8: byte 0xff")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

@@ -68,9 +68,7 @@ def test_a_config_comes_back_as_itself_and_a_dict_as_a_copy() -> None:
 
 @pytest.mark.parametrize("source", [None, 3, ["train.py"], b"train.py", object])
 def test_other_types_are_refused(source: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"a path to a \.py or \.toml file .* not {type(source).__name__}: "
-    ):
+    with pytest.raises(ConfigError, match=rf"a path to a \.py or \.toml file .* not {type(source).__name__}: "):
         load_config(source)
 
 
@@ -97,9 +95,7 @@ def test_problems_have_their_lines(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[A-Z]{3}[0-9]{3}", fullmatch=True), st.integers() | st.text()))
-def test_what_is_printed_loads_again(
-    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
-) -> None:
+def test_what_is_printed_loads_again(tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]) -> None:
     file = tmp_path_factory.mktemp("printed") / "train.py"
     file.write_text(str(Config(values, **VALUES)), encoding="utf-8")
     assert load_config(file) == {**values, **VALUES}

@@ -63,9 +63,7 @@ def test_ordinary_names_pass_whatever_they_hold(value: object) -> None:
     load_config({name: value for name in (*ORDINARY, *UPPER) if name not in KEYS})
 
 
-@pytest.mark.parametrize(
-    "name", ["clipGradNorm", "ClipGradNorm", "clip-grad-norm", "clipgradnorm", "Parallel"]
-)
+@pytest.mark.parametrize("name", ["clipGradNorm", "ClipGradNorm", "clip-grad-norm", "clipgradnorm", "Parallel"])
 def test_other_spellings_of_a_key_are_errors(name: str) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean `(clip_grad_norm|parallel)`\?"):
         load_config({name: 1})

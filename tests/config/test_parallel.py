@@ -63,9 +63,7 @@ SIZES = st.integers(1, 64)
 
 
 @given(SIZES, SIZES, SIZES, st.booleans(), st.dictionaries(st.sampled_from(["aa", "bb", "cc"]), SIZES))
-def test_int_and_dict_forms_read_the_same(
-    d: int, p: int, t: int, as_dict: bool, more: dict[str, int]
-) -> None:
+def test_int_and_dict_forms_read_the_same(d: int, p: int, t: int, as_dict: bool, more: dict[str, int]) -> None:
     further = {name: {"size": size} for name, size in more.items()}
     sizes: dict[str, Any] = {"data": d, "pipeline": p, "tensor": t}
     if as_dict:

@@ -75,12 +75,8 @@ def test_a_function_under_a_key_of_ours_is_an_error_unless_imported(tmp_path: Pa
 
 
 def test_neighbours_are_imported_and_do_not_stay(tmp_path: Path) -> None:
-    one = write(
-        tmp_path / "one", common="size = 1", deep="from common import size", train="from deep import *"
-    )
-    two = write(
-        tmp_path / "two", common="size = 2", deep="from common import size", train="from deep import *"
-    )
+    one = write(tmp_path / "one", common="size = 1", deep="from common import size", train="from deep import *")
+    two = write(tmp_path / "two", common="size = 2", deep="from common import size", train="from deep import *")
     assert load_config(one).size == 1
     assert load_config(two).size == 2
     assert not {"common", "deep", "train"} & set(sys.modules)
@@ -106,9 +102,7 @@ def test_a_neighbour_hides_a_loaded_module_of_its_name_only_while_loading(
     monkeypatch.undo()
 
 
-def test_a_module_that_a_plain_import_finds_is_loaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_a_plain_import_finds_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a handler registered by a neighbour would be registered again when the script imports it."""
     file = write(
         tmp_path,
@@ -127,9 +121,7 @@ def test_a_module_that_a_plain_import_finds_is_loaded_once(
     monkeypatch.undo()
 
 
-def test_a_module_found_through_a_link_is_loaded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_found_through_a_link_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "real", linked="def f(): ...", train="from linked import f")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     monkeypatch.syspath_prepend(str(tmp_path / "link"))
@@ -139,9 +131,7 @@ def test_a_module_found_through_a_link_is_loaded_once(
     monkeypatch.undo()
 
 
-def test_modules_of_an_environment_below_the_folder_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_of_an_environment_below_the_folder_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / ".venv" / "site", thirdparty="x = 1")
     monkeypatch.syspath_prepend(str(tmp_path / ".venv" / "site"))
     file = write(tmp_path, train="from thirdparty import x")

@@ -31,9 +31,7 @@ def test_describe_keys_lists_nested_keys_after_their_parent() -> None:
 
 
 def test_a_key_added_to_the_table_is_checked_and_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        KEYS, "replay_buffer", Key(Rule("a string", lambda value: isinstance(value, str)), "x")
-    )
+    monkeypatch.setitem(KEYS, "replay_buffer", Key(Rule("a string", lambda value: isinstance(value, str)), "x"))
     assert load_config({"replay_buffer": "yes"}).replay_buffer == "yes"
     assert "replay_buffer" in [row.name for row in describe_keys()]
     for wrong in ({"replay_buffer": 3}, {"replay_bufer": "yes"}):

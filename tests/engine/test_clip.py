@@ -180,7 +180,10 @@ def test_propagate_lets_it_through():
 
 
 def _grouped() -> tuple[dict[str, float], dict[str, float]]:
-    groups = {"head": {"params": "head.*", "max_norm": 0.01}, "free": {"params": "norm.*", "counted": False, "clipped": False}}
+    groups = {
+        "head": {"params": "head.*", "max_norm": 0.01},
+        "free": {"params": "norm.*", "counted": False, "clipped": False},
+    }
     config = {"parallel": {"tensor": 2}, "clip_grad_norm": {"max_norm": 0.1, "groups": groups, "per": "layer"}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         scenario = SCENARIOS["data 2 x tensor 2"]
@@ -257,5 +260,8 @@ def test_bad_clip_settings_are_named(clip, part):
 
 
 def test_flat_step_true_is_an_error_where_it_cannot_be_done():
-    with launch({"flat_step": True}, context=ParallelContext(), verbose=False) as gpc, pytest.raises(Exception, match="RMSprop"):
+    with (
+        launch({"flat_step": True}, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(Exception, match="RMSprop"),
+    ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.RMSprop(p, lr=0.1), context=gpc)

@@ -76,7 +76,10 @@ def _uneven_batches(lengths: list[int], weighted: bool, accumulation: int) -> in
         plain = model()
         sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
         rank = gpc.get_global_rank()
-        data = [[(numbers(2 + at, 4, seed=50 * r + at), numbers(2 + at, 2, seed=9 + 50 * r + at)) for at in range(n)] for r, n in enumerate(lengths)]
+        data = [
+            [(numbers(2 + at, 4, seed=50 * r + at), numbers(2 + at, 2, seed=9 + 50 * r + at)) for at in range(n)]
+            for r, n in enumerate(lengths)
+        ]
         stepped = []
         for x, y in engine.batches(data[rank], after_step=lambda: stepped.append(1)):
             engine.zero_grad()
@@ -187,7 +190,10 @@ def test_a_loop_that_forgets_a_step_is_told_so():
 
 @pytest.mark.parametrize(
     ("built", "optimizer", "part"),
-    [(lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"), (model, lambda p: 3, "optimizer is a torch optimizer")],
+    [
+        (lambda: 3, torch.optim.SGD, "model is a torch.nn.Module"),
+        (model, lambda p: 3, "optimizer is a torch optimizer"),
+    ],
 )
 def test_what_is_no_model_or_no_optimizer_is_refused(built, optimizer, part):
     with world_of_one() as gpc, pytest.raises(ConfigError, match=part):
@@ -200,5 +206,8 @@ def test_initialize_before_launch_says_so():
 
 
 def test_a_schedule_that_cannot_be_built_is_named():
-    with world_of_one(schedule=dict(type="NonPipelineSchedule", speed=3)) as gpc, pytest.raises(ConfigError, match="speed"):
+    with (
+        world_of_one(schedule=dict(type="NonPipelineSchedule", speed=3)) as gpc,
+        pytest.raises(ConfigError, match="speed"),
+    ):
         start(gpc)

@@ -51,7 +51,9 @@ CASES = [
     (
         8,
         {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}},
-        Placement({M.PARALLEL_2P5D_ROW: Shard(0), M.PARALLEL_2P5D_COL: Shard(1), M.PARALLEL_2P5D_DEP: Replicate("sum")}),
+        Placement(
+            {M.PARALLEL_2P5D_ROW: Shard(0), M.PARALLEL_2P5D_COL: Shard(1), M.PARALLEL_2P5D_DEP: Replicate("sum")}
+        ),
         [("PARALLEL_2P5D_DEP", (0, 4), 1)],
     ),
 ]
@@ -132,7 +134,11 @@ def _tokens(grid, placement, rank):
     """What the raw gradient on a rank already holds: its own data, and for experts that of its expert group."""
     senders = grid.group_of(M.EXPERT, rank) if M.EXPERT in placement.shards else [rank]
     here = grid.coordinates(rank)
-    part = here["tensor"] if isinstance(placement.on(M.TENSOR), Replicate) and placement.on(M.TENSOR).owes == "sum" else "all"
+    part = (
+        here["tensor"]
+        if isinstance(placement.on(M.TENSOR), Replicate) and placement.on(M.TENSOR).owes == "sum"
+        else "all"
+    )
     return [
         (grid.coordinates(other)["data"], grid.coordinates(other)["sequence"], here["pipeline"], part)
         for other in senders

@@ -1,7 +1,7 @@
 """Buckets: gradients that are reduced together, lying one after another in one piece of memory.
 
-A gradient is moved into its bucket once per backward, and from then on `.grad` is a view of the bucket:
-nothing is copied out, and later micro-batches accumulate in place.
+`.grad` is a view of the bucket: either autograd adds into it, or a gradient is moved there once per backward.
+Nothing is copied out, and later micro-batches accumulate in place.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from colonnade.engine.gradient_handler._agreement import MISSING, SPARSE
 from colonnade.engine.gradient_handler._options import GroupReduction
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
-
-_PART_BYTES = 1 << 20
-"""On the CPU a part of this size is moved while the gradients are still in the cache."""
 
 
 class Task(Protocol):
@@ -32,23 +30,14 @@ class Task(Protocol):
     def finish(self, factor: float | Tensor) -> None: ...
 
 
-class Part:
-    """Neighbours in a bucket that are moved together, when the last of them has its gradient.
-
-    `firings` is how often that gradient comes in one backward, `left` how often it is still to come.
-    """
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.firings = 1
-        self.left = 1
-
-
 class Bucket:
     """Parameters, the flat memory of their gradients, and how far this step has got with them.
 
     `buffer` has the offsets of `layout`; `room` is `buffer` with the padding that makes it divisible among
     the ranks. `positions` are the parameters' places in `reduction`. Padding is zero and stays zero.
+
+    Every view has a version counter of its own, which autograd raises when it accumulates in place: that is
+    how the bucket knows which gradients have come, without a hook on each parameter.
     """
 
     task: Task
@@ -61,55 +50,101 @@ class Bucket:
         self.layout = FlatLayout([local(parameter) for parameter in self.parameters])
         step = len(reduction.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
         self.numel = -(-self.layout.numel // step) * step
-        on_cpu = self.layout.device.type == "cpu"
-        self.parts = _parts(self.layout) if on_cpu else [Part(0, len(positions))]
-        self.started = False
-        self.full = False
-        self.version = 0
+        self.started = self.full = False
+        self.firings = self.left = 1
+        self._offers = self.layout.device.type == "cpu" and not any(_is_dtensor(p) for p in self.parameters)
+        self._nothing_offered = [-1] * len(self.parameters)
+        self._offered = self._nothing_offered
+        self._versions: list[int] = []
 
     def place(self, room: Tensor) -> None:
         """Lie in `room`, which has `numel` elements."""
         self.room = room
         self.buffer = room[: self.layout.numel]
-        self.views = self.layout.views(self.buffer)
+        # `.data` is what gives a view its own version counter.
+        self.views = [view.data for view in self.layout.views(self.buffer)]
         self.grads = [_like(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True)]
-        self.begin()
 
-    def begin(self) -> None:
-        """A backward pass is about to run."""
-        self.full = False
-        self.version = self.buffer._version
-        for part in self.parts:
-            part.left = part.firings
+    def begin(self, offer: bool) -> None:
+        """A backward pass is about to run. `firings` says how often the gradient that comes last comes.
 
-    def move(self, start: int, stop: int) -> None:
-        """Bring the gradients [start, stop) into the buffer, where they are not there already."""
+        With `offer`, parameters without gradient get zeroed views, so that autograd adds in place: on the CPU
+        that costs less than to take the gradients away from autograd and copy them. (On an accelerator it would
+        be one kernel per parameter, so there a full bucket is copied at once.)
+        """
+        self.full, self.left = False, self.firings
+        if offer and self._offers:
+            self._offer()
+        if self.task.early:
+            self._versions = [view._version for view in self.views]
+
+    def _offer(self) -> None:
+        absent = [i for i, parameter in enumerate(self.parameters) if parameter.grad is None]
+        if not absent:
+            return
+        if len(absent) == len(self.parameters):
+            self.room.zero_()
+        else:
+            torch._foreach_zero_([self.views[i] for i in absent])
+        self._offered = list(self._offered)
+        for i in absent:
+            self.parameters[i].grad = view = self.grads[i]
+            self._offered[i] = view._version
+
+    def move(self, indices: Iterable[int]) -> None:
+        """Bring these gradients into the buffer, where they are not there already."""
         sources, targets = [], []
-        for i in range(start, stop):
-            parameter, view = self.parameters[i], self.grads[i]
+        for i in indices:
+            parameter, own = self.parameters[i], self.grads[i]
             grad = parameter.grad
-            if grad is None or grad is view or grad.layout is not torch.strided:
+            if grad is None or grad is own or grad.layout is not torch.strided:
                 continue
             sources.append(local(grad, parameter))
             targets.append(self.views[i])
-            parameter.grad = view
+            parameter.grad = own
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def arrived(self) -> bool:
-        """Whether, by all signs, every gradient of this backward is here.
+    def gather(self) -> dict[int, int]:
+        """Bring all gradients in; zeros stand for those that are missing or sparse. Position -> note on these."""
+        notes = {}
+        astray = []
+        for i, (parameter, own) in enumerate(zip(self.parameters, self.grads, strict=True)):
+            grad = parameter.grad
+            if grad is own:
+                if self._offered[i] == own._version:
+                    parameter.grad = None
+                    notes[self.positions[i]] = MISSING
+            elif grad is not None and grad.layout is torch.strided:
+                astray.append(i)
+            else:
+                self.views[i].zero_()
+                notes[self.positions[i]] = MISSING if grad is None else SPARSE
+        self.move(astray)
+        return notes
 
-        Each arrival writes one view, and all views share the buffer's version counter. It may err when one
-        parameter arrives twice and another not at all; the reducer then finds a late gradient and adds it.
-        """
-        return self.buffer._version - self.version >= len(self.parameters)
+    def arrived(self) -> bool:
+        """Whether every parameter has got a gradient since `begin`; more may still be added to it."""
+        return all(view._version != old for view, old in zip(self.views, self._versions, strict=True))
 
     def start(self) -> None:
-        """Begin the reduction. `.grad` is None until `attach`, so that a late gradient cannot hit the buffer."""
+        """Begin the reduction. `.grad` is None until `finish`, so that a late gradient cannot hit the buffer."""
         self.started = True
         for parameter in self.parameters:
             parameter.grad = None
         self.task.start()
+
+    def finish(self, factor: float | Tensor) -> None:
+        """End the reduction: what is in the buffer is summed and multiplied by `factor`."""
+        self.task.finish(factor)
+        self._offered = self._nothing_offered
+
+    def reattach(self) -> None:
+        """After an early start: `.grad` is the view again, except where a late gradient stands in its place."""
+        self.started = False
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self.attach(i)
 
     def attach(self, index: int) -> None:
         """Make `.grad` of one parameter its view of the buffer."""
@@ -118,7 +153,7 @@ class Bucket:
 
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """The part of a DTensor that this rank holds, placed as `like` is; a plain tensor as it is."""
-    if not hasattr(tensor, "to_local"):
+    if not _is_dtensor(tensor):
         return tensor
     placed: Any = tensor if like is None else tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
     return placed.to_local().detach()
@@ -142,21 +177,16 @@ def fill(reduction: GroupReduction, order: Iterable[int], cap: float, first: flo
     return [*buckets, Bucket(reduction, taken)] if taken else buckets
 
 
-def _parts(layout: FlatLayout) -> list[Part]:
-    step = max(1, _PART_BYTES // layout.dtype.itemsize)
-    parts, start = [], 0
-    for i, span in enumerate(layout.spans):
-        if span.stop - layout.spans[start].start >= step or i == len(layout) - 1:
-            parts.append(Part(start, i + 1))
-            start = i + 1
-    return parts
-
-
 def _like(view: Tensor, parameter: nn.Parameter) -> Tensor:
     """What `.grad` of the parameter is set to: the view, as a DTensor where the parameter is one."""
-    if not hasattr(parameter, "to_local"):
+    if not _is_dtensor(parameter):
         return view
     placed: Any = parameter
     return placed.from_local(
         view, placed.device_mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
     )
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # By what it can do, not by its class: importing that takes longer than all of this.
+    return hasattr(tensor, "to_local")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.engine.gradient_handler._agreement import MISSING, OUTSIDE, SPARSE, Agreement
+from colonnade.engine.gradient_handler._agreement import OUTSIDE, Agreement
 from colonnade.engine.gradient_handler._bucket import Bucket
 from colonnade.engine.gradient_handler._lane import Log
 from colonnade.engine.gradient_handler._options import GroupReduction, PowerSGD, SyncOptions
@@ -95,7 +95,8 @@ class GradientReducer:
         self._last, self._fresh = last, True
         for bucket in self.buckets:
             if not bucket.started:
-                bucket.begin()
+                # Not while recording: adding to a dense view would hide that a gradient is sparse.
+                bucket.begin(offer=not self._recording)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -149,18 +150,17 @@ class GradientReducer:
         # Taken out and put back, so that the dictionary is in the order of the last arrivals.
         self._fired[key] = self._fired.pop(key, 0) + 1
         with torch.no_grad():
-            bucket.move(index, index + 1)
+            bucket.move([index])
 
-    def _on_sentinel(self, at: int, index: int) -> None:
-        """The gradient that comes last in a part has come."""
+    def _on_sentinel(self, at: int, _: int) -> None:
+        """The gradient that comes last in a bucket has come."""
         bucket = self.buckets[at]
-        part = bucket.parts[index]
-        part.left -= 1
-        if part.left != 0 or bucket.started:
+        bucket.left -= 1
+        if bucket.left != 0 or bucket.started:
             return
         with torch.no_grad():
-            bucket.move(part.start, part.stop)
-            if self._last and bucket.task.early and all(part.left <= 0 for part in bucket.parts):
+            bucket.move(range(len(bucket.parameters)))
+            if self._last and bucket.task.early:
                 bucket.full = bucket.arrived()
                 self._start_full()
 
@@ -187,11 +187,8 @@ class GradientReducer:
                     if parameter.grad is not None:
                         written[position] |= OUTSIDE
                 continue
-            bucket.move(0, len(bucket.parameters))
-            for i, parameter in enumerate(bucket.parameters):
-                if parameter.grad is not bucket.grads[i]:
-                    bucket.views[i].zero_()
-                    written[bucket.positions[i]] |= MISSING if parameter.grad is None else SPARSE
+            for position, note in bucket.gather().items():
+                written[position] |= note
             bucket.task.start()
 
     def _finish_buckets(self) -> None:
@@ -199,7 +196,7 @@ class GradientReducer:
         for agreement in sharing:
             agreement.resolve()
         for bucket in self.buckets:
-            bucket.task.finish(self._factor(bucket.reduction))
+            bucket.finish(self._factor(bucket.reduction))
         # A rank's buffer is final when every rank has written its slice into it.
         for agreement in sharing:
             agreement.party.signal(b"d")
@@ -207,10 +204,7 @@ class GradientReducer:
             agreement.party.collect()
         for bucket in self.buckets:
             if bucket.started:
-                bucket.started = False
-                for i, parameter in enumerate(bucket.parameters):
-                    if parameter.grad is None:
-                        bucket.attach(i)
+                bucket.reattach()
 
     def _settle(self, state: ReductionState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
@@ -266,8 +260,7 @@ class GradientReducer:
         for state in self._states:
             self._places[id(state.reduction)] = {}
         for bucket in self.buckets:
-            bucket.begin()
-            bucket.move(0, len(bucket.parameters))
+            bucket.move(range(len(bucket.parameters)))
             places = self._places[id(bucket.reduction)]
             places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
         self._install_hooks()
@@ -282,12 +275,11 @@ class GradientReducer:
                 for index, parameter in enumerate(bucket.parameters):
                     self._hook(parameter, self._on_gradient, at, index)
                 continue
-            for index, part in enumerate(bucket.parts):
-                keys = [(id(bucket.reduction), bucket.positions[i]) for i in range(part.start, part.stop)]
-                last = max(keys, key=lambda key: arrival.get(key, -1))
-                part.firings = self._fired.get(last, 1)
-                self._hook(bucket.parameters[part.start + keys.index(last)], self._on_sentinel, at, index)
-            bucket.begin()
+            keys = [(id(bucket.reduction), position) for position in bucket.positions]
+            last = max(keys, key=lambda key: arrival.get(key, -1))
+            bucket.firings = self._fired.get(last, 1)
+            self._hook(bucket.parameters[keys.index(last)], self._on_sentinel, at, keys.index(last))
+            bucket.begin(offer=False)
 
     def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
         if not parameter.requires_grad:

@@ -56,9 +56,7 @@ class BaseSchedule(ABC):
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> tuple[Any, Any]:
         """Take the next batch apart into (data, label) and move it to the engine's device."""
         if data_iter is None:
-            raise ScheduleError(
-                "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)"
-            )
+            raise ScheduleError("this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)")
         batch = next(data_iter)
         data, label = self._take_apart(batch)
         self.batch_size = _rows(data)
@@ -83,9 +81,7 @@ class BaseSchedule(ABC):
 
 def move(value: Any, device: torch.device) -> Any:
     """Every tensor inside a nested value, moved to `device`; everything else as it is."""
-    return tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
-    )
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _rows(data: Any) -> int:

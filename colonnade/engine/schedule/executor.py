@@ -133,6 +133,7 @@ class Executor:
             for link in self._links.values():
                 link.finish()
         except Exception as error:
+            self._tell_failure(error)
             raise
         losses = [step.losses[index] for index in sorted(step.losses)]
         weighted = [loss * batch.weight for loss, batch in zip(losses, micro_batches, strict=False)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from colonnade.engine.gradient_handler._agreement import MISSING
 from colonnade.engine.gradient_handler._bucket import Bucket, fill
 from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
 from colonnade.errors import GradientError
@@ -35,24 +36,56 @@ def test_room_divides_among_the_ranks_in_whole_cache_lines():
         assert bucket.layout.numel <= bucket.numel < bucket.layout.numel + 16 * len(ranks)
 
 
-def test_moving_leaves_a_gradient_in_the_bucket_and_copies_once():
-    reduction = _reduction(5, 100)
-    bucket = Bucket(reduction, [1, 0])
-    bucket.place(torch.zeros(bucket.numel))
-    for parameter in reduction.parameters:
+class Early:
+    """A task of which only the attribute is looked at."""
+
+    early = True
+
+    def start(self) -> None: ...
+
+    def finish(self, factor: float | Tensor) -> None: ...
+
+
+def _placed(*numels: int) -> Bucket:
+    bucket = Bucket(_reduction(*numels), list(range(len(numels))))
+    bucket.place(torch.ones(bucket.numel))
+    bucket.task = Early()
+    return bucket
+
+
+def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
+    bucket = _placed(5, 100)
+    bucket.begin(offer=False)
+    for parameter in bucket.parameters:
+        assert not bucket.arrived()
         parameter.grad = torch.ones_like(parameter)
-    assert not bucket.arrived()
-    bucket.move(0, 2)
+        bucket.move(range(2))
     assert bucket.arrived()
-    assert float(bucket.buffer.sum()) == 105
-    version = bucket.buffer._version
-    bucket.move(0, 2)
-    assert bucket.buffer._version == version
+    versions = [view._version for view in bucket.views]
+    bucket.move(range(2))
+    assert [view._version for view in bucket.views] == versions
+    bucket.begin(offer=True)
     for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
         assert parameter.grad is view
+        assert not bucket.arrived()
         (2 * parameter).sum().backward()
         assert parameter.grad is view
-    assert float(bucket.buffer.sum()) == 3 * 105
+        assert bool((view == 3).all())
+    assert bucket.arrived()
+    assert bucket.gather() == {}
+
+
+def test_offered_views_are_zero_and_those_that_nobody_used_are_missing():
+    bucket = _placed(5, 100, 7)
+    bucket.parameters[2].grad = torch.ones(7)
+    bucket.begin(offer=True)
+    assert float(bucket.views[0].sum() + bucket.views[1].sum()) == 0
+    (2 * bucket.parameters[0]).sum().backward()
+    bucket.begin(offer=True)
+    assert not bucket.arrived()
+    assert bucket.gather() == {1: MISSING}
+    assert [parameter.grad is None for parameter in bucket.parameters] == [False, True, False]
+    assert float(bucket.views[0].sum() + bucket.views[2].sum()) == 17
 
 
 def _peak(steps: int, run) -> int:

@@ -22,9 +22,9 @@ by_name = pytest.mark.parametrize("name", SCENARIOS)
 
 
 def _start(scenario: Scenario, gpc: ParallelContext):
-    return initialize(
-        lambda: scenario.build(gpc), lambda parameters: torch.optim.SGD(parameters, lr=0.1), context=gpc
-    )[0]
+    return initialize(lambda: scenario.build(gpc), lambda parameters: torch.optim.SGD(parameters, lr=0.1), context=gpc)[
+        0
+    ]
 
 
 def _run(name: str, **config: object) -> str:
@@ -46,8 +46,12 @@ def test_gradients_equal_one_process_on_the_joined_batch(name):
     run_world(SCENARIOS[name].world, _run, name)
 
 
-@pytest.mark.parametrize("sync", [{"shared_memory": False}, {"bucket_mb": 0.0001}, {"overlap": True}, {"overlap": False}], ids=str)
-@pytest.mark.parametrize("name", ["data 4", "data 2 x pipeline 4, tied", "expert 2 in data 4", "accumulation 3, uneven"])
+@pytest.mark.parametrize(
+    "sync", [{"shared_memory": False}, {"bucket_mb": 0.0001}, {"overlap": True}, {"overlap": False}], ids=str
+)
+@pytest.mark.parametrize(
+    "name", ["data 4", "data 2 x pipeline 4, tied", "expert 2 in data 4", "accumulation 3, uneven"]
+)
 def test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap(name, sync):
     run_world(SCENARIOS[name].world, _run, name, sync=sync)
 
@@ -189,7 +193,9 @@ class NothingHandler(BaseGradientHandler):
         self.called = True
 
 
-@pytest.mark.parametrize("handlers", [["MineHandler"], [{"type": "NothingHandler"}, {"type": "MineHandler", "bucket_mb": 1}]])
+@pytest.mark.parametrize(
+    "handlers", [["MineHandler"], [{"type": "NothingHandler"}, {"type": "MineHandler", "bucket_mb": 1}]]
+)
 def test_a_handler_for_a_mode_of_ones_own_in_one_line(handlers):
     ledger = run_world(4, _run, "registered 2 x data 2", gradient_handler=handlers).values[0]
     assert "MineHandler" in ledger

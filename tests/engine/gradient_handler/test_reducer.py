@@ -325,8 +325,10 @@ def _groups(options: SyncOptions) -> None:
         lone(expert(dense(data(rank, step, 5, 6)))).square().mean().backward()
         reducer.wait()
         losses = []
-        truth = {name: [p.detach().clone().requires_grad_() for p in layer.parameters()] for name, layer in (
-            ("dense", dense), ("lone", lone), ("expert0", experts[0]), ("expert1", experts[1]))}
+        truth = {
+            name: [p.detach().clone().requires_grad_() for p in layer.parameters()]
+            for name, layer in (("dense", dense), ("lone", lone), ("expert0", experts[0]), ("expert1", experts[1]))
+        }
         for other in range(4):
             weights = [truth["dense"], truth[f"expert{other % 2}"], truth["lone"]]
             x = data(other, step, 5, 6)

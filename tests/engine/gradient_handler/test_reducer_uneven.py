@@ -84,9 +84,7 @@ class StartsFrozen(Branches):
 
 def _frozen() -> int:
     for set_to_none in (True, False):
-        everywhere(
-            partial(train, StartsFrozen, _loss_of_all, steps=8, before=_flip, set_to_none=set_to_none)
-        )
+        everywhere(partial(train, StartsFrozen, _loss_of_all, steps=8, before=_flip, set_to_none=set_to_none))
     reducer = train(StartsFrozen, _loss_of_all, steps=8, before=_flip)
     assert sum(len(plan.names) for plan in reducer.plan()) == 12
     return reducer.generation

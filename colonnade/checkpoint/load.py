@@ -1,0 +1,157 @@
+"""Loading: find the newest good checkpoint together, see that it fits, then change the model. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from colonnade.checkpoint.checked import Damaged
+from colonnade.checkpoint.folder import Found, published
+from colonnade.checkpoint.locate import Located, locate, survey, uneven_sizes
+from colonnade.checkpoint.manifest import Manifest
+from colonnade.checkpoint.match import Matches, check_matches, match
+from colonnade.checkpoint.restore import OptimizerRestorer, restore_weights
+from colonnade.checkpoint.restore_values import RandomSource, Values
+from colonnade.checkpoint.tensors_file import TensorReader
+from colonnade.checkpoint.together import agreed, as_checkpoint_errors, gather
+from colonnade.checkpoint.verify import check_files, read_manifest
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError, listed
+from colonnade.logging import get_dist_logger
+
+
+@dataclass(frozen=True)
+class LoadedInfo:
+    """What was loaded: the step, where from, the layout that saved it, and the plain values of `extra`.
+
+    `random` says whether the random streams were restored to the bit or, on another layout, re-derived. `skipped` has
+    a line for every newer checkpoint that was damaged.
+    """
+
+    step: int
+    folder: Path
+    layout: str
+    same_layout: bool
+    random: RandomSource
+    extra: dict[str, Any] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Good:
+    """A checkpoint that all ranks have found in order."""
+
+    path: Path
+    manifest: Manifest
+    skipped: tuple[str, ...]
+
+
+def load_checkpoint(
+    folder: Path,
+    context: ParallelContext,
+    model: nn.Module,
+    optimizer: Any,
+    extra: Mapping[str, Any],
+    step: int | None,
+    content: bool,
+) -> LoadedInfo:
+    """Load into the model and the rest; `content` asks for the hashes of the files too."""
+    with agreed(context, "loading"):
+        pieces = survey(model, context)
+    sizes = gather(uneven_sizes(pieces), context)
+    with agreed(context, "loading"):
+        places = locate(pieces, sizes, context)
+    good = _newest_good(folder, step, content, context)
+    with agreed(context, f"loading {good.path}"):
+        matches = match(places, good.manifest)
+    check_matches(gather(matches.note(), context), good.manifest, str(good.path))
+    with agreed(context, f"loading {good.path}"):
+        info = _restore(good, places, matches, model, optimizer, extra, context)
+    get_dist_logger().info(f"loaded step {info.step} from {info.folder}, saved on {info.layout}")
+    return info
+
+
+def _newest_good(folder: Path, step: int | None, content: bool, context: ParallelContext) -> _Good:
+    skipped: list[str] = []
+    for found in _candidates(folder, step, context):
+        manifest, problem = _examined(found, content, context)
+        if manifest is not None:
+            if skipped:
+                get_dist_logger().warning(f"loading {found.path.name} instead, the last good one", ranks=[0])
+            return _Good(found.path, manifest, tuple(skipped))
+        skipped.append(f"{found.path.name}: {problem}")
+        get_dist_logger().warning(f"the checkpoint {found.path} is damaged: {problem}", ranks=[0])
+    wanted = f" of step {step}" if step is not None else ""
+    raise CheckpointError(f"no good checkpoint{wanted} in {folder}:\n  " + "\n  ".join(skipped))
+
+
+def _candidates(folder: Path, step: int | None, context: ParallelContext) -> list[Found]:
+    """What rank 0 sees, newest first, on every rank."""
+    listings: list[list[list[Any]]] = [[]]
+    with agreed(context, f"listing {folder}"):
+        if context.get_global_rank() == 0:
+            listings = [[[found.step, found.revision, found.path.name] for found in published(folder)]]
+    entries = gather(listings[0], context)[0]
+    there = [Found(number, revision, folder / name) for number, revision, name in reversed(entries)]
+    wanted = [found for found in there if step in (None, found.step)]
+    if not wanted:
+        steps = listed(sorted({found.step for found in there}))
+        missing = f"no checkpoint of step {step}; there are steps {steps}" if there else "no checkpoint"
+        raise CheckpointError(f"{folder} has {missing}. Start without loading, or give another folder or step.")
+    return wanted
+
+
+def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Manifest | None, str]:
+    """The manifest if all ranks find it in order, else what is wrong. Each file is read by one rank."""
+    note = {"damaged": "", "unreadable": ""}
+    manifest = None
+    try:
+        with as_checkpoint_errors(f"reading {found.path}"):
+            manifest = read_manifest(found.path)
+            check_files(found.path, manifest.files[context.get_global_rank() :: context.world_size], content)
+    except Damaged as error:
+        note["damaged"] = str(error)
+    except CheckpointError as error:
+        note["unreadable"] = str(error)
+    notes = gather(note, context)
+    for told in notes:
+        if told["unreadable"]:
+            raise CheckpointError(f"{found.path} cannot be loaded: {told['unreadable']}")
+    problem = next((told["damaged"] for told in notes if told["damaged"]), "")
+    return (manifest, "") if not problem else (None, problem)
+
+
+def _restore(
+    good: _Good,
+    places: Sequence[Located],
+    matches: Matches,
+    model: nn.Module,
+    optimizer: Any,
+    extra: Mapping[str, Any],
+    context: ParallelContext,
+) -> LoadedInfo:
+    """Read and check everything that may still fail, and only then change the objects of this rank."""
+    reader = TensorReader(good.path)
+    values = Values(good.manifest, reader, context)
+    extras = values.extras(extra)
+    stepper = OptimizerRestorer(good.manifest, places, matches, reader, values) if optimizer is not None else None
+    state = stepper.state_dict_for(optimizer) if stepper is not None else None
+    restore_weights(model, places, matches, reader, values)
+    if stepper is not None and state is not None:
+        stepper.restore(optimizer, state)
+    for name, value in extras.objects.items():
+        extra[name].load_state_dict(value)
+    source = values.random()
+    return LoadedInfo(
+        step=good.manifest.step,
+        folder=good.path,
+        layout=str(good.manifest.layout),
+        same_layout=values.same_layout,
+        random=source,
+        extra=extras.plain,
+        skipped=good.skipped,
+    )
