@@ -12,16 +12,16 @@ from colonnade._lazy import lazy_names
 if TYPE_CHECKING:
     from colonnade.checkpoint.export import export_full as export_full
     from colonnade.checkpoint.export import reshard as reshard
+    from colonnade.checkpoint.integrity import verify as verify
+    from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
-    from colonnade.checkpoint.manager import LoadedInfo as LoadedInfo
-    from colonnade.checkpoint.verify import verify as verify
 
 _NAMES = {
     "CheckpointManager": "colonnade.checkpoint.manager",
-    "LoadedInfo": "colonnade.checkpoint.manager",
+    "LoadedInfo": "colonnade.checkpoint.load",
     "export_full": "colonnade.checkpoint.export",
     "reshard": "colonnade.checkpoint.export",
-    "verify": "colonnade.checkpoint.verify",
+    "verify": "colonnade.checkpoint.integrity",
 }
 __all__ = sorted(_NAMES)
 

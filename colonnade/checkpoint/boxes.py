@@ -54,7 +54,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     """
     filled = [box for box in boxes if box.numel]
     inside = all(
-        len(box.offset) == len(shape) and all(0 <= a and b <= size for a, b, size in _spans(box, shape))
+        len(box.offset) == len(shape) and all(a >= 0 and b <= size for a, b, size in _spans(box, shape))
         for box in filled
     )
     if not inside or sum(box.numel for box in filled) != prod(shape):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.boxes import whole_box
 from colonnade.checkpoint.locate import Located, Piece, locate, model_items, survey, uneven_sizes
-from colonnade.checkpoint.optimizer_state import Group, Slot, read_groups, read_slots
 from colonnade.checkpoint.manifest import Block, ItemRecord
+from colonnade.checkpoint.optimizer_state import Group, Slot, read_groups, read_slots
 from colonnade.checkpoint.parts import BlockNote, GroupNote, Part, rank_file
-from colonnade.checkpoint.tensors_file import Entry, type_name
+from colonnade.checkpoint.tensors_file import Entry, given, type_name
 from colonnade.checkpoint.values import Encoded, encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.parallel.dtensor import local_part
@@ -61,7 +61,7 @@ class RankPart:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.entries = [
-            Entry(entry.key, entry.dtype, entry.shape, _given(copy))
+            Entry(entry.key, entry.dtype, entry.shape, given(copy))
             for entry, copy in zip(self.entries, copies, strict=True)
         ]
 
@@ -155,7 +155,7 @@ def _add_block(
     block = Block(rank_file(mine.part.rank), key, place.box.offset, place.box.shape) if writes else None
     mine.part.blocks.append(BlockNote(place.piece.label, slot, names, place.shape, dtype, block))
     if writes:
-        mine.entries.append(Entry(key, dtype, place.box.shape, _given(local)))
+        mine.entries.append(Entry(key, dtype, place.box.shape, given(local)))
 
 
 def _add_group(mine: RankPart, group: Group, notes: list[dict[str, Any]]) -> None:
@@ -172,14 +172,11 @@ def _add_group(mine: RankPart, group: Group, notes: list[dict[str, Any]]) -> Non
 
 
 def _add_item(mine: RankPart, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
-    for at, tensor in enumerate(item.tensors):
-        mine.entries.append(Entry(f"{name}#{at}", type_name(tensor, name), tuple(tensor.shape), _given(tensor)))
     file = rank_file(mine.part.rank) if item.tensors else None
-    return ItemRecord(name, ranks, item.value, file, len(item.tensors))
-
-
-def _given(tensor: Tensor) -> Any:
-    return lambda: tensor
+    record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
+    for at, tensor in enumerate(item.tensors):
+        mine.entries.append(Entry(record.entry(at), type_name(tensor, name), tuple(tensor.shape), given(tensor)))
+    return record
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

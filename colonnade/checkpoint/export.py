@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +24,12 @@ from colonnade.checkpoint.folder import (
     told_of_space,
     write_new,
 )
+from colonnade.checkpoint.integrity import verify
 from colonnade.checkpoint.lock import RunLock
-from colonnade.checkpoint.manifest import MANIFEST, Block, FileRecord, ItemRecord, Manifest, TensorRecord, all_items
+from colonnade.checkpoint.manifest import MANIFEST, Block, ItemRecord, Manifest, TensorRecord
 from colonnade.checkpoint.parts import rank_file
-from colonnade.checkpoint.tensors_file import Entry, TensorReader, type_name, write_tensors
+from colonnade.checkpoint.tensors_file import Entry, TensorReader, given, type_name, write_tensors
 from colonnade.checkpoint.together import as_checkpoint_errors
-from colonnade.checkpoint.verify import verify
 from colonnade.errors import CheckpointError
 
 
@@ -62,7 +63,7 @@ def export_full(checkpoint_folder: str | Path, file: str | Path) -> Path:
         reader = TensorReader(source)
         weights = [record for record in manifest.tensors if not record.slot]
         entries = [
-            Entry(name, record.dtype, record.shape, _whole(reader, record))
+            Entry(name, record.dtype, record.shape, _reading(reader, record))
             for record in weights
             for name in record.names
         ]
@@ -102,29 +103,62 @@ def reshard(checkpoint_folder: str | Path, folder: str | Path, files: int) -> Pa
             lock.release()
 
 
+class _Spread:
+    """Tensors being dealt out to files, each to the one that has the least so far."""
+
+    def __init__(self, reader: TensorReader, files: int) -> None:
+        self.entries: dict[str, list[Entry]] = {rank_file(at): [] for at in range(files)}
+        self._sizes = dict.fromkeys(self.entries, 0)
+        self._reader = reader
+
+    def tensors(self, records: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
+        """The records as whole tensors, in the order given; the largest are dealt first."""
+        order = sorted(range(len(records)), key=lambda at: -records[at].size)
+        moved = {at: self._whole(records[at]) for at in order}
+        return tuple(moved[at] for at in range(len(records)))
+
+    def item(self, record: ItemRecord, key: str) -> ItemRecord:
+        """A value whose tensors move together, under a key that no other value has."""
+        if record.file is None:
+            return record
+        moved = replace(record, key=key, file=self._least())
+        for at in range(record.tensors):
+            tensor = self._reader.entry(record.file, record.entry(at))
+            self._add(
+                moved.file or "", Entry(moved.entry(at), type_name(tensor, key), tuple(tensor.shape), given(tensor))
+            )
+        return moved
+
+    def _whole(self, record: TensorRecord) -> TensorRecord:
+        if not record.size:
+            return record
+        file = self._least()
+        key = f"optimizer/{record.slot}/{record.label}" if record.slot else f"model/{record.label}"
+        self._add(file, Entry(key, record.dtype, record.shape, _reading(self._reader, record)))
+        return replace(record, blocks=(Block(file, key, whole_box(record.shape).offset, record.shape),))
+
+    def _least(self) -> str:
+        return min(self._sizes, key=lambda name: self._sizes[name])
+
+    def _add(self, file: str, entry: Entry) -> None:
+        self.entries[file].append(entry)
+        self._sizes[file] += entry.size
+
+
 def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int) -> Path:
-    names = [rank_file(at) for at in range(files)]
-    contents: dict[str, list[Entry]] = {name: [] for name in names}
-    tensors = [
-        _placed(record, reader, contents) for record in sorted(manifest.tensors, key=lambda record: -record.size)
-    ]
-    order = {(record.label, record.slot): at for at, record in enumerate(manifest.tensors)}
-    tensors.sort(key=lambda record: order[record.label, record.slot])
-    moved = {id(item): _moved(item, at, reader, contents[names[0]]) for at, item in enumerate(all_items(manifest))}
+    spread = _Spread(reader, files)
+    tensors = spread.tensors(manifest.tensors)
+    items = tuple(spread.item(item, f"{item.name}@{at}") for at, item in enumerate(manifest.items))
+    groups = manifest.groups and tuple(
+        replace(group, options=spread.item(group.options, f"{group.options.name}@{at}"))
+        for at, group in enumerate(manifest.groups)
+    )
     staged = folder / staging_name(manifest.step)
     staged.mkdir()
     try:
         with told_of_space(folder, manifest.size):
-            written = tuple(write_tensors(staged / name, contents[name]) for name in names if contents[name])
-            remade = replace(
-                manifest,
-                files=written,
-                tensors=tuple(tensors),
-                items=tuple(moved[id(item)] for item in manifest.items),
-                groups=None
-                if manifest.groups is None
-                else tuple(replace(group, options=moved[id(group.options)]) for group in manifest.groups),
-            )
+            written = tuple(write_tensors(staged / name, found) for name, found in spread.entries.items() if found)
+            remade = replace(manifest, files=written, tensors=tensors, items=items, groups=groups)
             write_new(staged / MANIFEST, remade.dump())
             return publish(staged, manifest.step)
     except BaseException:
@@ -132,15 +166,5 @@ def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int)
         raise
 
 
-def _placed(record: TensorRecord, reader: TensorReader, contents: dict[str, list[Entry]]) -> TensorRecord:
-    """The record as one block in the file that has the least so far."""
-    if not record.size:
-        return record
-    file = min(contents, key=lambda name: sum(entry.size for entry in contents[name]))
-    key = f"optimizer/{record.slot}/{record.label}" if record.slot else f"model/{record.label}"
-    contents[file].append(Entry(key, record.dtype, record.shape, _whole(reader, record)))
-    return replace(record, blocks=(Block(file, key, whole_box(record.shape).offset, record.shape),))
-
-
-def _whole(reader: TensorReader, record: TensorRecord):  # type: ignore[no-untyped-def]
+def _reading(reader: TensorReader, record: TensorRecord) -> Callable[[], Tensor]:
     return lambda: reader.new(whole_box(record.shape), record.blocks, record.dtype)

@@ -150,7 +150,8 @@ def told_of_space(folder: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise CheckpointError(_no_space(folder, needed, shutil.disk_usage(folder).free)) from error
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(f"{_no_space(folder, needed, free)} ({error.strerror})") from error
 
 
 def megabytes(size: int) -> str:

@@ -11,14 +11,14 @@ from torch import nn
 
 from colonnade.checkpoint.checked import Damaged
 from colonnade.checkpoint.folder import Found, published
+from colonnade.checkpoint.integrity import check_files, read_manifest
 from colonnade.checkpoint.locate import Located, locate, survey, uneven_sizes
 from colonnade.checkpoint.manifest import Manifest
 from colonnade.checkpoint.match import Matches, check_matches, match
-from colonnade.checkpoint.restore import OptimizerRestorer, restore_weights
+from colonnade.checkpoint.restore import OptimizerReader, load_optimizer, restore_weights
 from colonnade.checkpoint.restore_values import RandomSource, Values
 from colonnade.checkpoint.tensors_file import TensorReader
 from colonnade.checkpoint.together import agreed, as_checkpoint_errors, gather
-from colonnade.checkpoint.verify import check_files, read_manifest
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -50,18 +50,21 @@ class _Good:
     skipped: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What is to be loaded into."""
+
+    model: nn.Module
+    optimizer: Any
+    extra: Mapping[str, Any]
+
+
 def load_checkpoint(
-    folder: Path,
-    context: ParallelContext,
-    model: nn.Module,
-    optimizer: Any,
-    extra: Mapping[str, Any],
-    step: int | None,
-    content: bool,
+    folder: Path, context: ParallelContext, targets: Targets, step: int | None, content: bool
 ) -> LoadedInfo:
-    """Load into the model and the rest; `content` asks for the hashes of the files too."""
+    """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
     with agreed(context, "loading"):
-        pieces = survey(model, context)
+        pieces = survey(targets.model, context)
     sizes = gather(uneven_sizes(pieces), context)
     with agreed(context, "loading"):
         places = locate(pieces, sizes, context)
@@ -70,7 +73,7 @@ def load_checkpoint(
         matches = match(places, good.manifest)
     check_matches(gather(matches.note(), context), good.manifest, str(good.path))
     with agreed(context, f"loading {good.path}"):
-        info = _restore(good, places, matches, model, optimizer, extra, context)
+        info = _restore(good, places, matches, targets, context)
     get_dist_logger().info(f"loaded step {info.step} from {info.folder}, saved on {info.layout}")
     return info
 
@@ -126,25 +129,20 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
 
 
 def _restore(
-    good: _Good,
-    places: Sequence[Located],
-    matches: Matches,
-    model: nn.Module,
-    optimizer: Any,
-    extra: Mapping[str, Any],
-    context: ParallelContext,
+    good: _Good, places: Sequence[Located], matches: Matches, targets: Targets, context: ParallelContext
 ) -> LoadedInfo:
     """Read and check everything that may still fail, and only then change the objects of this rank."""
     reader = TensorReader(good.path)
     values = Values(good.manifest, reader, context)
-    extras = values.extras(extra)
-    stepper = OptimizerRestorer(good.manifest, places, matches, reader, values) if optimizer is not None else None
-    state = stepper.state_dict_for(optimizer) if stepper is not None else None
-    restore_weights(model, places, matches, reader, values)
-    if stepper is not None and state is not None:
-        stepper.restore(optimizer, state)
+    extras = values.extras(targets.extra)
+    state = None
+    if targets.optimizer is not None:
+        state = OptimizerReader(good.manifest, places, matches, reader, values).state_dict_for(targets.optimizer)
+    restore_weights(targets.model, places, matches, reader, values)
+    if state is not None:
+        load_optimizer(targets.optimizer, state)
     for name, value in extras.objects.items():
-        extra[name].load_state_dict(value)
+        targets.extra[name].load_state_dict(value)
     source = values.random()
     return LoadedInfo(
         step=good.manifest.step,

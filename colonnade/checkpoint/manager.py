@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 
 from colonnade.checkpoint.collect import RankPart, contents_of, part_of
+from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.folder import check_space, clean, discard, make_folder, megabytes, published, staging_name
-from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
+from colonnade.checkpoint.integrity import verify as verify_checkpoint
+from colonnade.checkpoint.load import LoadedInfo, Targets, load_checkpoint
 from colonnade.checkpoint.lock import RunLock
 from colonnade.checkpoint.manifest import LayoutRecord
 from colonnade.checkpoint.together import agreed, gather
-from colonnade.checkpoint.verify import verify as verify_checkpoint
 from colonnade.checkpoint.write import Background, Save
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
@@ -104,18 +105,26 @@ class CheckpointManager:
             else:
                 self._write_now(save, mine)
         except BaseException:
-            if self._is_first:
-                discard(save.staged)
+            self._drop(save)
             raise
 
     def wait(self) -> None:
         """Wait for the background save, if there is one, and raise its error on every rank. Collective."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.join()
-            with agreed(self.context, "saving in the background"):
-                if pending.error is not None:
-                    raise pending.error
+        if pending is None:
+            return
+        try:
+            for rank, error in enumerate(gather(pending.part_error(), self.context)):
+                if error:
+                    pending.give_up(f"on rank {rank}: {error}")
+        except BaseException:
+            pending.give_up("the other ranks are gone")
+            raise
+        pending.join()
+        with agreed(self.context, "saving in the background"):
+            if pending.error is not None:
+                self._drop(pending.save)
+                raise pending.error
 
     def close(self) -> None:
         """Wait for the background save and let another run have the folder. Collective."""
@@ -131,7 +140,7 @@ class CheckpointManager:
         # After an error on this rank the others may be gone: nothing collective, and the thread goes on by itself.
         if kind is None:
             self.close()
-        elif self._pending is None or not self._pending.is_alive():
+        elif self._pending is None or not self._pending.is_writing:
             self._release()
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -150,7 +159,8 @@ class CheckpointManager:
         loaded. Objects in `extra` get their state; plain values come back in the result.
         """
         self.wait()
-        return load_checkpoint(self.folder, self.context, model, optimizer, dict(extra or {}), step, self.verify)
+        targets = Targets(model, optimizer, extra or {})
+        return load_checkpoint(self.folder, self.context, targets, step, self.verify)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -185,6 +195,7 @@ class CheckpointManager:
                 clean(self.folder)
                 check_space(self.folder, needed)
                 staged.mkdir()
+                fault_point("staged")
         with agreed(self.context, f"saving step {step}"):
             _check_visible(staged, self.context)
         return Save(
@@ -204,7 +215,11 @@ class CheckpointManager:
         with agreed(self.context, f"saving step {save.step}"):
             mine.on_host()
         self._pending = Background(save, mine, lambda path: _report(save, path, started))
-        self._pending.start()
+
+    def _drop(self, save: Save) -> None:
+        """Delete what a failed save has left; all ranks have stopped writing, or are gone."""
+        if self._is_first:
+            discard(save.staged)
 
     def _release(self) -> None:
         if self._lock is not None:

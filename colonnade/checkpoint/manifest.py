@@ -85,7 +85,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ItemRecord:
-    """A JSON value, in which `{"$tensor": n}` stands for the entry `<name>#n` of `file`.
+    """A JSON value, in which `{"$tensor": n}` stands for the entry `<key>#n` of `file`.
 
     `ranks` are those that held this value; another record of the same name has the others'.
     """
@@ -93,8 +93,13 @@ class ItemRecord:
     name: str
     ranks: tuple[int, ...]
     value: Any
-    file: str | None
     tensors: int
+    file: str | None
+    key: str
+
+    def entry(self, at: int) -> str:
+        """The name of one of its tensors in its file."""
+        return f"{self.key}#{at}"
 
 
 @dataclass(frozen=True)
@@ -217,8 +222,9 @@ def _read_group(found: Checked) -> GroupRecord:
 
 def _read_item(found: Checked) -> ItemRecord:
     file = found.text("file") if found.content.get("file") is not None else None
+    tensors = found.whole_number("tensors")
     return ItemRecord(
-        found.text("name"), found.sizes("ranks"), found.content.get("value"), file, found.whole_number("tensors")
+        found.text("name"), found.sizes("ranks"), found.content.get("value"), tensors, file, found.text("key")
     )
 
 
@@ -228,9 +234,7 @@ def _check(manifest: Manifest) -> None:
     if len(sizes) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
     used = [(block.file, block.key) for tensor in manifest.tensors for block in tensor.blocks]
-    used += [
-        (item.file, f"{item.name}#{at}") for item in all_items(manifest) if item.file for at in range(item.tensors)
-    ]
+    used += [(item.file, item.entry(at)) for item in all_items(manifest) if item.file for at in range(item.tensors)]
     if len(set(used)) != len(used):
         raise Damaged(f"{MANIFEST} uses one entry of a file twice")
     strangers = {file for file, _ in used} - set(sizes)

@@ -41,10 +41,11 @@ def match(places: Iterable[Located], manifest: Manifest) -> Matches:
     found = Matches()
     for place in places:
         piece = place.piece
-        record = next((known[name] for name in (*piece.names, piece.label) if name in known), None)
-        if record is None:
+        under = [name for name in (*piece.names, piece.label) if name in known]
+        if not under:
             found.missing.append(piece.names[0])
             continue
+        record = known[under[0]]
         found.records[id(piece)] = record
         here = (type_name(piece.local, piece.names[0]), place.shape)
         if here != (record.dtype, record.shape):

@@ -98,7 +98,8 @@ def _slot(piece: Piece, name: str, value: Any) -> Slot:
         return slot
     like = local_part(value).shape == piece.local.shape
     slot = Slot(piece, name, value, like)
-    if is_dtensor(value) and (not like or value.placements != getattr(piece.tensor, "placements", None)):
+    lies = getattr(value, "placements", None)
+    if is_dtensor(value) and (not like or lies != getattr(piece.tensor, "placements", None)):
         raise CheckpointError(f"{slot.what} is a DTensor that does not lie as the parameter does")
     if not like and piece.parts and value.numel() != 1:
         raise CheckpointError(

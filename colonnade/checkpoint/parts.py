@@ -42,7 +42,7 @@ class GroupNote:
 
 @dataclass
 class Part:
-    """All that one rank adds to the manifest, or the error that kept it from writing."""
+    """All that one rank adds to the manifest."""
 
     rank: int
     saves_optimizer: bool
@@ -50,7 +50,6 @@ class Part:
     groups: list[GroupNote] = field(default_factory=list)
     items: list[ItemRecord] = field(default_factory=list)
     file: FileRecord | None = None
-    error: str = ""
 
 
 def rank_file(rank: int) -> str:
@@ -86,7 +85,6 @@ def take_part(staged: Path, rank: int) -> Part:
         ],
         items=[_item(item) for item in content["items"]],
         file=FileRecord(**content["file"]) if content["file"] else None,
-        error=content["error"],
     )
 
 
@@ -149,4 +147,4 @@ def _block_note(note: dict[str, Any]) -> BlockNote:
 
 
 def _item(item: dict[str, Any]) -> ItemRecord:
-    return ItemRecord(item["name"], tuple(item["ranks"]), item["value"], item["file"], item["tensors"])
+    return ItemRecord(**{**item, "ranks": tuple(item["ranks"])})

@@ -32,8 +32,8 @@ def restore_weights(
             module.set_extra_state(values.get(key))
 
 
-class OptimizerRestorer:
-    """Gives an optimizer the options and the state of its own parameters, whichever those are on this rank."""
+class OptimizerReader:
+    """Reads the options and the state of an optimizer's own parameters, whichever those are on this rank."""
 
     def __init__(
         self, manifest: Manifest, places: Sequence[Located], matches: Matches, reader: TensorReader, values: Values
@@ -66,11 +66,6 @@ class OptimizerRestorer:
                     state[number] = slots
                 number += 1
         return {"state": state, "param_groups": groups}
-
-    def restore(self, optimizer: Any, state_dict: dict[str, Any]) -> None:
-        """Load it by the optimizer's own method, so that its hooks run."""
-        optimizer.load_state_dict(state_dict)
-        _keep_types(optimizer, state_dict["state"])
 
     def _options(self, index: int, group: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
         """The options that these parameters had; for a group without any here, those of the group in its place."""
@@ -113,6 +108,12 @@ class OptimizerRestorer:
             slots[record.slot] = _as_parameter(value, place.piece.tensor) if like else value
         slots.update(self._values.slots_of(weight.label))
         return slots
+
+
+def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load it by the optimizer's own method, so that its hooks run; every moment keeps the type it was saved with."""
+    optimizer.load_state_dict(state_dict)
+    _keep_types(optimizer, state_dict["state"])
 
 
 def _as_parameter(value: Tensor, parameter: Any) -> Tensor:

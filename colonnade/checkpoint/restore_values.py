@@ -65,7 +65,7 @@ class Values:
 
     def decoded(self, item: ItemRecord) -> Any:
         """The value of a record."""
-        return decode(item.value, lambda at: self._reader.entry(item.file or "", f"{item.name}#{at}"))
+        return decode(item.value, lambda at: self._reader.entry(item.file or "", item.entry(at)))
 
     def slots_of(self, label: str) -> dict[str, Any]:
         """What the optimizer kept for a parameter that is not a tensor."""
@@ -117,7 +117,7 @@ class Values:
         digest = hashlib.sha256()
         first = self._items[RANDOM][0]
         for at in range(first.tensors):
-            digest.update(raw_bytes(self._reader.entry(first.file or "", f"{first.name}#{at}")))
+            digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
         return derive_seed(self._manifest.step, digest.hexdigest())
 
 

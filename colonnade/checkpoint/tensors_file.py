@@ -66,6 +66,11 @@ class Entry:
         return prod(self.shape) * WIDTHS[self.dtype]
 
 
+def given(tensor: Tensor) -> Callable[[], Tensor]:
+    """What an entry reads whose tensor is there already."""
+    return lambda: tensor
+
+
 def type_name(tensor: Tensor, what: str) -> str:
     """The format's name for the tensor's type; refuses what the format cannot hold."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":

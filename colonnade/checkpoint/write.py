@@ -15,7 +15,7 @@ from pathlib import Path
 
 from colonnade.checkpoint.collect import RankPart
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.folder import discard, publish, retire, told_of_space, write_new
+from colonnade.checkpoint.folder import publish, retire, told_of_space, write_new
 from colonnade.checkpoint.manifest import MANIFEST, LayoutRecord, Manifest
 from colonnade.checkpoint.parts import (
     Part,
@@ -31,7 +31,6 @@ from colonnade.checkpoint.together import as_checkpoint_errors
 from colonnade.errors import CheckpointError
 
 _POLL = 0.02
-_PATIENCE = 1800.0
 _PATIENCE_AT_EXIT = 30.0
 
 
@@ -57,9 +56,6 @@ class Save:
     def commit(self) -> Path:
         """Publish the checkpoint, on the first rank, when every rank's note is there; then delete old ones."""
         parts = [take_part(self.staged, rank) for rank in range(self.layout.world_size)]
-        for part in parts:
-            if part.error:
-                raise CheckpointError(f"on rank {part.rank}: {part.error}")
         with told_of_space(self.staged.parent, self.needed):
             write_new(self.staged / MANIFEST, self._manifest(parts).dump())
             fault_point("manifest written")
@@ -67,20 +63,20 @@ class Save:
         retire(path.parent, path, self.keep)
         return path
 
-    def wait_for_parts(self) -> None:
-        """Wait until every rank's note is there; gives up on ranks that are gone."""
+    def wait_for_parts(self, stop: threading.Event) -> None:
+        """Wait until every rank's note is there, or `stop` is set; at the end of the process, not for long."""
         missing = set(range(self.layout.world_size))
         asked, main_ended = time.monotonic(), None
         while missing := {rank for rank in missing if not part_file(self.staged, rank).exists()}:
             now = time.monotonic()
             if main_ended is None and not threading.main_thread().is_alive():
                 main_ended = now
-            if now - asked > _PATIENCE or (main_ended is not None and now - main_ended > _PATIENCE_AT_EXIT):
+            late = main_ended is not None and now - main_ended > _PATIENCE_AT_EXIT
+            if stop.wait(_POLL) or late:
                 raise CheckpointError(
-                    f"the background save of step {self.step} was given up after {now - asked:.0f} s: ranks "
+                    f"the background save of step {self.step} was given up after {now - asked:.1f} s: ranks "
                     f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched."
                 )
-            time.sleep(_POLL)
 
     def _manifest(self, parts: list[Part]) -> Manifest:
         return Manifest(
@@ -94,34 +90,54 @@ class Save:
         )
 
 
-class Background(threading.Thread):
+class Background:
     """Writes one save beside training; `error` is what went wrong on this rank, known after `join`.
 
-    Not a daemon: a process that ends normally ends after its last checkpoint is on disk.
+    Its thread is no daemon: a process that ends normally ends after its last checkpoint is on disk.
     """
 
     def __init__(self, save: Save, mine: RankPart, done: Callable[[Path], None]) -> None:
-        super().__init__(name=f"colonnade-save-{save.step}", daemon=False)
+        self.save = save
         self.error: CheckpointError | None = None
-        self._save, self._mine, self._done = save, mine, done
+        self._mine, self._done = mine, done
+        self._stop = threading.Event()
+        self._reason = ""
+        self._thread = threading.Thread(target=self._run, name=f"colonnade-save-{save.step}", daemon=False)
+        self._thread.start()
 
-    def run(self) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether it still has something to do."""
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until it has nothing to do."""
+        self._thread.join()
+
+    def part_error(self) -> str:
+        """Wait until this rank's part is written; returns what went wrong with it. Rank 0 has more to do: not waited for."""
+        if self.save.rank == 0:
+            return ""
+        self.join()
+        return str(self.error or "")
+
+    def give_up(self, reason: str) -> None:
+        """Let the first rank stop waiting for parts that will not come."""
+        self._reason = reason
+        self._stop.set()
+
+    def _run(self) -> None:
         try:
-            with as_checkpoint_errors(f"saving step {self._save.step} in the background"):
+            with as_checkpoint_errors(f"saving step {self.save.step} in the background"):
                 self._write()
         except CheckpointError as error:
-            self.error = error
-            if self._save.rank == 0:
-                discard(self._save.staged)
+            self.error = CheckpointError(self._reason) if self._reason else error
 
     def _write(self) -> None:
         try:
-            self._save.write(self._mine)
-        except Exception as error:
-            leave_part(self._save.staged, Part(self._save.rank, saves_optimizer=False, error=str(error)))
-            raise
+            self.save.write(self._mine)
         finally:
             self._mine.entries.clear()
-        if self._save.rank == 0:
-            self._save.wait_for_parts()
-            self._done(self._save.commit())
+        if self.save.rank == 0:
+            self.save.wait_for_parts(self._stop)
+            self._done(self.save.commit())

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from colonnade.cli._arguments import ScriptCommand
+from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
 from colonnade.cli.run import run
 from colonnade.version import __version__
@@ -26,6 +27,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "run": Command(run, ScriptCommand),
     "doctor": Command(doctor),
+    "ckpt": Command(ckpt),
 }
 
 

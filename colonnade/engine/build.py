@@ -11,6 +11,7 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import build_sync
+from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper, wants_flat
@@ -42,7 +43,9 @@ def initialize(
     """
     context = _launched(context)
     _apply_backend_flags(context)
+    precision = Precision.read(context.config)
     built = _build_model(model, context)
+    precision.apply(built, context.device)
     chosen = _build_optimizer(optimizer, built)
     check_placements(built, context)
     broadcast_shared(built, context)
@@ -55,7 +58,15 @@ def initialize(
         criterion,
         context=context,
         sync=sync,
-        stepper=Stepper(built, chosen, context, sync, ClipSettings.read(config.get("clip_grad_norm")), flat),
+        stepper=Stepper(
+            built,
+            chosen,
+            context,
+            sync,
+            ClipSettings.read(config.get("clip_grad_norm")),
+            flat,
+            precision.build_scaler(context.device),
+        ),
         schedule=_build_schedule(context),
         accumulation=int(config.get("gradient_accumulation") or 1),
     )
@@ -104,7 +115,7 @@ def _named_handlers(context: ParallelContext) -> list[Any]:
 
 
 def _build_schedule(context: ParallelContext) -> BaseSchedule:
-    wanted = context.config.get("schedule") or {"type": "NonPipelineSchedule"}
+    wanted = context.config.get("schedule") or _default_schedule(context)
     settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("type")
     schedule = SCHEDULE.get_module(name)
@@ -115,3 +126,20 @@ def _build_schedule(context: ParallelContext) -> BaseSchedule:
     if not callable(getattr(built, "forward_back_step", None)):
         raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
     return built
+
+
+def _default_schedule(context: ParallelContext) -> dict[str, Any]:
+    """Without a `schedule` key: none of a pipeline, or the ancestor's keys for one."""
+    config = context.config
+    if context.pipeline_parallel_size == 1:
+        return {"type": "NonPipelineSchedule"}
+    if config.get("NUM_MICRO_BATCHES") is None:
+        raise ConfigError(
+            f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
+            f"schedule=dict(type='OneFOneB', num_microbatches=8), or NUM_MICRO_BATCHES=8 for that same one"
+        )
+    chunks = (config.get("model") or {}).get("num_chunks")
+    shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
+    if chunks:
+        return {"type": "Interleaved1F1B", "num_microbatches": config.NUM_MICRO_BATCHES, "num_chunks": chunks, **shape}
+    return {"type": "OneFOneB", "num_microbatches": config.NUM_MICRO_BATCHES, **shape}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
@@ -13,7 +14,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.losses import LossBook, split_loss
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.stepper import Stepper
-from colonnade.errors import GradientError
+from colonnade.errors import GradientError, ScheduleError
 
 _NO_BATCH = object()
 
@@ -67,12 +68,20 @@ class Engine:
         value, count = split_loss(loss)
         self._book.add(count)
         self._begin_pass()
-        (value if count is not None else value / self.accumulation).backward()
+        (value * (self._scale() if count is not None else self.loss_scale)).backward()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """Backward from a tensor whose gradient is known, as at a pipeline stage."""
         self._begin_pass()
         tensor.backward(grad)
+
+    def backward_micro_batch(
+        self, tensors: Sequence[Any], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
+    ) -> None:
+        """One of the backward passes of a schedule that runs them itself; the whole schedule is one pass."""
+        ends = last and self._passes + 1 == self.accumulation and not isinstance(self._model, nn.ModuleList)
+        self._sync.prepare(ends)
+        torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
@@ -97,7 +106,11 @@ class Engine:
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
-        return self._schedule.forward_back_step(self, data_iter, **kwargs)
+        before = self._total_passes
+        result = self._schedule.forward_back_step(self, data_iter, **kwargs)
+        if self._total_passes == before and not kwargs.get("forward_only", False):
+            self._end_schedule()
+        return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
         """The batches of `loader`, for loaders that are not equally long on all ranks.
@@ -151,6 +164,11 @@ class Engine:
         return self._stepper.skips.total
 
     @property
+    def loss_scale(self) -> float | Tensor:
+        """What a mean loss is multiplied by before its backward pass: 1/accumulation, and the scale of fp16."""
+        return self._scale() / self.accumulation
+
+    @property
     def last_step_skipped(self) -> bool:
         """Whether the last step was dropped. Waits for its norm."""
         self._stepper.report_skip()
@@ -196,6 +214,13 @@ class Engine:
     # -- inside -------------------------------------------------------------------------------------------
 
     def _begin_pass(self) -> None:
+        self._count_pass()
+        last = self._passes == self.accumulation
+        if last:
+            self._sync.set_scale(self._book.factor())
+        self._sync.prepare(last)
+
+    def _count_pass(self) -> None:
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
@@ -203,10 +228,17 @@ class Engine:
             )
         self._passes += 1
         self._total_passes += 1
-        last = self._passes == self.accumulation
-        if last:
-            self._sync.set_scale(self._book.factor())
-        self._sync.prepare(last)
+
+    def _end_schedule(self) -> None:
+        """Count the pass of a schedule that runs its backward passes itself."""
+        if not self._schedule.runs_backward:
+            raise ScheduleError(
+                f"{type(self._schedule).__name__}.forward_back_step() returned without engine.backward(loss): this batch "
+                f"would not be learnt from. Call engine.backward, or pass forward_only=True to evaluate."
+            )
+        self._count_pass()
+        if self._passes == self.accumulation:
+            self._sync.prepare(last=True)
 
     def _pass_without_batch(self, after_step: Callable[[], Any] | None) -> None:
         """Take part in a pass of the other ranks."""
@@ -222,6 +254,9 @@ class Engine:
                 f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
                 f"ranks lose count of each other"
             )
+
+    def _scale(self) -> float | Tensor:
+        return self._stepper.scaler.scale if self._stepper.scaler is not None else 1.0
 
     def _reduce(self) -> None:
         self._sync.finish()

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_handler._bucket import Bucket
+from colonnade.engine.gradient_handler._bucket import Bucket, local
 from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
 from colonnade.engine.slots import Slots, number_slots
 from colonnade.errors import GradientError
@@ -20,7 +21,7 @@ from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.flat_state import FlatBucket
 from colonnade.optim.flat_step import FlatStep, why_not
-from colonnade.optim.norm import Meter, reduce_norms
+from colonnade.optim.norm import Meter, powsums, reduce_norms
 from colonnade.optim.scaled_step import ScaledStep
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
@@ -38,7 +39,11 @@ class Stepper:
         sync: GradientSync,
         clip: ClipSettings | None,
         flat: bool,
+        scaler: LossScaler | None = None,
     ) -> None:
+        self.scaler = scaler
+        if scaler is not None and clip is None:
+            clip = ClipSettings(options={"max_norm": float("inf")})  # the norm is what tells an overflow
         self._optimizer = optimizer
         self._context = context
         self._sync = sync
@@ -57,7 +62,7 @@ class Stepper:
                 nonfinite=clip.nonfinite,
             )
             self._norm_type = clip.norm_type
-        self._scaled = ScaledStep(optimizer, self._slot_map()) if isinstance(optimizer, torch.optim.Optimizer) else None
+        self._scaled = ScaledStep(optimizer, self._slot_map())
         self._flat: FlatStep | None = None
         self._meter: Meter | None = None
         self._meter_key: object = None
@@ -74,15 +79,18 @@ class Stepper:
             return
         self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
+        divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
         if self._flat_ready():
-            self._flat.step(self.last.divisor, self.last.found_inf)  # type: ignore[union-attr]
-        elif self._scaled is not None:
-            self._scaled.step(self.last.divisor, self.last.found_inf)
+            self._flat.step(divisor, self.last.found_inf)  # type: ignore[union-attr]
+        else:
+            self._scaled.step(divisor, self.last.found_inf)
+        if self.scaler is not None:
+            self.scaler.update(self.last.found_inf)
 
     def report_skip(self) -> bool | None:
         """Whether the last step was dropped (None: no step yet); says so once, with the parameter at fault here."""
         skipped = self.skips.read()
-        if skipped and self._meter is not None:
+        if skipped:
             bad = self._first_bad()
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""
             if bad or self._context.get_global_rank() == 0:
@@ -112,46 +120,54 @@ class Stepper:
             self._optimizer.step()
 
     def _decide(self, policy: ClipPolicy) -> Decision:
-        meter = self._current_meter(policy)
         group = self._context.get_group(ParallelMode.GLOBAL)
-        return policy.decide(reduce_norms(meter.measure(), self._norm_type, group))
+        norms = reduce_norms(self._measure(policy), self._norm_type, group)
+        return policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
 
-    def _current_meter(self, policy: ClipPolicy) -> Meter:
-        """The meter of the gradients as they lie now; the last one while nothing has moved."""
-        key = [id(parameter.grad) for parameter in self._parameters()]
+    def _measure(self, policy: ClipPolicy) -> Tensor:
+        """This rank's part of the norm. Only over buckets is a meter kept: their memory stays where it is."""
+        buckets = self._buckets()
+        inside = [[p.grad is grad for p, grad in zip(b.parameters, b.grads, strict=True)] for b in buckets]
+        bucketed = {
+            id(p) for b, here in zip(buckets, inside, strict=True) for p, h in zip(b.parameters, here, strict=True) if h
+        }
+        loose = [p for p in self._parameters() if p.grad is not None and id(p) not in bucketed]
+        key = (self._sync.executor.generation, inside)
+        device = self._context.device
+        if loose:
+            blocks = [*self._bucket_blocks(buckets, inside), *map(self._loose_block, loose)]
+            return powsums(blocks, self._norm_type, policy.slots, device=device)
         if key != self._meter_key or self._meter is None:
-            self._meter = Meter(self._blocks(), self._norm_type, slots=policy.slots, device=self._context.device)
+            blocks = self._bucket_blocks(buckets, inside)
+            self._meter = Meter(blocks, self._norm_type, slots=policy.slots, device=device)
             self._meter_key = key
-        return self._meter
+        return self._meter.measure()
 
-    def _blocks(self) -> list[Block]:
+    def _bucket_blocks(self, buckets: list[Bucket], inside: list[list[bool]]) -> list[Block]:
         blocks: list[Block] = []
-        bucketed: set[int] = set()
-        for bucket in self._buckets():
-            members = bucket.parameters
-            inside = [parameter.grad is grad for parameter, grad in zip(members, bucket.grads, strict=True)]
-            bucketed.update(id(parameter) for parameter, here in zip(members, inside, strict=True) if here)
-            entries = [self._held[id(parameter)] for parameter in members]
+        for bucket, here in zip(buckets, inside, strict=True):
+            entries = [self._held[id(parameter)] for parameter in bucket.parameters]
             blocks += bucket_blocks(
                 bucket.layout,
                 bucket.buffer,
                 [(entry.holding.count, entry.holding.index) for entry in entries],
                 [self._slot(entry) for entry in entries],
-                absent=[at for at, here in enumerate(inside) if not here],
+                absent=[at for at, is_in in enumerate(here) if not is_in],
                 # Holders outside the bucket's ranks may keep it among other neighbours.
                 alone=[at for at, entry in enumerate(entries) if entry.holding.ranks != bucket.reduction.ranks],
             )
-        for parameter in self._parameters():
-            if parameter.grad is not None and id(parameter) not in bucketed:
-                entry = self._held[id(parameter)]
-                gradient = local_part(parameter.grad)
-                gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-                blocks.append(Block(gradient, entry.holding.count, entry.holding.index, self._slot(entry)))
         return blocks
+
+    def _loose_block(self, parameter: Tensor) -> Block:
+        """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
+        entry = self._held[id(parameter)]
+        gradient = local(parameter.grad, parameter)  # type: ignore[arg-type]
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return Block(gradient, entry.holding.count, entry.holding.index, self._slot(entry))
 
     def _flat_ready(self) -> bool:
         """Whether the flat step can be taken now; it is made once the buckets have found their order."""
-        if not self._wants_flat:
+        if not self._wants_flat or not self._buckets():  # a stage may be frozen as a whole
             return False
         generation = self._sync.executor.generation
         if generation != self._flat_generation:

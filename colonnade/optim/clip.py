@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -41,14 +42,10 @@ def clip_grad_norm_(
     held = _as_list(parameters)
     limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
     norm = grad_norm(held, norm_type, error_if_nonfinite=error_if_nonfinite, context=context)
-    gradients = [local_part(parameter.grad) for parameter in held if parameter.grad is not None]
-    divisor = divisor_to(norm, limit) if limit else None
-    for device_gradients in _by_kind(gradients):
-        if divisor is None:
-            torch._foreach_zero_(device_gradients)
-        else:
-            wide = torch.float64 if device_gradients[0].dtype in (torch.float64, torch.complex128) else torch.float32
-            torch._foreach_div_(device_gradients, divisor.to(device_gradients[0].device, wide))
+    divisor = divisor_to(norm, limit)  # inf for a limit of 0
+    for gradients in _by_kind([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
+        wide = torch.float64 if gradients[0].dtype in (torch.float64, torch.complex128) else torch.float32
+        torch._foreach_div_(gradients, divisor.to(gradients[0].device, wide))
     return norm
 
 
@@ -67,9 +64,8 @@ def grad_norm(
     held = _as_list(parameters)
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
-    blocks = _blocks(held, known)
-    device = next((parameter.device for parameter in held), known.device if known is not None else None)
-    vector = powsums(blocks, norm_type, device=device, whole=known is None and shared)
+    blocks = _blocks(held, known, shared)
+    vector = powsums(blocks, norm_type, device=_device(held, known), whole=known is None and shared)
     norms = reduce_norms(vector, norm_type) if shared else _alone(vector, norm_type)
     total = norms.total()
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -80,7 +76,7 @@ def grad_norm(
     return total
 
 
-def _blocks(held: list[Tensor], context: ParallelContext | None) -> list[Block]:
+def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[Block]:
     known: dict[Placement, Holding] = {}
     blocks = []
     for parameter in held:
@@ -88,25 +84,35 @@ def _blocks(held: list[Tensor], context: ParallelContext | None) -> list[Block]:
             continue
         _refuse_pending(parameter.grad)
         count, index = 1, 0
+        # A DTensor's gradient need not be placed as the parameter is.
+        placed = parameter.grad if is_dtensor(parameter.grad) else parameter
         if context is not None:
-            placement = effective_placement(parameter, context.layout, context.get_global_rank())
+            placement = effective_placement(placed, context.layout, context.get_global_rank())
             if placement not in known:
                 known[placement] = holding(context.layout, placement, context.get_global_rank())
             count, index = known[placement].count, known[placement].index
-        elif dist.is_initialized():
-            count = _holders_by_mesh(parameter)
+        elif shared:
+            count = _holders_by_mesh(placed)
         blocks.append(Block(local_part(parameter.grad), count, index))
     return blocks
 
 
-def _holders_by_mesh(parameter: Any) -> int:
+def _holders_by_mesh(placed: Any) -> int:
     """Without a context: a DTensor's elements are on world / shards ranks; a plain tensor is a replica on all."""
     world = dist.get_world_size()
-    if not is_dtensor(parameter):
+    if not is_dtensor(placed):
         return world
-    sizes = parameter.device_mesh.shape
-    shards = prod(size for size, spec in zip(sizes, parameter.placements, strict=True) if spec.is_shard())
+    sizes = placed.device_mesh.shape
+    # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
+    shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
     return max(1, world // shards)
+
+
+def _device(held: list[Tensor], context: ParallelContext | None) -> torch.device | None:
+    """Where the norm is joined: what the world communicates on, also when some gradients lie elsewhere."""
+    if context is not None:
+        return context.device
+    return next((parameter.device for parameter in held if parameter.device.type != "cpu"), None)
 
 
 def _refuse_pending(gradient: Any) -> None:
@@ -118,8 +124,11 @@ def _refuse_pending(gradient: Any) -> None:
 
 
 def _alone(vector: Tensor, norm_type: float) -> Norms:
+    """What `reduce_norms` makes of the vector, with nobody to join it with."""
     values, nonfinite = vector.view(2, -1).unbind(0)
-    return Norms(float(norm_type), torch.where(nonfinite > 1.5, torch.nan, values), nonfinite)
+    if math.isinf(norm_type):
+        values = torch.where(nonfinite > 1.5, torch.nan, values)
+    return Norms(float(norm_type), values, nonfinite)
 
 
 def _context(context: ParallelContext | None) -> ParallelContext | None:

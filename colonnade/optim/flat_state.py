@@ -107,12 +107,13 @@ def _move_in(bucket: FlatBucket) -> Tensor:
 class FlatState:
     """The state of an optimizer in flat buffers, kept in step with `optimizer.state` in both directions.
 
-    `steps` counts, for every parameter, the steps that were not dropped. For SGD, which has no such state, it
-    only tells a first step from later ones.
+    `group_of` gives every parameter's group, -1 for none. `steps` counts the steps of every parameter that were
+    not dropped; for SGD, which has no such state, those with momentum, to tell the first from the later ones.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], group_of: Sequence[int]) -> None:
         self._optimizer = optimizer
+        self._group_of = group_of
         self._sgd = isinstance(optimizer, SGD)
         self.buckets: list[BucketState] = []
         self.members: list[Tensor] = []
@@ -123,44 +124,47 @@ class FlatState:
         self.histories = [0] * len(self.members)
         self._step_views = list(self.steps.unbind(0))
 
-    def names(self) -> tuple[str, ...]:
-        """The moments this optimizer keeps now."""
+    def names(self) -> list[tuple[str, ...]]:
+        """The moments that every group keeps now."""
         if not self._sgd:
-            return ("exp_avg", "exp_avg_sq")
-        return ("momentum_buffer",) if any(group["momentum"] for group in self._optimizer.param_groups) else ()
+            return [("exp_avg", "exp_avg_sq")] * len(self._optimizer.param_groups)
+        return [("momentum_buffer",) if group["momentum"] else () for group in self._optimizer.param_groups]
 
-    def expose(self, places: Sequence[int]) -> None:
-        """Give these parameters their state, as torch does at the first step in which they take part."""
-        for place in places:
-            self._point(place, self.names())
+    def count(self, present: Sequence[int]) -> list[int]:
+        """Those of these parameters whose steps are counted; from now on, only they take counted steps.
 
-    def part_ways(self, present: Sequence[int]) -> None:
-        """Note that only these parameters take a step.
-
-        Parameters with equal `histories` have equal step counts, whatever was dropped on the device.
+        They get their state, as in torch at the first step in which they take part. Parameters with equal
+        `histories` have equal step counts, whatever was dropped on the device.
         """
+        names = self.names()
+        counted = [place for place in present if names[self._group_of[place]]]
         renamed: dict[int, int] = {}
         fresh = max(self.histories) + 1
-        for place in present:
+        for place in counted:
+            self._point(place, names[self._group_of[place]])
             old = self.histories[place]
             self.histories[place] = renamed.setdefault(old, fresh + len(renamed))
+        return counted
 
     def adopt(self) -> None:
         """Move what `optimizer.state` holds (loaded, or from before) into the flat buffers."""
         counts = [0.0] * len(self.members)
+        names = self.names()
         for bucket in self.buckets:
             for index, param in enumerate(bucket.bucket.members):
                 loaded = self._optimizer.state.get(param, {})
                 place = bucket.first + index
-                counts[place] = self._copy_in(bucket, index, loaded)
+                kept = names[self._group_of[place]] if self._group_of[place] >= 0 else ()
+                counts[place] = self._copy_in(bucket, index, kept, loaded)
                 if loaded:
-                    self._point(place, [name for name in self.names() if loaded.get(name) is not None])
+                    self._point(place, [name for name in kept if loaded.get(name) is not None])
         self.steps.copy_(torch.tensor(counts))
         numbered = {count: number for number, count in enumerate(dict.fromkeys(counts))}
         self.histories = [numbered[count] for count in counts]
 
-    def _copy_in(self, bucket: BucketState, index: int, loaded: Mapping[str, Any]) -> float:
-        for name in {*self.names(), *bucket.moments}:
+    def _copy_in(self, bucket: BucketState, index: int, names: Sequence[str], loaded: Mapping[str, Any]) -> float:
+        """Fill one parameter's moments with what was loaded, else zeros; returns its step count."""
+        for name in {*names, *bucket.moments}:
             value = loaded.get(name)
             view = bucket.view(name, index)
             if value is None:

@@ -56,7 +56,7 @@ class _Plan:
 
     key: object
     runs: list[tuple[Run, int, int]]
-    taking: Tensor | None
+    counted: Tensor | None
 
 
 class FlatStep:
@@ -74,7 +74,7 @@ class FlatStep:
         self.optimizer = optimizer
         self._group_of = _groups_by_place(optimizer, buckets)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._state = FlatState(optimizer, buckets)
+        self._state = FlatState(optimizer, buckets, self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
         self._step = Optimizer.profile_hook_step(self._update)
@@ -92,9 +92,10 @@ class FlatStep:
     def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] | None = None) -> None:
         """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
 
-        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. A parameter whose `.grad` is None
-        takes no part, as in torch; `absent`, if given, has their places (counted through all buckets) and saves the
-        look at every parameter. The optimizer's step hooks run around it.
+        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. A parameter whose `.grad` is None takes no
+        part, as in torch; `absent`, if given, has their places (counted through all buckets) and saves a look
+        at every parameter. The optimizer's step hooks run around it. In a captured graph, only a learning rate
+        in a device tensor can change.
         """
         self._asked = (divisor.reshape(-1), found_inf.reshape(()), absent)
         self._step(self.optimizer)
@@ -110,13 +111,13 @@ class FlatStep:
         self._check_unchanged()
         divisor, found_inf, absent = self._asked
         plan = self._planned(absent)
-        _advance(self._state.steps, plan.taking, 1.0)
+        _advance(self._state.steps, plan.counted, 1.0)
         with on_device(divisor.device):
             for run, group_index, slot in plan.runs:
                 group = optimizer.param_groups[group_index]
                 update = run.sgd if isinstance(optimizer, SGD) else run.adam
                 update(group, divisor[slot if divisor.numel() > 1 else 0], found_inf)
-        _advance(self._state.steps, plan.taking, found_inf, -1)
+        _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _check_unchanged(self) -> None:
         groups = self.optimizer.param_groups
@@ -136,9 +137,8 @@ class FlatStep:
         if key != self._plan.key:
             present = [place for place, group in enumerate(self._group_of) if group >= 0]
             present = sorted(set(present).difference(absent))
-            self._state.part_ways(present)
-            self._state.expose(present)
-            self._plan = _Plan(key, self._runs(set(present)), self._taking(present))
+            counted = self._state.count(present)
+            self._plan = _Plan(key, self._runs(set(present)), self._mask(counted))
         return self._plan
 
     def _runs(self, present: Set[int]) -> list[tuple[Run, int, int]]:
@@ -166,13 +166,13 @@ class FlatStep:
                     runs.append((prepare(state, self._state.steps, fragments), group, slot))
         return runs
 
-    def _taking(self, present: Sequence[int]) -> Tensor | None:
-        """1 for the parameters that take the step and 0 for the others; None when all do."""
+    def _mask(self, counted: Sequence[int]) -> Tensor | None:
+        """1 for the parameters whose step is counted and 0 for the others; None when all are."""
         count = len(self._state.members)
-        if len(present) == count:
+        if len(counted) == count:
             return None
         mask = torch.zeros(count, dtype=torch.float32)
-        mask[torch.tensor(present, dtype=torch.int64)] = 1.0
+        mask[torch.tensor(counted, dtype=torch.int64)] = 1.0
         return to_device(mask, self._state.steps.device)
 
     @torch.no_grad()
@@ -181,8 +181,8 @@ class FlatStep:
         self._plan = _Plan(None, [], None)
 
 
-def _advance(steps: Tensor, taking: Tensor | None, amount: float | Tensor, sign: int = 1) -> None:
-    steps.add_(amount if taking is None else taking * amount, alpha=sign)
+def _advance(steps: Tensor, counted: Tensor | None, amount: float | Tensor, sign: int = 1) -> None:
+    steps.add_(amount if counted is None else counted * amount, alpha=sign)
 
 
 def _steps_as_torch(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Meter:
         return stacked.amax(0) if math.isinf(self.p) else stacked.sum(0)
 
     def culprits(self) -> list[Block]:
-        """The blocks of this rank whose last measurement was not finite. Waits for the device."""
+        """The blocks of this rank that are not finite now; reads them again, and waits for the device."""
         return [block for part in self._parts for block in part.culprits()]
 
 

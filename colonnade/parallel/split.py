@@ -166,9 +166,9 @@ def _check_covered(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) ->
     kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
     lost = [key for key in _tensor_names(model) if key not in kept]
     if lost:
+        shown = listed(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise ScheduleError(
-            f"the layers of {type(model).__name__} do not hold {listed(lost[:5])}{' ...' if len(lost) > 5 else ''}; put "
-            "each parameter and buffer into one of the layers"
+            f"the layers of {type(model).__name__} do not hold {shown}; put each parameter and buffer into one of them"
         )
 
 
@@ -267,7 +267,7 @@ def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any,
 
 
 def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: bool) -> list[float]:
-    """Seconds of forward and backward for each layer; leaves gradients, buffers' modes and random state as they were."""
+    """Seconds of forward and backward for each layer; gradients, modes and random state stay as they were."""
     seconds: list[float] = []
     value, call = sample, _call
     devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}

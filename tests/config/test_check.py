@@ -10,8 +10,10 @@ from colonnade.config import Config, load_config
 from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
-CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method"
-SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, waive, callback"
+CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
+SYNC_KEYS = (
+    "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive, callback"
+)
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
@@ -152,7 +154,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"bucket_md": 1}}, "sync.bucket_md = 1   unknown key. Did you mean `bucket_mb`?"),
     ({"sync": {"static_graph": 1}}, f"sync.static_graph = 1   unknown key; allowed: {SYNC_KEYS}"),
     ({"sync": {"waive": [1]}}, "sync.waive = [1]   must be a string, a list of strings or None"),
-    ({"sync": {"overlap": 1}}, "sync.overlap = 1   must be True or False"),
+    ({"sync": {"overlap": 1}}, "sync.overlap = 1   must be True or False or 'auto'"),
     ({"flat_step": 1}, "flat_step = 1   must be True or False"),
     ({"seed": 1.0}, "seed = 1.0   must be an int"),
     ({"cudnn_benchmark": "on"}, "cudnn_benchmark = 'on'   must be True or False"),

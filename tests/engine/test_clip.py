@@ -28,11 +28,7 @@ def norm_of(gradients, p):
 def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
     """(the true norm, the bits of ours, how many collectives the clip and step took)"""
     scenario = SCENARIOS[name]
-    config = {
-        "parallel": scenario.parallel,
-        "gradient_accumulation": scenario.accumulation,
-        "clip_grad_norm": clip,
-    }
+    config = {**scenario.config, "clip_grad_norm": clip}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         engine = initialize(
             lambda: scenario.build(gpc), lambda parameters: torch.optim.SGD(parameters, lr=1.0), context=gpc

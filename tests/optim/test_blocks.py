@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import GradientError
@@ -14,6 +14,7 @@ from colonnade.optim.blocks import UNIT, Block, bucket_blocks, check_order, chun
 from colonnade.parallel.flat import FlatLayout
 
 
+@settings(deadline=None)
 @given(numel=st.integers(0, 700), count=st.integers(1, 9))
 def test_slices_of_all_holders_are_the_block(numel: int, count: int) -> None:
     tensor = torch.arange(float(numel))
@@ -67,6 +68,7 @@ def test_absent_and_tied_members_stand_apart() -> None:
     assert starts(bucket_blocks(layout, buffer, [(2, 0)] * 4, alone=[1])) == [(0, 16), (16, 32), (48, 32)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 300)), min_size=1, max_size=6))
 def test_chunks_cover_every_span_once(sizes: list[tuple[int, int]]) -> None:
     spans, end = [], 0

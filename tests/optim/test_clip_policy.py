@@ -75,9 +75,11 @@ def test_raise_comes_one_step_later_and_names_the_slot() -> None:
 
 
 def test_a_method_may_skip_too() -> None:
-    policy = ClipPolicy(SkipOnSpike(bound=10.0), nonfinite="propagate")
-    assert policy.decide(norms(11.0)).found_inf.item() == 1.0
-    assert policy.decide(norms(9.0)).found_inf.item() == 0.0
+    for nonfinite in ("propagate", "skip"):
+        policy = ClipPolicy(SkipOnSpike(bound=10.0), nonfinite=nonfinite)  # type: ignore[arg-type]
+        assert policy.decide(norms(11.0)).found_inf.item() == 1.0
+        assert policy.decide(norms(9.0)).found_inf.item() == 0.0
+        assert policy.decide(norms(math.nan)).found_inf.item() == float(nonfinite == "skip")
 
 
 def test_history_goes_through_a_checkpoint() -> None:

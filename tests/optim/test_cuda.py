@@ -21,6 +21,7 @@ from colonnade.optim.norm import Meter, powsums, reduce_norms
 from colonnade.optim.scaled_step import ScaledStep
 from colonnade.testing import run_world
 from tests.optim.flat import Pair
+from tests.optim.test_flat_step import momentum_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -56,6 +57,17 @@ def test_missing_gradients_and_skipped_steps() -> None:
     pair.flat.step(decision.divisor, decision.found_inf)
     assert all(torch.equal(one, other) for one, other in zip(before, pair.ours, strict=True))
     pair.step()
+    pair.compare(2e-6, 2e-7)
+
+
+def test_momentum_that_differs_by_group_and_begins_later() -> None:
+    pair = Pair(momentum_groups, device="cuda")
+    pair.step()
+    pair.step([1])
+    for optimizer in (pair.torch, pair.optimizer):
+        optimizer.param_groups[1].update(momentum=0.8, dampening=0.3)
+    for absent in ([], [4], []):
+        pair.step(absent)
     pair.compare(2e-6, 2e-7)
 
 

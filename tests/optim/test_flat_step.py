@@ -114,6 +114,25 @@ def test_momentum_that_begins_later() -> None:
     pair.compare(1e-6, 1e-7)
 
 
+def momentum_groups(params: list[Tensor]) -> Optimizer:
+    return SGD([{"params": params[:3], "momentum": 0.9, "dampening": 0.5}, {"params": params[3:]}], lr=1e-2)
+
+
+def test_groups_with_and_without_momentum() -> None:
+    pair = Pair(momentum_groups)
+    pair.step()
+    pair.step([1])
+    for optimizer in (pair.torch, pair.optimizer):
+        optimizer.param_groups[1].update(momentum=0.8, dampening=0.3)
+    for absent in ([], [4], []):
+        pair.step(absent)
+    pair.compare(1e-6, 1e-7)
+    state = _cloned(pair.torch.state_dict())
+    pair.optimizer.load_state_dict(state)
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_state_goes_to_torch_and_back(name: str) -> None:
     pair = Pair(MAKERS[name])

@@ -47,6 +47,12 @@ def test_units_of_whole_tensors(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(grad.double(), wanted, rtol=1e-6, atol=1e-8)
 
 
+def test_a_unit_of_zero_weight_may_still_learn() -> None:
+    param, grad = torch.zeros(2, 3), torch.ones(2, 3)
+    clip_units_([UnitBlock(param, grad)], factor=0.1, eps=1e-3)
+    torch.testing.assert_close(grad.norm(dim=1), torch.full((2,), 1e-4), rtol=1e-5, atol=0)
+
+
 def world_units() -> list[Tensor]:
     """Columns of a matrix and parts of a vector sharded, rows of another matrix sharded."""
     rank, group = dist.get_rank(), dist.group.WORLD

@@ -55,6 +55,15 @@ def test_slots_have_their_own_norms_whatever_the_order_of_blocks() -> None:
     torch.testing.assert_close(norms.total(counted), torch.stack(wanted)[[0, 3]].norm(), rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_large_and_small_blocks_side_by_side(dtype: torch.dtype) -> None:
+    source = torch.Generator().manual_seed(4)
+    tensors = [torch.randn(n, generator=source).to(dtype) for n in (10, 400_007, 16_384, 300_000, 100_000, 3)]
+    norms = measured([Block(t, slot=i) for i, t in enumerate(tensors)], slots=6)
+    wanted = torch.stack([reference([t], 2.0) for t in tensors])
+    torch.testing.assert_close(norms.per_slot(), wanted, rtol=1e-6, atol=0)
+
+
 def test_mixed_dtypes_and_holes() -> None:
     tensors = [
         torch.randn(3000).bfloat16(),

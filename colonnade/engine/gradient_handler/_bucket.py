@@ -17,6 +17,10 @@ from colonnade.engine.gradient_handler._options import GroupReduction
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
 
 
+LARGE_BYTES = 256 << 10
+"""A gradient from this size on is worth a hook of its own on the CPU."""
+
+
 class Task(Protocol):
     """How one bucket is reduced. `start` may return before anything is sent, `finish` returns when it is done.
 
@@ -36,23 +40,26 @@ class Bucket:
     `buffer` has the offsets of `layout`; `room` is `buffer` with the padding that makes it divisible among
     the ranks. `positions` are the parameters' places in `reduction`. Padding is zero and stays zero.
 
-    Every view has a version counter of its own, which autograd raises when it accumulates in place: that is
-    how the bucket knows which gradients have come, without a hook on each parameter.
+    On the CPU a small gradient is added into its view by autograd itself (the view is offered as zeros), and one
+    that is at least `LARGE_BYTES` is moved by a hook while it is in the cache: each is the cheaper way for its
+    size. On an accelerator a full bucket is moved at once. Every view has a version counter of its own, which a
+    write raises: that is how the bucket knows which gradients have come without a hook on each parameter.
     """
 
     task: Task
 
     def __init__(self, reduction: GroupReduction, positions: Sequence[int]) -> None:
+        small, self.large = _by_size(reduction, positions)
         self.reduction = reduction
-        self.positions = tuple(positions)
-        self.names = tuple(reduction.names[i] for i in positions)
-        self.parameters = tuple(reduction.parameters[i] for i in positions)
+        self.positions = (*small, *self.large)
+        self.names = tuple(reduction.names[i] for i in self.positions)
+        self.parameters = tuple(reduction.parameters[i] for i in self.positions)
         self.layout = FlatLayout([local(parameter) for parameter in self.parameters])
         step = len(reduction.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
         self.numel = -(-self.layout.numel // step) * step
         self.started = self.full = False
         self.firings = self.left = 1
-        self._offers = self.layout.device.type == "cpu" and not any(_is_dtensor(p) for p in self.parameters)
+        self._small = len(small)
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
@@ -64,32 +71,43 @@ class Bucket:
         # `.data` is what gives a view its own version counter.
         self.views = [view.data for view in self.layout.views(self.buffer)]
         self.grads = [_like(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True)]
+        self._offers = self.layout.device.type == "cpu" and not any(_is_dtensor(p) for p in self.parameters)
 
     def begin(self, offer: bool) -> None:
-        """A backward pass is about to run. `firings` says how often the gradient that comes last comes.
-
-        With `offer`, parameters without gradient get zeroed views, so that autograd adds in place: on the CPU
-        that costs less than to take the gradients away from autograd and copy them. (On an accelerator it would
-        be one kernel per parameter, so there a full bucket is copied at once.)
-        """
+        """A backward pass is about to run; `offer` the views of small gradients. Call again for each pass."""
         self.full, self.left = False, self.firings
         if offer and self._offers:
             self._offer()
         if self.task.early:
             self._versions = [view._version for view in self.views]
 
+    def zero(self, offer: bool) -> None:
+        """Forget all gradients, as `zero_grad` does; small ones are zeroed in one go where they may be offered."""
+        kept = self._small if offer and self._offers else 0
+        for parameter in self.parameters[kept:]:
+            parameter.grad = None
+        if kept:
+            self._zero_small()
+            for parameter, grad in zip(self.parameters[:kept], self.grads, strict=False):
+                if parameter.grad is not grad:
+                    parameter.grad = grad
+            self._offered = [grad._version for grad in self.grads[:kept]] + self._nothing_offered[kept:]
+
     def _offer(self) -> None:
-        absent = [i for i, parameter in enumerate(self.parameters) if parameter.grad is None]
+        absent = [i for i in range(self._small) if self.parameters[i].grad is None]
         if not absent:
             return
-        if len(absent) == len(self.parameters):
-            self.room.zero_()
+        if len(absent) == self._small:
+            self._zero_small()
         else:
             torch._foreach_zero_([self.views[i] for i in absent])
         self._offered = list(self._offered)
         for i in absent:
-            self.parameters[i].grad = view = self.grads[i]
-            self._offered[i] = view._version
+            self.parameters[i].grad = grad = self.grads[i]
+            self._offered[i] = grad._version
+
+    def _zero_small(self) -> None:
+        self.buffer[: self.layout.spans[self._small - 1].stop].zero_()
 
     def move(self, indices: Iterable[int]) -> None:
         """Bring these gradients into the buffer, where they are not there already."""
@@ -149,6 +167,16 @@ class Bucket:
     def attach(self, index: int) -> None:
         """Make `.grad` of one parameter its view of the buffer."""
         self.parameters[index].grad = self.grads[index]
+
+
+def _by_size(reduction: GroupReduction, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The positions of small and of large parameters; all count as small where no hook moves them singly."""
+    small, large = [], []
+    for position in positions:
+        parameter = reduction.parameters[position]
+        single = parameter.device.type == "cpu" and parameter.nbytes >= LARGE_BYTES
+        (large if single else small).append(position)
+    return small, large
 
 
 def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:

@@ -99,6 +99,18 @@ class GradientReducer:
                 bucket.begin(offer=not self._recording)
 
     @torch.no_grad()
+    def zero_grad(self) -> None:
+        """Forget the gradients, like `optimizer.zero_grad()` but with one write per bucket.
+
+        Until `wait`, `.grad` of a small parameter is then zeros where the optimizer's would be None.
+        """
+        self._switch()
+        for bucket in self.buckets:
+            bucket.zero(offer=not self._recording)
+        for state in self._states:
+            state.zero_outside()
+
+    @torch.no_grad()
     def wait(self) -> None:
         """Reduce what is not yet reduced and wait for all of it. Collective; `.grad` is final afterwards."""
         self._switch()
@@ -151,6 +163,13 @@ class GradientReducer:
         self._fired[key] = self._fired.pop(key, 0) + 1
         with torch.no_grad():
             bucket.move([index])
+
+    def _on_large(self, at: int, index: int) -> None:
+        """A gradient that is moved by itself has come."""
+        bucket = self.buckets[at]
+        if not bucket.started:
+            with torch.no_grad():
+                bucket.move([index])
 
     def _on_sentinel(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
@@ -276,6 +295,9 @@ class GradientReducer:
                     self._hook(parameter, self._on_gradient, at, index)
                 continue
             keys = [(id(bucket.reduction), position) for position in bucket.positions]
+            for position in bucket.large:
+                index = bucket.positions.index(position)
+                self._hook(bucket.parameters[index], self._on_large, at, index)
             last = max(keys, key=lambda key: arrival.get(key, -1))
             bucket.firings = self._fired.get(last, 1)
             self._hook(bucket.parameters[keys.index(last)], self._on_sentinel, at, keys.index(last))

@@ -55,6 +55,11 @@ class ReductionState:
         for lane in self._lanes.values():
             lane.clear()
 
+    def zero_outside(self) -> None:
+        """`zero_grad` for what is not in a bucket."""
+        for position in self._outside:
+            self.reduction.parameters[position].grad = None
+
     def open_notes(self) -> None:
         """Begin the notes of a step with what is known of each parameter apart from its bucket."""
         parameters = self.reduction.parameters

@@ -101,24 +101,31 @@ class WeightWork:
         self._arrived = arrived
 
     def run(self, backward: RunBackward, last: bool) -> None:
-        """Accumulate the gradients of the parameters; to be called once."""
-        for group in self._groups:
-            self._run_group(group, backward, last)
+        """Accumulate the gradients of the parameters; to be called once. Only the last group's call is told `last`."""
+        started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
+        for index, (group, starts) in enumerate(started, 1):
+            self._run_group(group, starts, backward, last and index == len(started))
         self._groups, self._arrived = [], {}
 
-    def _run_group(self, group: _Group, backward: RunBackward, last: bool) -> None:
-        starts = list(group.sources)
-        for node in group.crossings:
-            grads = enumerate(self._arrived.get(node, ()))
-            starts += [(GradientEdge(node, index), grad) for index, grad in grads if grad is not None]
-        if not starts:
-            return
-        edges, grads_in = zip(*starts, strict=True)
+    def _starts(self, group: _Group) -> list[tuple[GradientEdge, Tensor]]:
+        """Where the gradients of a group come in; empty where none has come."""
+        arrived = [
+            (GradientEdge(node, index), grad)
+            for node in group.crossings
+            for index, grad in enumerate(self._arrived.get(node, ()))
+            if grad is not None
+        ]
+        return group.sources + arrived
+
+    def _run_group(
+        self, group: _Group, starts: list[tuple[GradientEdge, Tensor]], backward: RunBackward, last: bool
+    ) -> None:
+        edges, grads = zip(*starts, strict=True)
         # A crossing above another one would pass it what has already arrived there, and hooks on tensors
         # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
         handles = [node.register_prehook(_give(self._arrived.get(node))) for node in group.crossings]
         try:
-            backward(edges, grads_in, inputs=group.leaves, last=last)
+            backward(edges, grads, inputs=group.leaves, last=last)
         finally:
             for handle in handles:
                 handle.remove()
@@ -185,8 +192,8 @@ def _nodes_on_way(roots: Iterable[GradientEdge], ends: set[Node]) -> dict[Node, 
 def _groups(on_way: dict[Node, bool], ends: set[Node], roots: list[tuple[GradientEdge, Tensor]]) -> list[_Group]:
     """The parameters below the roots, in groups that share no node off the way to the inputs."""
     neighbours: dict[Node, list[Node]] = defaultdict(list)
-    for node in on_way.keys() - ends:
-        for child in _below(node):
+    for node in on_way:
+        for child in _below(node) if node not in ends else ():
             if not on_way[child]:
                 neighbours[node].append(child)
                 neighbours[child].append(node)

@@ -24,6 +24,9 @@ class BaseSchedule(ABC):
     `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart.
     """
 
+    runs_backward = False
+    """Whether it runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
+
     def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
         self.batch_size = 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv, only_forward
 from colonnade.engine.schedule.backward import RunBackward, run_backward
-from colonnade.engine.schedule.check import check
+from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.micro_batch import MicroBatch
 from colonnade.engine.schedule.non_pipeline import call_model
 from colonnade.engine.schedule.program import add_transfers, peer_stage
@@ -82,8 +82,7 @@ class Executor:
         self._transfer_group = transfer_group or group
         self._device = device or torch.device("cpu")
         self._links: dict[int, Link] = {}
-        self._agree(chunks, table)
-        self.table, self.facts = table, check(table)
+        self.table, self.facts = table, self._agree(chunks, table)
         stages = [stage for stage, home in enumerate(self.facts.stage_ranks) if home == rank]
         self._place = Place(
             rank=rank,
@@ -120,14 +119,15 @@ class Executor:
         keep_outputs: bool = False,
         backward_scale: float | Tensor = 1.0,
     ) -> Ran:
-        """Run one step. Gradients are added to `.grad`. Collective over the pipeline: all ranks, same
-        arguments.
+        """Run one step. Collective over the pipeline: all its ranks, with the same flags.
 
-        `micro_batches` needs data where the first stage is and labels where the last one is. `backward_scale`
-        multiplies the loss for the backward pass only.
+        Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
+        one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies the loss for
+        the backward pass only.
         """
-        self._check_run(micro_batches, forward_only, with_loss)
-        step = Step(self._place, micro_batches, not forward_only, with_loss, keep_outputs, backward_scale)
+        self._check_run(micro_batches, forward_only)
+        train = not forward_only
+        step = Step(self._place, micro_batches, train, with_loss or train, keep_outputs, backward_scale)
         try:
             step.run(self._forward_program if forward_only else self._program)
             for link in self._links.values():
@@ -167,20 +167,20 @@ class Executor:
         for end in ends:
             end()
 
-    def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool, with_loss: bool) -> None:
+    def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
         expected = self.facts.num_micro_batches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
-        if self.has_last_stage and self._place.loss_fn is None and not (forward_only or not with_loss):
+        if self.has_last_stage and self._place.loss_fn is None and not forward_only:
             raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
 
     def _collective_device(self) -> torch.device:
         on_gloo = not dist.is_initialized() or dist.get_backend(self._group) == "gloo"
         return torch.device("cpu") if on_gloo else self._device
 
-    def _agree(self, chunks: Sequence[nn.Module], table: Table) -> None:
-        """Refuse, on every rank alike, a table that one rank cannot run or that differs between ranks."""
-        problem = self._problem(chunks, table)
+    def _agree(self, chunks: Sequence[nn.Module], table: Table) -> Facts:
+        """The facts of a table that every rank can run and that is the same on all; else an error on all."""
+        facts, problem = self._problem(chunks, table)
         if len(self._ranks) > 1:
             digest = hashlib.sha256(format_csv(table).encode()).digest()
             mine = torch.tensor([int.from_bytes(digest[:7], "big"), problem is not None])
@@ -196,23 +196,26 @@ class Executor:
                     f"the ranks {listed(self._ranks)} of this pipeline have different tables of actions; "
                     "give all of them the same table, order and number of micro-batches"
                 )
-        if problem is not None:
-            raise problem
+        if problem is not None or facts is None:
+            raise problem or ScheduleError("this table of actions cannot run")
+        return facts
 
-    def _problem(self, chunks: Sequence[nn.Module], table: Table) -> ScheduleError | None:
+    def _problem(self, chunks: Sequence[nn.Module], table: Table) -> tuple[Facts | None, ScheduleError | None]:
+        """What is wrong on this rank, as an error that is not raised yet."""
         try:
             facts = check(table)
+            stages = [stage for stage, home in enumerate(facts.stage_ranks) if home == self._rank]
+            size = len(self._ranks)
+            if facts.num_ranks != size:
+                raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {size}")
+            if len(stages) != len(chunks):
+                raise ScheduleError(
+                    f"this table gives pipeline rank {self._rank} the stages {listed(stages)}, but {len(chunks)} "
+                    "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
+                )
         except ScheduleError as error:
-            return error
-        stages = [stage for stage, home in enumerate(facts.stage_ranks) if home == self._rank]
-        if facts.num_ranks != len(self._ranks):
-            return ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self._ranks)}")
-        if len(stages) != len(chunks):
-            return ScheduleError(
-                f"this table gives pipeline rank {self._rank} the stages {listed(stages)}, but {len(chunks)} "
-                "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
-            )
-        return None
+            return None, error
+        return facts, None
 
 
 def _accounts(modules: Mapping[int, nn.Module]) -> dict[int, int]:

@@ -54,9 +54,9 @@ class PipelineEngine(Protocol):
     ) -> None:
         """Accumulate gradients as `torch.autograd.backward(tensors, grads, inputs=inputs)` does.
 
-        With `inputs` the graph is kept. `last`: no later call of this step touches the parameters that this
-        one does, so their gradients may be reduced now. Parameters for which no call was the last one (some
-        of two chunks that share others) have their gradients when the step is over.
+        With `inputs` the graph is kept. `last`: no later call of this step touches the parameters of this chunk
+        (of these chunks, where some share parameters), so when it is over their gradients are complete. It is
+        said at most once for a chunk.
         """
 
 
@@ -73,6 +73,8 @@ class PipelineSchedule(BaseSchedule):
     weighted by rows, or by `loss_weight(label)`. `loss_everywhere`: all ranks return the loss, not only
     the last stage's. `max_live`: refuse an order that holds more micro-batches on a rank.
     """
+
+    runs_backward = True
 
     def __init__(
         self,
@@ -214,7 +216,9 @@ def _transfer_group(context: ParallelContext) -> dist.ProcessGroup:
     """
     own = context.get_group(ParallelMode.PIPELINE)
     if own not in _transfer_groups:
-        groups = [dist.new_group(ranks, backend=with_cpu(own)) for ranks in _pipelines(context)]
+        # A new group would wait for torch's half an hour, whatever the world was launched with.
+        timeout = dist.distributed_c10d._get_default_group()._get_backend(context.device).options._timeout
+        groups = [dist.new_group(ranks, timeout, with_cpu(own)) for ranks in _pipelines(context)]
         mine = context.get_ranks_in_group(ParallelMode.PIPELINE)
         _transfer_groups[own] = groups[_pipelines(context).index(mine)]
     return _transfer_groups[own]

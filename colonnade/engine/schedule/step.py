@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
 from colonnade.engine.schedule.backward import Entrance, RunBackward, WeightWork, backward_input
@@ -71,13 +72,16 @@ class Step:
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     ran: list[Action] = field(default_factory=list)
+    _live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    _weight_work: dict[tuple[int, int], WeightWork] = field(default_factory=dict)
+    _inbox: dict[Action, Incoming] = field(default_factory=dict)
+    """What stages of this rank gave to stages of this rank."""
+    _outbox: dict[Action, tuple[str, list[Tensor]]] = field(default_factory=dict)
+    _to_come: Counter[int] = field(default_factory=Counter)
+    """How many passes that accumulate gradients are still to come, by account."""
 
     def run(self, program: Sequence[Action]) -> None:
         """Do every action in order."""
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._weight_work: dict[tuple[int, int], WeightWork] = {}
-        self._inbox: dict[Action, Incoming] = {}
-        self._outbox: dict[Action, tuple[str, list[Tensor]]] = {}
         self._to_come = Counter(
             self.place.accounts[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
         )
@@ -117,8 +121,7 @@ class Step:
     def _finish_forward(self, output: Any, micro_batch: MicroBatch) -> list[Tensor]:
         """The end of the pipeline: the loss, scaled for the backward pass."""
         if self.keep_outputs:
-            note, tensors = describe(output, "the model's output")
-            self.outputs[micro_batch.index], _ = rebuild(note, [tensor.detach() for tensor in tensors])
+            self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
         if not self.with_loss or self.place.loss_fn is None:
             return []
         loss = self.place.loss_fn(output, micro_batch.label)

@@ -30,7 +30,7 @@ def _start(scenario: Scenario, gpc: ParallelContext):
 def _run(name: str, **config: object) -> str:
     """One step of a scenario; returns the ledger as printed."""
     scenario = SCENARIOS[name]
-    config = {"parallel": scenario.parallel, "gradient_accumulation": scenario.accumulation, **config}
+    config = {**scenario.config, **config}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         engine = _start(scenario, gpc)
         engine.zero_grad()
@@ -58,7 +58,7 @@ def test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap(name, 
 
 def _steps(name: str) -> None:
     scenario = SCENARIOS[name]
-    with launch({"parallel": scenario.parallel}, context=ParallelContext(), verbose=False) as gpc:
+    with launch(scenario.config, context=ParallelContext(), verbose=False) as gpc:
         engine = _start(scenario, gpc)
         truth = {key: value.clone() for key, value in gather_weights(engine.model, gpc).items()}
         for _ in range(3):
@@ -126,12 +126,7 @@ def _planted(name: str, bug: str) -> tuple[str, str]:
     handler = [{"type": "Planted", "bug": bug}]
     messages = []
     for sync in ({"automatic": False}, {"automatic": False, "waive": ["*"]}):
-        config = {
-            "parallel": scenario.parallel,
-            "gradient_accumulation": scenario.accumulation,
-            "gradient_handler": handler,
-            "sync": sync,
-        }
+        config = {**scenario.config, "gradient_handler": handler, "sync": sync}
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             gpc.ensure_groups(_joint_sets(scenario, gpc))
             try:

@@ -86,6 +86,17 @@ class Unsplittable(Simple):
         return torch.as_tensor(checkpoint(self.linear, x, use_reentrant=True)) + self.norm(x)
 
 
+class Saturating(nn.Module):
+    """Its output is kept for its own backward pass."""
+
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
 class FrozenStart(Simple):
     """The first stage has nothing to train."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from colonnade import launch
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule import pipeline
 from colonnade.engine.schedule.actions import format_csv
 from colonnade.engine.schedule.backward import run_backward
 from colonnade.engine.schedule.check import check
@@ -47,9 +48,12 @@ class Engine:
         self.backward_micro_batch = run_backward
 
 
-def join_world(pipeline: int, data: int = 1) -> ParallelContext:
+def join_world(pipeline: int, data: int = 1, timeout: float | None = None) -> ParallelContext:
+    """A world on the CPU, wherever the tests run."""
     config = {"parallel": {"pipeline": {"size": pipeline}, "data": {"size": data}}}
-    return launch(config, verbose=False, context=ParallelContext())
+    context = launch(config, backend="gloo", verbose=False, context=ParallelContext(), timeout=timeout)
+    context.device = torch.device("cpu")
+    return context
 
 
 def engine_for(
@@ -149,6 +153,17 @@ def test_pipelines_side_by_side_do_not_mix() -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
             for _, _, losses in ranks:
                 torch.testing.assert_close(losses[index], loss, rtol=0, atol=1e-10)
+
+
+def run_with_timeout() -> float:
+    with join_world(pipeline=2, timeout=37) as context:
+        group = pipeline._transfer_group(context)
+        assert pipeline._transfer_group(context) is group, "one for all schedules"
+        return group._get_backend(context.device).options._timeout.total_seconds()
+
+
+def test_transfers_wait_as_long_as_the_world_was_launched_to_wait() -> None:
+    assert run_world(2, run_with_timeout, init=None).values == [37, 37]
 
 
 def run_csv(path: str) -> tuple[dict[str, Tensor | None], list[str]]:

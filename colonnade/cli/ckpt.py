@@ -1,0 +1,112 @@
+"""`colonnade ckpt`: list, verify, rewrite and export checkpoints, in one process and without the code that made them."""
+
+from __future__ import annotations
+
+import json
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from colonnade.errors import CheckpointError
+
+
+class Action(str, Enum):
+    """What to do with checkpoints."""
+
+    ls = "ls"
+    verify = "verify"
+    reshard = "reshard"
+    export = "export"
+
+
+def ckpt(
+    action: Annotated[Action, typer.Argument(help="ls, verify, reshard or export.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it.")],
+    step: Annotated[
+        int | None,
+        typer.Option(help="The checkpoint of this step; without it all (ls, verify), or the newest good one."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="export: the file to write. reshard: the folder to write to.")
+    ] = None,
+    files: Annotated[int, typer.Option(help="reshard: over how many files the tensors are spread.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="ls, verify: print JSON instead of a table.")] = False,
+) -> None:
+    """List, verify, reshard or export checkpoints.
+
+    ls checks the manifest and the sizes of the files; verify reads every byte. Both exit with 1 if one is not ok.
+    reshard writes whole tensors over N files into another folder; no layout needs it, any loads any checkpoint.
+    export writes all weights into one safetensors file, which plain torch loads.
+    """
+    if action in (Action.ls, Action.verify):
+        raise typer.Exit(_show(_rows(path, step, content=action is Action.verify), as_json))
+    if out is None:
+        raise CheckpointError(f"{action.value} needs --out: " + ("a file" if action is Action.export else "a folder"))
+    from colonnade.checkpoint.export import export_full, find_checkpoint, reshard
+
+    source = find_checkpoint(path, step)
+    written = export_full(source, out) if action is Action.export else reshard(source, out, files)
+    typer.echo(f"{source} -> {written}")
+
+
+def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
+    """One row for each checkpoint, newest last."""
+    from colonnade.checkpoint.folder import published
+    from colonnade.checkpoint.manifest import MANIFEST
+
+    alone = (path / MANIFEST).exists()
+    folders = [path] if alone else [found.path for found in published(path) if step in (None, found.step)]
+    if not folders:
+        wanted = f" of step {step}" if step is not None else ""
+        raise CheckpointError(
+            f"no checkpoint{wanted} in {path}; give the folder of a run, or one step-... folder in it"
+        )
+    return [_row(folder, content) for folder in folders]
+
+
+def _row(folder: Path, content: bool) -> dict[str, Any]:
+    from colonnade.checkpoint.integrity import verify
+
+    try:
+        manifest = verify(folder, content)
+    except (CheckpointError, OSError) as error:
+        return {"folder": folder.name, "ok": False, "problem": str(error)}
+    return {
+        "folder": folder.name,
+        "ok": True,
+        "step": manifest.step,
+        "bytes": manifest.size,
+        "files": len(manifest.files),
+        "layout": str(manifest.layout),
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time)),
+    }
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> int:
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _show_table(rows)
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+def _show_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from colonnade.checkpoint.folder import megabytes
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("checkpoint", "step", "size", "files", "layout", "saved", "ok"):
+        table.add_column(title, justify="right" if title in ("step", "size", "files") else "left")
+    for row in rows:
+        if row["ok"]:
+            size, step, files = megabytes(row["bytes"]), str(row["step"]), str(row["files"])
+            table.add_row(row["folder"], step, size, files, row["layout"], row["saved"], Text("ok", style="green"))
+        else:
+            table.add_row(row["folder"], "", "", "", "", "", Text(row["problem"], style="red"))
+    Console().print(table)

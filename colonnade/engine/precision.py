@@ -1,0 +1,118 @@
+"""Mixed precision: the dtype of the forward pass, and a loss scale whose decision is the same on every rank.
+
+The scaled gradients are never unscaled in a pass of their own: the norm is divided by the scale, and the scale
+joins the clip divisor inside the optimizer step. Whether a step is dropped follows from the norm of the
+whole world, so every rank drops it, and the scale falls, together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.errors import ConfigError
+from colonnade.optim.norm import Norms
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the config asks for: the autocast dtype (None: off), and the settings of a loss scaler (None: off)."""
+
+    dtype: torch.dtype | None = None
+    scaler: Mapping[str, Any] | None = None
+    master_weights: bool = True
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Precision:
+        """From the `fp16` and `bf16` keys."""
+        fp16, bf16 = config.get("fp16"), config.get("bf16")
+        if fp16 and (not isinstance(fp16, Mapping) or fp16.get("enabled", True)):
+            settings = dict(fp16) if isinstance(fp16, Mapping) else {}
+            return cls(torch.float16, {key: value for key, value in settings.items() if value is not None})
+        if bf16:
+            masters = bf16.get("master_weights", True) if isinstance(bf16, Mapping) else True
+            return cls(torch.bfloat16, None, bool(masters))
+        return cls()
+
+    def apply(self, model: nn.Module, device: torch.device) -> None:
+        """Run the model's forward passes in the chosen dtype.
+
+        With master weights (the default) parameters stay fp32 and autocast casts them where it pays; without,
+        the parameters themselves are cast.
+        """
+        if self.dtype is None:
+            return
+        if not self.master_weights:
+            model.to(self.dtype)
+        for module in model if isinstance(model, nn.ModuleList) else [model]:
+            module.forward = _autocast(module.forward, device.type, self.dtype)
+
+    def build_scaler(self, device: torch.device) -> LossScaler | None:
+        """The loss scaler of fp16; bf16 has the range of fp32 and needs none."""
+        return LossScaler(device, **_scaler_options(self.scaler)) if self.scaler is not None else None
+
+
+class LossScaler:
+    """The loss scale as a device tensor; grows after `growth_interval` good steps, falls after a dropped one."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        dynamic_grad_scale: bool = True,
+    ) -> None:
+        self.scale = torch.tensor(float(init_scale), device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._factors = (growth_factor, backoff_factor, growth_interval)
+        self._limits = (min_scale, max_scale)
+        self._dynamic = dynamic_grad_scale
+
+    def unscaled(self, norms: Norms) -> Norms:
+        """The norms of the gradients as they would be without the scale."""
+        p = norms.p
+        factor = self.scale.double() if p == float("inf") else self.scale.double() ** p
+        return Norms(p, norms.sums / factor, norms.nonfinite)
+
+    def update(self, found_inf: Tensor) -> None:
+        """After a step, whose flag is exactly 1.0 if it was dropped."""
+        if not self._dynamic:
+            return
+        torch._amp_update_scale_(self.scale, self._good_steps, found_inf.float().reshape(()), *self._factors)
+        low, high = self._limits
+        if low is not None or high is not None:
+            self.scale.clamp_(low, high)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.scale.copy_(state["scale"])
+        self._good_steps.copy_(state["good_steps"])
+
+
+def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled", "verbose", "initial_scale")}
+    if "initial_scale" in settings:
+        options["init_scale"] = settings["initial_scale"]
+    if options.pop("hysteresis", 1) != 1:
+        raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step")
+    return options

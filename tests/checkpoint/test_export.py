@@ -1,0 +1,106 @@
+"""A checkpoint of any layout as one file that plain torch loads, or as N files that load everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+from colonnade.checkpoint import CheckpointManager, export_full, reshard, verify
+from colonnade.checkpoint.export import find_checkpoint
+from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
+from colonnade.testing import run_world
+from tests.checkpoint.models import WAYS, build, truth_after
+from tests.checkpoint.test_load import STEPS, save_on
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run of tensor 2 x pipeline 2 with one checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    run_world(4, save_on, "tensor 2 x pipeline 2", folder)
+    return folder
+
+
+def test_the_full_file_loads_in_plain_torch(run, tmp_path):
+    file = export_full(run / "step-00000001", tmp_path / "new/full.safetensors")
+    built = build(WAYS["one"], ParallelContext(), 99)
+    assert built.model.load_state_dict(load_file(file)).missing_keys == []
+    truth = truth_after(STEPS)
+    for name, value in built.model.state_dict().items():
+        assert torch.equal(value, truth[name]), name
+        assert value.dtype == truth[name].dtype
+    assert [path.name for path in file.parent.iterdir()] == ["full.safetensors"]
+
+
+def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(run, tmp_path):
+    file = tmp_path / "full.safetensors"
+    file.write_text("old")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        export_full(tmp_path, file)
+    assert file.read_text() == "old"
+    export_full(run / "step-00000001", file)
+    assert file.stat().st_size > 100
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_resharded_checkpoint_holds_the_same(run, tmp_path, files):
+    path = reshard(run / "step-00000001", tmp_path, files)
+    before, after = verify(run / "step-00000001"), verify(path)
+    assert len(after.files) == files
+    assert after.layout == before.layout
+    assert all(len(tensor.blocks) <= 1 for tensor in after.tensors)
+    assert [(tensor.label, tensor.slot) for tensor in after.tensors] == [
+        (tensor.label, tensor.slot) for tensor in before.tensors
+    ]
+    sizes = [file.size for file in after.files]
+    assert max(sizes) < 2.5 * min(sizes)
+    built = build(WAYS["one"], ParallelContext(), 99)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.load(built.model, built.optimizer)
+    assert built.differs_from(truth_after(STEPS)) == []
+    for mine, theirs in zip(before.items, after.items, strict=True):
+        with (
+            safe_open(run / "step-00000001" / str(mine.file), "pt") as old,
+            safe_open(path / str(theirs.file), "pt") as new,
+        ):
+            for at in range(mine.tensors):
+                assert torch.equal(old.get_tensor(mine.entry(at)), new.get_tensor(theirs.entry(at)))
+
+
+def test_reshard_refuses_what_is_damaged_and_no_files(run, tmp_path):
+    with pytest.raises(CheckpointError, match="over 0 files"):
+        reshard(run / "step-00000001", tmp_path / "a", 0)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        reshard(tmp_path, tmp_path / "a", 1)
+
+
+def test_the_newest_good_checkpoint_is_found(tmp_path):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        for step in (1, 2):
+            manager.save(step, nn.Linear(1, 1))
+    assert find_checkpoint(tmp_path).name == "step-00000002"
+    assert find_checkpoint(tmp_path, 1).name == "step-00000001"
+    (tmp_path / "step-00000002/rank-00000.safetensors").write_bytes(b"x")
+    assert find_checkpoint(tmp_path).name == "step-00000001"
+    assert find_checkpoint(tmp_path / "step-00000002") == tmp_path / "step-00000002"
+    with pytest.raises(
+        CheckpointError, match="no good checkpoint of step 2\n  step-00000002: rank-00000.safetensors has 1 bytes"
+    ):
+        find_checkpoint(tmp_path, 2)
+
+
+def test_a_manifest_reads_as_json(run):
+    content = json.loads((run / "step-00000001" / MANIFEST).read_text())
+    assert content["format"] == 1
+    assert content["layout"]["axes"] == [["data", 1, "data"], ["pipeline", 2, "pipe"], ["tensor", 2, "tensor"]]
+    tie = next(tensor for tensor in content["tensors"] if tensor["label"] == "tie:wte" and not tensor["slot"])
+    assert tie["names"] == ["embed.weight", "head.weight"]
+    assert [block["offset"] for block in tie["blocks"]] == [[0, 0], [5, 0]]

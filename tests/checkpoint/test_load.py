@@ -1,0 +1,364 @@
+"""A run that was saved on one layout resumes on another with the same bits, and on the same one with all of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import CheckpointError
+from colonnade.testing import run_world
+from tests.checkpoint.models import WAYS, build, launched, truth_after
+
+NOISE = 99
+STEPS = range(3)
+
+
+def save_on(name: str, folder: Path) -> None:
+    """Save a run after some optimizer steps."""
+    way = WAYS[name]
+    with launched(way) as context, CheckpointManager(folder, context) as manager:
+        built = build(way, context, 0)
+        for kind in STEPS:
+            built.step(kind)
+        manager.save(1, built.model, built.optimizer, extra={"epoch": 3})
+
+
+def move_to(name: str, folder: Path) -> dict[str, Any]:
+    """Load into a model full of noise, compare with one process, and save again as the next step."""
+    way = WAYS[name]
+    with launched(way) as context, CheckpointManager(folder, context, keep=9) as manager:
+        built = build(way, context, NOISE)
+        built.step(NOISE)
+        info = manager.load(built.model, built.optimizer)
+        wrong = built.differs_from(truth_after(STEPS))
+        manager.save(info.step + 1, built.model, built.optimizer, extra={"epoch": info.extra["epoch"] + 1})
+        options = [(group["lr"], group["weight_decay"], group["betas"]) for group in built.optimizer.param_groups]
+        return {"wrong": wrong, "info": (info.step, info.extra["epoch"], info.random), "options": options}
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ["data 4", "tensor 2 x pipeline 2", "data 2", "one"],
+        pytest.param(["one", "zero 8", "expert 2 in data 4", "tensor 2 x pipeline 2", "one"], marks=pytest.mark.slow),
+    ],
+    ids=" -> ".join,
+)
+def test_weights_and_optimizer_go_through_every_layout_with_the_same_bits(tmp_path, chain):
+    first, *others = chain
+    run_world(WAYS[first].world, save_on, first, tmp_path)
+    for at, name in enumerate(others):
+        result = run_world(WAYS[name].world, move_to, name, tmp_path)
+        for seen in result.values:
+            assert seen["wrong"] == []
+            assert seen["info"] == (at + 1, at + 3, "re-derived")
+            assert set(seen["options"]) <= {(0.1, 0.2, (0.8, 0.99)), (0.05, 0.0, (0.8, 0.99))}
+        assert "random streams of step" in result.stderr[0]
+
+
+def _draw(context: ParallelContext) -> list[float]:
+    with context.streams.use(ParallelMode.TENSOR):
+        inside = torch.rand(1).item()
+    return [inside, torch.rand(1).item(), random.random()]
+
+
+def save_draw_load_draw(folder: Path) -> tuple[list[float], list[float], str]:
+    way = WAYS["tensor 2 x pipeline 2"]
+    with launched(way) as context, CheckpointManager(folder, context) as manager:
+        built = build(way, context, 0)
+        random.seed(context.get_global_rank())
+        _draw(context)
+        manager.save(1, built.model)
+        before = _draw(context)
+        context.set_seed(5)
+        info = manager.load(built.model)
+        return before, _draw(context), info.random
+
+
+def test_on_the_same_layout_every_random_stream_goes_on_where_it_was(tmp_path):
+    drawn = []
+    for before, after, how in run_world(4, save_draw_load_draw, tmp_path).values:
+        assert before == after
+        assert how == "restored"
+        drawn.append(before)
+    assert len({tuple(numbers) for numbers in drawn}) == 4
+
+
+def test_streams_derived_for_another_layout_differ_by_step_and_repeat(tmp_path):
+    run_world(2, save_on, "data 2", tmp_path)
+    built = build(WAYS["one"], ParallelContext(), 0)
+    draws = []
+    for _ in range(2):
+        context = ParallelContext()
+        with CheckpointManager(tmp_path, context) as manager:
+            manager.load(built.model)
+        draws.append(_draw(context))
+    assert draws[0] == draws[1]
+    with CheckpointManager(tmp_path, context) as manager:
+        manager.save(2, built.model)
+        manager.load(built.model)
+    assert _draw(context) != draws[0]
+
+
+# -- one process ------------------------------------------------------------------------------------------
+
+
+class Drop(nn.Module):
+    """A model that draws random numbers in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6) * random.random()).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def _trainer() -> tuple[Any, Any, Any]:
+    model = Drop()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path):
+    context = ParallelContext()
+    context.set_seed(1)
+    model, optimizer, scheduler = _trainer()
+    _train(model, optimizer, scheduler, 3)
+    with CheckpointManager(tmp_path, context) as manager:
+        manager.save(3, model, optimizer, {"scheduler": scheduler})
+    _train(model, optimizer, scheduler, 4)
+
+    context = ParallelContext()
+    context.set_seed(2)
+    again, other_optimizer, other_scheduler = _trainer()
+    with CheckpointManager(tmp_path, context) as manager:
+        assert manager.load(again, other_optimizer, {"scheduler": other_scheduler}).random == "restored"
+    _train(again, other_optimizer, other_scheduler, 4)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    assert scheduler.state_dict() == other_scheduler.state_dict()
+    assert optimizer.param_groups[0]["lr"] == other_optimizer.param_groups[0]["lr"]
+
+
+def test_moments_of_another_type_than_their_parameter_keep_it(tmp_path):
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    moment = torch.randn(2, 3, dtype=torch.float64)
+    optimizer.state[model.weight]["momentum_buffer"] = moment
+    optimizer.state[model.weight]["count"] = 5
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.1, foreach=True)
+        manager.load(model, other)
+    assert torch.equal(other.state[model.weight]["momentum_buffer"], moment)
+    assert other.state[model.weight]["count"] == 5
+    assert model.bias not in other.state
+    group = other.param_groups[0]
+    assert (group["lr"], group["momentum"], group["foreach"]) == (0.1, 0.9, True)
+
+
+class Counted(nn.Linear):
+    """A module with state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.calls = {"n": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+def test_extra_state_of_modules_comes_back(tmp_path):
+    model = nn.Sequential(Counted(), Counted())
+    model[1].calls = {"n": 7}
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model)
+        model[1].calls = {"n": 8}
+        manager.load(model)
+    assert (model[0].calls, model[1].calls) == ({"n": 0}, {"n": 7})
+
+
+@pytest.fixture
+def saved(tmp_path) -> CheckpointManager:
+    """Steps 1 and 2 of a linear model, whose weights are 1 and 2 everywhere."""
+    manager = CheckpointManager(tmp_path, ParallelContext())
+    for step in (1, 2):
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, step)
+        manager.save(step, model, torch.optim.SGD(model.parameters(), lr=step), extra={"name": "a", "epoch": step})
+    return manager
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one_and_named(saved, caplog):
+    _flip(saved.folder / "step-00000002/rank-00000.safetensors")
+    model = nn.Linear(3, 2)
+    info = saved.load(model)
+    assert info.step == 1
+    assert torch.equal(model.weight, torch.ones(2, 3))
+    (line,) = info.skipped
+    assert line.startswith("step-00000002: rank-00000.safetensors was changed: its sha256 is ")
+    assert "expected" in line
+    assert "damaged" in caplog.text
+    assert "loading step-00000001 instead" in caplog.text
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(saved):
+    _flip(saved.folder / "step-00000002/rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="no good checkpoint of step 2"):
+        saved.load(nn.Linear(3, 2), step=2)
+    assert saved.load(nn.Linear(3, 2), step=1).step == 1
+
+
+def test_without_verify_only_sizes_are_checked(saved):
+    _flip(saved.folder / "step-00000002/rank-00000.safetensors")
+    with CheckpointManager(saved.folder, ParallelContext(), verify=False, read_only=True) as manager:
+        assert manager.load(nn.Linear(3, 2)).step == 2
+    (saved.folder / "step-00000002/rank-00000.safetensors").write_bytes(b"")
+    with CheckpointManager(saved.folder, ParallelContext(), verify=False, read_only=True) as manager:
+        assert manager.load(nn.Linear(3, 2)).step == 1
+
+
+def test_nothing_good_lists_every_reason(saved):
+    _flip(saved.folder / "step-00000001/rank-00000.safetensors")
+    (saved.folder / f"step-00000002/{MANIFEST}").unlink()
+    with pytest.raises(CheckpointError, match=r"(?s)manifest.json is missing.*rank-00000.safetensors was changed"):
+        saved.load(nn.Linear(3, 2))
+
+
+def test_a_checkpoint_of_another_model_lists_what_does_not_fit_and_changes_nothing(saved):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, 4))
+    model.gamma = nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointError) as caught:
+        saved.load(model)
+    text = str(caught.value)
+    assert "missing in the checkpoint (1): gamma" in text
+    assert "in the checkpoint, but not in the model (1): bias" in text
+    assert "weight: F32 [2, 3] in the checkpoint, F32 [2, 4] here" in text
+    assert not model.weight.any()
+    with pytest.raises(CheckpointError, match=r"weight: F32 \[2, 3\] in the checkpoint, BF16 \[2, 3\] here"):
+        saved.load(nn.Linear(3, 2).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"step": 7}, "no checkpoint of step 7; there are steps 1, 2"),
+        ({"extra": {"nmae": None}}, "no extra 'nmae'; it has name, epoch. Did you mean 'name'"),
+        ({"optimizer": "adam"}, "options betas, eps, .* which the saved one had not"),
+        ({"optimizer": "stranger"}, r"parameter of shape \(9,\) that the model does not have"),
+    ],
+)
+def test_what_cannot_be_loaded_is_said_before_anything_is_changed(saved, how, message):
+    model = nn.Linear(3, 2)
+    optimizers = {
+        "adam": torch.optim.Adam(model.parameters()),
+        "stranger": torch.optim.SGD([nn.Parameter(torch.zeros(9))], lr=1.0),
+    }
+    before = model.weight.clone()
+    if "optimizer" in how:
+        how = {"optimizer": optimizers[how["optimizer"]]}
+    with pytest.raises(CheckpointError, match=message):
+        saved.load(model, **how)
+    assert torch.equal(model.weight, before)
+
+
+def test_an_optimizer_that_was_not_saved_cannot_be_loaded(saved):
+    model = nn.Linear(3, 2)
+    saved.save(3, model)
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        saved.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert saved.load(model, torch.optim.SGD(model.parameters(), lr=1.0), step=2).extra == {"name": "a", "epoch": 2}
+
+
+def test_groups_that_are_cut_otherwise_are_refused(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 2.0}])
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        with pytest.raises(CheckpointError, match=r"joins parameters that had different options .* weight and bias"):
+            manager.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
+        manager.load(model, swapped)
+    assert [group["lr"] for group in swapped.param_groups] == [2.0, 1.0]
+
+
+def test_an_empty_folder_has_nothing_to_load(tmp_path):
+    with CheckpointManager(tmp_path / "new", ParallelContext()) as manager:
+        assert manager.latest() is None
+        with pytest.raises(CheckpointError, match=r"has no checkpoint\. Start without loading"):
+            manager.load(nn.Linear(1, 1))
+
+
+# -- every rank -------------------------------------------------------------------------------------------
+
+
+class Cursor:
+    """A sampler whose place is its rank's own."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def save_own_cursor(folder: Path) -> list[Any]:
+    with launched(WAYS["data 2"]) as context, CheckpointManager(folder, context) as manager:
+        rank = context.get_global_rank()
+        model, cursor = nn.Linear(1, 1), Cursor(10 + rank)
+        manager.save(1, model, extra={"cursor": cursor, "same": Cursor(5)})
+        cursor.at, same = 0, Cursor(0)
+        manager.load(model, extra={"cursor": cursor, "same": same})
+        errors = []
+        for wrong in (nn.Linear(1, 1 + rank), nn.Linear(1, 1)):
+            try:
+                manager.load(wrong, extra={"none": 1} if rank else {})
+            except CheckpointError as error:
+                errors.append(str(error))
+        return [cursor.at, same.at, errors]
+
+
+def test_state_that_differs_by_rank_goes_back_to_its_rank_and_errors_to_every_rank(tmp_path):
+    values = run_world(2, save_own_cursor, tmp_path).values
+    assert [value[:2] for value in values] == [[10, 5], [11, 5]]
+    for errors in zip(values[0][2], values[1][2], strict=True):
+        assert all("shape or type" in error for error in errors) or all("no extra 'none'" in error for error in errors)
+    assert len(values[0][2]) == 2
+    same = Cursor(0)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        info = manager.load(nn.Linear(1, 1), extra={"same": same})
+        assert (same.at, info.extra) == (5, {})
+        with pytest.raises(
+            CheckpointError, match="extra/cursor was not the same on all ranks when it was saved on data 2"
+        ):
+            manager.load(nn.Linear(1, 1), extra={"cursor": Cursor(0)})

@@ -1,0 +1,91 @@
+"""`colonnade ckpt` on checkpoints that are good and bad."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from colonnade.checkpoint import CheckpointManager
+from colonnade.context.parallel_context import ParallelContext
+from tests.cli import colonnade
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Steps 1 to 3 of a linear model whose weights are the step; the last has a flipped bit."""
+    folder = tmp_path_factory.mktemp("run")
+    with CheckpointManager(folder, ParallelContext()) as manager:
+        for step in (1, 2, 3):
+            model = nn.Linear(3, 2)
+            nn.init.constant_(model.weight, step)
+            manager.save(step, model)
+    path = folder / "step-00000003/rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    return folder
+
+
+def test_ls_shows_step_size_layout_and_whether_it_is_ok(run):
+    done = colonnade("ckpt", "ls", run)
+    assert done.returncode == 0
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["checkpoint", "step", "size", "files", "layout", "saved", "ok"]
+    assert [row.split()[:2] for row in rows] == [["step-00000001", "1"], ["step-00000002", "2"], ["step-00000003", "3"]]
+    assert all("one rank" in row and row.endswith("ok") for row in rows)
+
+
+def test_verify_reads_every_byte(run):
+    done = colonnade("ckpt", "verify", run, "--json")
+    assert done.returncode == 1
+    rows = json.loads(done.stdout)
+    assert [row["ok"] for row in rows] == [True, True, False]
+    assert "rank-00000.safetensors was changed: its sha256 is" in rows[2]["problem"]
+    assert (rows[0]["step"], rows[0]["files"], rows[0]["layout"]) == (1, 1, "one rank")
+    done = colonnade("ckpt", "verify", run / "step-00000002")
+    assert done.returncode == 0
+
+
+def test_export_takes_the_newest_good_one(run, tmp_path):
+    done = colonnade("ckpt", "export", run, "--out", tmp_path / "full.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{run / 'step-00000002'} -> {tmp_path / 'full.safetensors'}\n"
+    assert torch.equal(load_file(tmp_path / "full.safetensors")["weight"], torch.full((2, 3), 2.0))
+
+
+def test_reshard_writes_a_run_that_verifies(run, tmp_path):
+    assert colonnade("ckpt", "reshard", run, "--step", 1, "--files", 2, "--out", tmp_path).returncode == 0
+    (row,) = json.loads(colonnade("ckpt", "verify", tmp_path, "--json").stdout)
+    assert (row["step"], row["files"], row["ok"]) == (1, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "{empty}"], "no checkpoint in"),
+        (["ls", "{run}", "--step", "9"], "no checkpoint of step 9 in"),
+        (["export", "{run}"], "export needs --out: a file"),
+        (["reshard", "{run}"], "reshard needs --out: a folder"),
+        (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no good checkpoint of step 3"),
+    ],
+)
+def test_what_cannot_be_done_is_one_message_and_exit_code_2(run, tmp_path, words, message):
+    done = colonnade("ckpt", *(word.format(run=run, empty=tmp_path) for word in words))
+    assert done.returncode == 2
+    assert done.stderr.startswith("colonnade: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_copy_without_its_manifest_is_not_ok(run, tmp_path):
+    shutil.copytree(run / "step-00000001", tmp_path / "step-00000001")
+    (tmp_path / "step-00000001/manifest.json").unlink()
+    done = colonnade("ckpt", "ls", tmp_path)
+    assert done.returncode == 1
+    assert "manifest.json is missing" in done.stdout

@@ -1,0 +1,104 @@
+"""Mixed precision: one decision for all ranks, unscaled before clipping, within a stated distance of fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
+from colonnade.testing import gather_weights, run_world
+from tests.engine.test_pipeline import Stage, all_parts, batch, build
+
+
+def _overflow(flat: bool) -> tuple[list[float], list[bool], int]:
+    """A planted overflow on one rank of data 2 x pipeline 2 x tensor 2: (scale, weights changed) after each step."""
+    config = {
+        "parallel": {"pipeline": 2, "tensor": 2},
+        "schedule": {"type": "OneFOneB", "num_microbatches": 4},
+        "fp16": {"init_scale": 1024.0, "growth_interval": 2},
+        "clip_grad_norm": 1.0,
+        "flat_step": flat,
+    }
+    with launch(config, context=ParallelContext()) as gpc:
+        model = build(gpc, "loop1", True).float()
+        engine = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01), nn.MSELoss(), context=gpc)[0]
+        scales, changed = [], []
+        for step in range(5):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            engine.zero_grad()
+            x, y = (value.float() for value in batch(step, gpc.get_local_rank(ParallelMode.DATA)))
+            if step == 2:
+                hook = _plant(model) if gpc.get_global_rank() == 5 else None
+            engine.execute_schedule(iter([(x, y)]))
+            engine.step()
+            if step == 2 and hook is not None:
+                hook.remove()
+            scales.append(engine._stepper.scaler.scale.item())
+            changed.append(any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
+        engine.close()
+        return scales, changed, engine.skipped_steps
+
+
+def _plant(model: nn.Module):
+    """Make one gradient of one parameter overflow."""
+    parameter = next(model.parameters())
+    return parameter.register_hook(lambda grad: grad * float("inf"))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_an_overflow_on_one_rank_is_skipped_by_all_and_the_scale_falls_once(flat):
+    for scales, changed, skipped in run_world(8, _overflow, flat).values:
+        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+        assert changed == [True, True, False, True, True]
+        assert skipped == 1
+
+
+def _train(precision: dict) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    with launch({**precision, "clip_grad_norm": 0.5}, context=ParallelContext(), verbose=False) as gpc:
+        model = Stage(all_parts(None, True)).float()
+        engine = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.003), nn.MSELoss(), context=gpc)[0]
+        losses = []
+        for step in range(20):
+            engine.zero_grad()
+            x, y = (value.float() for value in batch(step % 4, gpc.get_global_rank()))
+            loss = engine.criterion(engine(x).float(), y)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.close()
+        return losses, gather_weights(model, gpc), engine.grad_norm.item()
+
+
+@pytest.mark.parametrize("precision", [{"bf16": True}, {"fp16": {"init_scale": 256.0}}], ids=str)
+def test_mixed_precision_with_fp32_masters_stays_near_fp32(precision):
+    losses, weights, norm = run_world(2, _train, {}).values[0]
+    mixed, found, mixed_norm = run_world(2, _train, precision).values[0]
+    assert mixed[-1] < 0.8 * mixed[0]
+    assert mixed[-1] == pytest.approx(losses[-1], rel=0.05)
+    assert mixed_norm == pytest.approx(norm, rel=0.1)  # unscaled: the norm is that of the true gradient
+    for name, value in weights.items():
+        assert (found[name] - value).norm() <= 0.03 * value.norm(), name
+
+
+def _without_masters() -> tuple[str, float]:
+    with launch({"bf16": {"master_weights": False}}, context=ParallelContext(), verbose=False) as gpc:
+        model = Stage(all_parts(None, True))
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        x, y = batch(0, gpc.get_global_rank())
+        engine.zero_grad()
+        loss = F.mse_loss(engine(x.bfloat16()).float(), y.float())
+        engine.backward(loss)
+        engine.step()
+        engine.close()
+        return str(next(model.parameters()).dtype), loss.item()
+
+
+def test_without_master_weights_the_parameters_are_bf16():
+    for dtype, loss in run_world(2, _without_masters).values:
+        assert dtype == "torch.bfloat16"
+        assert loss > 0
