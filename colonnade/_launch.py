@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from colonnade import logging as _logging
 from colonnade.config import Config
@@ -40,11 +41,11 @@ def launch(
 ) -> ParallelContext:
     """Join the world and create the groups that the config asks for. Collective over the world.
 
-    Rank, world size, host and port come from the arguments, else from the environment (torchrun's
-    variables), else this is a world of one. The backend is nccl where there is CUDA, gloo elsewhere.
+    Rank, world size, host and port come from the arguments, else from torch.distributed if it is
+    already initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is nccl where there is CUDA, gloo elsewhere.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
-    address = override(detect(), rank, world_size, local_rank, host, port)
+    address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)
     return _start(config, address, backend, seed, verbose, context, cpu_groups, timeout)
 
 
@@ -134,6 +135,13 @@ def _seed(config: Config, seed: int | None) -> int:
     """The argument, else the config's `seed`, else the default."""
     chosen = config.get("seed", DEFAULT_SEED) if seed is None else seed
     return int(chosen)
+
+
+def _running_world() -> WorldAddress | None:
+    """The world that torch.distributed has already joined, if any."""
+    if not dist.is_initialized():
+        return None
+    return WorldAddress(dist.get_rank(), dist.get_world_size(), source="torch.distributed, already initialised")
 
 
 def _rank_in(context: ParallelContext) -> Any:

@@ -81,6 +81,21 @@ def test_every_way_to_launch(name):
     assert run_world(3, _by, name, free_port(), init=None).values == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
 
 
+def _adopt() -> tuple[int, int]:
+    import os
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        seen = gpc.get_global_rank(), gpc.world_size
+    assert dist.is_initialized()  # it was not ours to destroy
+    return seen
+
+
+def test_a_world_that_is_already_up_is_taken_and_left_as_it_was():
+    assert run_world(2, _adopt).values == [(0, 2), (1, 2)]
+
+
 def _bad(config: dict) -> str:
     with pytest.raises((ConfigError, LayoutError)) as error:
         launch(config, context=ParallelContext(), verbose=False)

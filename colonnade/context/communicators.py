@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +18,9 @@ RankSet = tuple[int, ...]
 class Communicators:
     """Creates, shares and destroys process groups, keyed by the set of ranks."""
 
-    def __init__(self, rank: int, cpu_twins: bool) -> None:
+    def __init__(self, rank: int, cpu_twins: bool, timeout: timedelta | None = None) -> None:
         self._rank = rank
+        self._timeout = timeout
         self._cpu_twins = cpu_twins and dist.get_backend() != "gloo"
         self._groups: dict[RankSet, Any] = {}
         self._cpu_groups: dict[RankSet, Any] = {}
@@ -40,8 +42,8 @@ class Communicators:
             return
         self._created.add(ranks)
         world = len(ranks) == dist.get_world_size()
-        group = dist.group.WORLD if world else dist.new_group(list(ranks))
-        twin = dist.new_group(list(ranks), backend="gloo") if self._cpu_twins else group
+        group = dist.group.WORLD if world else dist.new_group(list(ranks), self._timeout)
+        twin = dist.new_group(list(ranks), self._timeout, backend="gloo") if self._cpu_twins else group
         if world:
             self._borrowed.add(ranks)
         if self._rank in ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class ParallelContext:
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
     _launched: bool
+    _timeout: timedelta | None
     _communicators: Communicators | None
 
     def __init__(self) -> None:
@@ -78,10 +80,11 @@ class ParallelContext:
         self._build = run_initializers(self.config, world_size, rank)
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
+        self._timeout = timedelta(seconds=timeout) if timeout is not None else None
 
     def init_parallel_groups(self, cpu_groups: bool = False) -> None:
         """Create the process groups of every mode. Collective over the world."""
-        self._communicators = Communicators(self._rank, cpu_groups)
+        self._communicators = Communicators(self._rank, cpu_groups, self._timeout)
         self._take_ready_groups()
         self._layout = Layout(self._axes, self._build.groups)
         agree_on_layout(self._layout, self._rank, self.world_size, self.device)
@@ -254,6 +257,7 @@ class ParallelContext:
         self._launched = False
         self._owns_world = False
         self._communicators = None
+        self._timeout = None
         self._axes = world_axes(self.config, 1)
         self._build = run_initializers(self.config, 1, 0)
         self._layout = Layout(self._axes, self._build.groups)

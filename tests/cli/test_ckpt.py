@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,31 @@ from safetensors.torch import load_file
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.cli import main
 from colonnade.context.parallel_context import ParallelContext
 from tests.cli import colonnade
+
+
+@dataclass
+class Done:
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def ckpt(capsys, monkeypatch):
+    """Run `colonnade ckpt` in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: object) -> Done:
+        with pytest.raises(SystemExit) as ended:
+            main(["ckpt", *map(str, words)])
+        return Done(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +56,14 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def test_ls_shows_step_size_layout_and_whether_it_is_ok(run):
+def test_as_a_user_would_call_it(run):
     done = colonnade("ckpt", "ls", run)
+    assert done.returncode == 0
+    assert done.stdout.count("one rank") == 3
+
+
+def test_ls_shows_step_size_layout_and_whether_it_is_ok(ckpt, run):
+    done = ckpt("ls", run)
     assert done.returncode == 0
     head, *rows = done.stdout.splitlines()
     assert head.split() == ["checkpoint", "step", "size", "files", "layout", "saved", "ok"]
@@ -41,27 +71,27 @@ def test_ls_shows_step_size_layout_and_whether_it_is_ok(run):
     assert all("one rank" in row and row.endswith("ok") for row in rows)
 
 
-def test_verify_reads_every_byte(run):
-    done = colonnade("ckpt", "verify", run, "--json")
+def test_verify_reads_every_byte(ckpt, run):
+    done = ckpt("verify", run, "--json")
     assert done.returncode == 1
     rows = json.loads(done.stdout)
     assert [row["ok"] for row in rows] == [True, True, False]
     assert "rank-00000.safetensors was changed: its sha256 is" in rows[2]["problem"]
     assert (rows[0]["step"], rows[0]["files"], rows[0]["layout"]) == (1, 1, "one rank")
-    done = colonnade("ckpt", "verify", run / "step-00000002")
+    done = ckpt("verify", run / "step-00000002")
     assert done.returncode == 0
 
 
-def test_export_takes_the_newest_good_one(run, tmp_path):
-    done = colonnade("ckpt", "export", run, "--out", tmp_path / "full.safetensors")
+def test_export_takes_the_newest_good_one(ckpt, run, tmp_path):
+    done = ckpt("export", run, "--out", tmp_path / "full.safetensors")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{run / 'step-00000002'} -> {tmp_path / 'full.safetensors'}\n"
     assert torch.equal(load_file(tmp_path / "full.safetensors")["weight"], torch.full((2, 3), 2.0))
 
 
-def test_reshard_writes_a_run_that_verifies(run, tmp_path):
-    assert colonnade("ckpt", "reshard", run, "--step", 1, "--files", 2, "--out", tmp_path).returncode == 0
-    (row,) = json.loads(colonnade("ckpt", "verify", tmp_path, "--json").stdout)
+def test_reshard_writes_a_run_that_verifies(ckpt, run, tmp_path):
+    assert ckpt("reshard", run, "--step", 1, "--files", 2, "--out", tmp_path).returncode == 0
+    (row,) = json.loads(ckpt("verify", tmp_path, "--json").stdout)
     assert (row["step"], row["files"], row["ok"]) == (1, 2, True)
 
 
@@ -75,17 +105,17 @@ def test_reshard_writes_a_run_that_verifies(run, tmp_path):
         (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no good checkpoint of step 3"),
     ],
 )
-def test_what_cannot_be_done_is_one_message_and_exit_code_2(run, tmp_path, words, message):
-    done = colonnade("ckpt", *(word.format(run=run, empty=tmp_path) for word in words))
+def test_what_cannot_be_done_is_one_message_and_exit_code_2(ckpt, run, tmp_path, words, message):
+    done = ckpt(*(word.format(run=run, empty=tmp_path) for word in words))
     assert done.returncode == 2
     assert done.stderr.startswith("colonnade: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_copy_without_its_manifest_is_not_ok(run, tmp_path):
+def test_a_copy_without_its_manifest_is_not_ok(ckpt, run, tmp_path):
     shutil.copytree(run / "step-00000001", tmp_path / "step-00000001")
     (tmp_path / "step-00000001/manifest.json").unlink()
-    done = colonnade("ckpt", "ls", tmp_path)
+    done = ckpt("ls", tmp_path)
     assert done.returncode == 1
     assert "manifest.json is missing" in done.stdout

@@ -124,7 +124,7 @@ def renamed(found: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
 def _train(parallel: dict, name: str, settings: dict, lie: str, tied: bool, accumulation: int) -> list[str]:
     config = {
         "parallel": parallel,
-        "schedule": {"type": name, "num_microbatches": 4, **settings},
+        "schedule": {"type": name, "num_microbatches": 2 * parallel["pipeline"], **settings},
         "gradient_accumulation": accumulation,
         "clip_grad_norm": 1.0,
     }

@@ -7,6 +7,7 @@ Nothing is copied out, and later micro-batches accumulate in place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, eq, is_
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from colonnade.engine.gradient_handler._agreement import MISSING, SPARSE
 from colonnade.engine.gradient_handler._options import GroupReduction
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
 
+_VERSION = attrgetter("_version")
 
 LARGE_BYTES = 256 << 10
 """A gradient from this size on is worth a hook of its own on the CPU."""
@@ -88,13 +90,14 @@ class Bucket:
             parameter.grad = None
         if kept:
             self._zero_small()
-            for parameter, grad in zip(self.parameters[:kept], self.grads, strict=False):
-                if parameter.grad is not grad:
+            small, grads = self.parameters[:kept], self.grads[:kept]
+            if not all(map(is_, [parameter.grad for parameter in small], grads)):
+                for parameter, grad in zip(small, grads, strict=True):
                     parameter.grad = grad
-            self._offered = [grad._version for grad in self.grads[:kept]] + self._nothing_offered[kept:]
+            self._offered = [*map(_VERSION, grads), *self._nothing_offered[kept:]]
 
     def _offer(self) -> None:
-        absent = [i for i in range(self._small) if self.parameters[i].grad is None]
+        absent = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
         if not absent:
             return
         if len(absent) == self._small:
@@ -125,6 +128,8 @@ class Bucket:
 
     def gather(self) -> dict[int, int]:
         """Bring all gradients in; zeros stand for those that are missing or sparse. Position -> note on these."""
+        if self._all_here():
+            return {}
         notes = {}
         astray = []
         for i, (parameter, own) in enumerate(zip(self.parameters, self.grads, strict=True)):
@@ -141,9 +146,13 @@ class Bucket:
         self.move(astray)
         return notes
 
+    def _all_here(self) -> bool:
+        now = [parameter.grad for parameter in self.parameters]
+        return all(map(is_, now, self.grads)) and not any(map(eq, map(_VERSION, self.grads), self._offered))
+
     def arrived(self) -> bool:
         """Whether every parameter has got a gradient since `begin`; more may still be added to it."""
-        return all(view._version != old for view, old in zip(self.views, self._versions, strict=True))
+        return not any(map(eq, map(_VERSION, self.views), self._versions))
 
     def start(self) -> None:
         """Begin the reduction. `.grad` is None until `finish`, so that a late gradient cannot hit the buffer."""
@@ -171,7 +180,8 @@ class Bucket:
 
 def _by_size(reduction: GroupReduction, positions: Sequence[int]) -> tuple[list[int], list[int]]:
     """The positions of small and of large parameters; all count as small where no hook moves them singly."""
-    small, large = [], []
+    small: list[int] = []
+    large: list[int] = []
     for position in positions:
         parameter = reduction.parameters[position]
         single = parameter.device.type == "cpu" and parameter.nbytes >= LARGE_BYTES
