@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,6 +25,7 @@ from colonnade.errors import LaunchError, LayoutError, listed
 _launches = itertools.count()
 
 DEFAULT_TIMEOUT = 1800.0
+_LEAVE_SECONDS = 3.0
 
 
 def join_world(
@@ -57,9 +60,21 @@ def join_world(
 
 
 def leave_world() -> None:
-    """Destroy every process group of torch.distributed."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Destroy every process group of torch.distributed; rank 0, which serves the store, leaves last.
+
+    So a rank that launches again at once cannot reach the store of the world that is going away.
+    """
+    if not dist.is_initialized():
+        return
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 has died
+        left = store.add("colonnade/left", 1)
+        until = time.monotonic() + _LEAVE_SECONDS
+        while rank == 0 and left < world_size and time.monotonic() < until:
+            time.sleep(0.002)
+            left = store.add("colonnade/left", 0)
+    dist.destroy_process_group()
 
 
 def default_backend() -> str:
@@ -115,11 +130,16 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
     try:
-        base = _within(limit, lambda: TCPStore(host, port, world_size, serves, limit, wait_for_workers=False))
+        base = _within(limit, lambda: _connect(host, port, world_size, serves, limit))
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
         raise LaunchError(_connection_help(rank, host, port, error)) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"colonnade/{attempt}/{next(_launches)}", base)
+
+
+def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedelta) -> TCPStore:
+    # multi_tenant: a store of this process that is still going away on the same port is shared, not an error.
+    return TCPStore(host, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=True)
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:

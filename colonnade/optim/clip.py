@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block
+from colonnade.optim.blocks import Block, check_order
 from colonnade.optim.clip_method import divisor_to, positive
 from colonnade.optim.norm import Norms, powsums, reduce_norms
 from colonnade.parallel.demand import Holding, holding
@@ -62,6 +62,7 @@ def grad_norm(
     `error_if_nonfinite` raises on every rank alike, which (as in torch) waits for the device.
     """
     held = _as_list(parameters)
+    norm_type = check_order(norm_type)
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
     blocks = _blocks(held, known, shared)
@@ -128,7 +129,7 @@ def _alone(vector: Tensor, norm_type: float) -> Norms:
     values, nonfinite = vector.view(2, -1).unbind(0)
     if math.isinf(norm_type):
         values = torch.where(nonfinite > 1.5, torch.nan, values)
-    return Norms(float(norm_type), values, nonfinite)
+    return Norms(norm_type, values, nonfinite)
 
 
 def _context(context: ParallelContext | None) -> ParallelContext | None:

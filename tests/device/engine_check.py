@@ -42,7 +42,10 @@ def run(config: dict[str, object], backend: str | None, steps: int = 6) -> dict[
     with launch(config, backend=backend, context=ParallelContext(), verbose=False) as gpc:
         device, world = gpc.device, gpc.world_size
         net = model(device)
-        engine, *_ = initialize(net, torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1), context=gpc)
+        # Without the flat step only a fused optimizer can drop a step on the device.
+        fused = config.get("flat_step") is False
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
+        engine, *_ = initialize(net, optimizer, context=gpc)
         plain = model(device)
         adamw = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
         batches = [[batch(step, rank, device) for rank in range(world)] for step in range(steps)]

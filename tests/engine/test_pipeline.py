@@ -155,7 +155,7 @@ def _train(parallel: dict, name: str, settings: dict, lie: str, tied: bool, accu
         compare(dict(plain.named_parameters()), renamed(gather_weights(model, gpc), tied), RTOL)
         order = engine.schedule.last_order
         engine.eval()
-        x, y = batch(99, 0, rows=7)
+        x, y = batch(99, 0, rows=11)
         output, label, loss = engine.execute_schedule(iter([(x, y)]), forward_only=True)
         assert abs(loss.item() - F.mse_loss(plain(x), y).item()) <= RTOL
         if output is not None:

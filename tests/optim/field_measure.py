@@ -94,12 +94,11 @@ def assembled(pieces: Sequence[Piece], parts: Mapping[str, Tensor], gpc: Paralle
     for piece in pieces:
         if piece.name in parts:
             high[piece.name][where(piece, layout, rank)] = local_part(parts[piece.name]).detach().double()
-    most = torch.cat([tensor.flatten() for tensor in high.values()])
-    least = torch.where(most.isinf(), math.inf, most)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    assert torch.equal(most, least), "holders of one element have different values"
-    flats = most.split([tensor.numel() for tensor in high.values()])
+    mine = torch.cat([tensor.flatten() for tensor in high.values()])
+    both = torch.stack([mine, torch.where(mine.isinf(), mine, -mine)])  # the largest, and minus the least
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    assert torch.equal(both[0], -both[1]), "holders of one element have different values, or nobody holds it"
+    flats = both[0].split([tensor.numel() for tensor in high.values()])
     return {piece.name: flat.view(piece.shape) for piece, flat in zip(pieces, flats, strict=True)}
 
 
@@ -118,14 +117,32 @@ def by_function(
     limit = true / 8 or 1.0
     with collectives() as called, Operations() as seen:
         norm = clip_grad_norm_(iter(made.values()), limit, p, context=gpc if with_context else None)
-    after = norm_of(assembled(pieces, gradients(made), gpc).values(), p)
     label = f"function, {dtype}, p={p:g}{'' if with_context else ', no context'}"
     local_bytes = sum(local_part(parameter).nbytes for parameter in made.values())
-    return [
+    scale, rtol = limit / (true + EPSILON), clipped_rtol(pieces, dtype)
+    facts = [
         *norm_facts(label, norm, true, NORM_RTOL[dtype]),
         *cost_facts(label, called, seen, local_bytes // 8, host_reads=0),
-        Fact(f"{label}: norm after", after, limit * true / (true + EPSILON), clipped_rtol(pieces, dtype)),
+        Fact(f"{label}: clipped - gradient", _apart(made, pieces, gpc, dtype, scale), rtol, at_most=True),
     ]
+    if p == 2.0:  # for the other orders the elements say it all
+        after = norm_of(assembled(pieces, gradients(made), gpc).values(), p)
+        facts.append(Fact(f"{label}: norm after", after, true * scale, rtol))
+    return facts
+
+
+def _apart(
+    made: Mapping[str, nn.Parameter], pieces: Sequence[Piece], gpc: ParallelContext, dtype: torch.dtype, scale: float
+) -> float:
+    """How far the clipped elements here are from the whole gradient's, times `scale`, relative to the largest."""
+    layout, rank = gpc.layout, gpc.get_global_rank()
+    worst = 0.0
+    for piece in pieces:
+        if piece.name in made and made[piece.name].grad is not None:
+            wanted = whole(piece, dtype).double()[where(piece, layout, rank)] * scale
+            found = local_part(made[piece.name].grad).double()
+            worst = max(worst, norm_of([found - wanted], math.inf) / (norm_of([wanted], math.inf) or 1.0))
+    return worst
 
 
 def norm_facts(label: str, norm: Tensor, true: float, rtol: float) -> list[Fact]:
@@ -156,10 +173,16 @@ class Bag(nn.Module):
         self.pieces, self.gpc, self.kind = pieces, gpc, dtype
         for name, parameter in parameters(pieces, gpc, dtype).items():
             self.register_parameter(name, parameter)
+        self.before = {piece.name: torch.zeros(piece.shape, dtype=torch.float64) for piece in pieces}
 
     def assembled(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole tensors by name."""
         return assembled(self.pieces, parts, self.gpc)
+
+    def moved(self) -> dict[str, Tensor]:
+        """How far the weights have come since this was last asked, each against its gradient."""
+        before, self.before = self.before, self.assembled(dict(self.named_parameters()))
+        return {name: before[name] - value for name, value in self.before.items()}
 
     def loss(self, step: int) -> Tensor:
         """Its gradient is the chosen one; a rank without parameters has a loss too."""
@@ -188,7 +211,6 @@ def by_engine(
 
 def _step(engine: Any, model: Bag, step: int, p: float, fused: bool) -> list[Fact]:
     label, rtol = f"engine, {model.kind}, p={p:g}, step {step}", clipped_rtol(model.pieces, model.kind)
-    before = model.assembled(dict(model.named_parameters()))
     engine.zero_grad()
     engine.backward(model.loss(step))
     engine._reduce()
@@ -197,7 +219,7 @@ def _step(engine: Any, model: Bag, step: int, p: float, fused: bool) -> list[Fac
     with collectives() as called, Operations() as seen:
         engine._clip_and_step()
     engine._end_step()
-    moved = {k: before[k] - v for k, v in model.assembled(dict(model.named_parameters())).items()}
+    moved = model.moved()
     scale = min(1.0, LIMIT / (true + EPSILON))
     error = norm_of((moved[name] - scale * value for name, value in gradient.items()), 2.0)
     flat = engine._stepper._flat

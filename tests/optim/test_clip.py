@@ -1,0 +1,221 @@
+"""The function form beside torch's own: the same signature and meaning in one process, right in a world of several."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import colonnade
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
+from colonnade.errors import ConfigError, GradientError
+from colonnade.optim.clip import clip_grad_norm_, grad_norm
+from colonnade.parallel.placement import Shard, place
+from colonnade.testing import run_world
+from tests.optim.watch import Operations, collectives
+
+ORDERS = [1.0, 2.0, 3.0, 2.5, 0.5, math.inf]
+KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 5), (1030,), (70, 33)]
+THEIRS: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_
+
+
+def held(dtype: torch.dtype = torch.float64, scale: float = 1.0, seed: int = 1) -> list[nn.Parameter]:
+    """Parameters with seeded gradients, and one without."""
+    source = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    for parameter in made:
+        parameter.grad = (scale * torch.randn(parameter.shape, generator=source, dtype=wide)).to(dtype)
+    return [*made, nn.Parameter(torch.zeros(4, dtype=dtype))]
+
+
+def reference(parameters: Iterable[Tensor], p: float) -> float:
+    """In fp64, on everything at once."""
+    flat = [q.grad.flatten() for q in parameters if q.grad is not None]
+    wide = [values.to(torch.complex128 if values.is_complex() else torch.float64).abs() for values in flat]
+    return float(torch.linalg.vector_norm(torch.cat(wide), p))
+
+
+def test_the_signature_is_torchs_and_one_keyword_more() -> None:
+    ours, theirs = inspect.signature(clip_grad_norm_), inspect.signature(THEIRS)
+    own = ours.parameters["context"]
+    assert own.kind is inspect.Parameter.KEYWORD_ONLY
+    assert own.default is None
+    shared = [parameter for name, parameter in ours.parameters.items() if name != "context"]
+    assert [(p.name, p.default, p.kind) for p in shared] == [
+        (p.name, p.default, p.kind) for p in theirs.parameters.values()
+    ]
+    assert colonnade.clip_grad_norm_ is clip_grad_norm_
+    assert colonnade.grad_norm is grad_norm
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("max_norm", [1.0, 1e6, math.inf, 0.0])
+def test_norms_and_gradients_are_torchs(dtype: torch.dtype, p: float, max_norm: float) -> None:
+    ours, theirs = held(dtype), held(dtype)
+    if math.isinf(p):  # torch's own has no maximum of an empty gradient
+        ours, theirs = [[q for q in both if q.numel()] for both in (ours, theirs)]
+    norm, wanted = clip_grad_norm_(ours, max_norm, p), THEIRS(theirs, max_norm, p)
+    rtol = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
+    torch.testing.assert_close(norm, wanted, rtol=rtol, atol=0, check_dtype=False)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=2 * rtol, atol=1e-300)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@pytest.mark.parametrize("dtype", KINDS)
+def test_every_dtype_and_order_against_fp64(dtype: torch.dtype, p: float) -> None:
+    parameters = held(dtype)
+    true = reference(parameters, p)
+    norm = grad_norm(parameters, p)
+    double = dtype in (torch.float64, torch.complex128)
+    assert norm.item() == pytest.approx(true, rel=1e-12 if double else 2e-6 if p >= 1 else 1e-5)
+    assert (norm.dtype, norm.dim(), type(norm)) == (torch.float64, 0, Tensor)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 300.0), (torch.bfloat16, 1e15)])
+def test_half_precision_is_measured_beyond_its_own_range(dtype: torch.dtype, scale: float) -> None:
+    parameters = held(dtype, scale)
+    true = reference(parameters, 2.0)
+    assert clip_grad_norm_(parameters, true / 4).item() == pytest.approx(true, rel=1e-6)
+    assert reference(parameters, 2.0) == pytest.approx(true / 4, rel=2e-3)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, 1e25), (torch.bfloat16, 1e25), (torch.float64, 1e200)])
+def test_where_squares_overflow_the_norm_is_inf_and_never_a_plausible_number(dtype: torch.dtype, value: float) -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=dtype))
+    parameter.grad = torch.full((3,), value, dtype=dtype)
+    assert math.isinf(grad_norm(parameter).item())
+    assert grad_norm(parameter, math.inf).item() == parameter.grad[0].item()
+
+
+def test_what_may_be_passed() -> None:
+    true = reference(held(), 2.0)
+    parameters = held()
+    assert clip_grad_norm_((q for q in parameters), true / 2).item() == pytest.approx(true, rel=1e-12)
+    assert reference(parameters, 2.0) == pytest.approx(true / 2, rel=1e-6)
+    alone = held()[3]
+    assert clip_grad_norm_(alone, 0.5).item() == pytest.approx(reference(held()[3:4], 2.0), rel=1e-12)
+    assert reference([alone], 2.0) == pytest.approx(0.5, rel=1e-6)
+    twice = held()
+    assert grad_norm([*twice, *twice]).item() == pytest.approx(true, rel=1e-12)
+    assert clip_grad_norm_({"a": alone}.values(), 1, foreach=True).dim() == 0
+    assert clip_grad_norm_(held(), 1.0, "inf").item() == reference(held(), math.inf)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_nothing_to_measure_is_zero(p: float) -> None:
+    assert clip_grad_norm_([], 1.0, p).item() == 0.0
+    assert clip_grad_norm_(iter([]), 1.0, p).item() == 0.0
+    assert clip_grad_norm_(nn.Parameter(torch.zeros(3)), 1.0, p).item() == 0.0
+    empty = nn.Parameter(torch.zeros(0, 2))
+    empty.grad = torch.zeros(0, 2)
+    assert clip_grad_norm_(empty, 1.0, p, error_if_nonfinite=True).item() == 0.0
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("max_norm", [1.0, 0.0])
+def test_non_finite_gradients_come_out_as_torchs_do(bad: float, p: float, max_norm: float) -> None:
+    ours, theirs = [[q for q in held() if q.numel()] for _ in range(2)]
+    for parameters in (ours, theirs):
+        for at in (1, 2):  # in two gradients
+            parameters[at].grad.view(-1)[2] = bad
+    norm, wanted = clip_grad_norm_(ours, max_norm, p), THEIRS(theirs, max_norm, p)
+    assert str(norm.item()) == str(wanted.item()) == str(bad)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, equal_nan=True)
+
+
+def test_error_if_nonfinite_leaves_the_gradients_alone() -> None:
+    parameters = held()
+    parameters[2].grad[0, 0] = math.nan
+    before = [None if q.grad is None else q.grad.clone() for q in parameters]
+    with pytest.raises(GradientError, match=r"order 2.0 is nan.*error_if_nonfinite=False"):
+        clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError):  # as torch's
+        grad_norm(parameters, error_if_nonfinite=True)
+    for parameter, old in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.grad, old, equal_nan=True)
+    assert math.isfinite(clip_grad_norm_(held(), 1.0, error_if_nonfinite=True).item())
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+def test_limits_that_are_none(max_norm: float) -> None:
+    with pytest.raises(ConfigError, match="max_norm is a number above 0"):
+        clip_grad_norm_(held(), max_norm)
+
+
+@pytest.mark.parametrize("p", [0.0, -2.0])
+def test_orders_that_are_none(p: float) -> None:
+    with pytest.raises(GradientError, match="above 0 or inf"):
+        grad_norm(held(), p)
+
+
+def test_nothing_is_read_on_the_host_and_nothing_large_is_made() -> None:
+    parameter = nn.Parameter(torch.zeros(3_000_000))
+    parameter.grad = torch.randn(3_000_000)
+    with collectives() as called, Operations() as seen:
+        clip_grad_norm_(parameter, 1.0)
+    assert called == []
+    assert seen.host_reads == 0
+    assert seen.largest <= 3_000_000 // 1024 * 8 + 1024
+
+
+def test_gradients_that_are_views_with_holes() -> None:
+    parameter = nn.Parameter(torch.zeros(40, 30, dtype=torch.float64))
+    parameter.grad = torch.randn(40, 60, dtype=torch.float64)[:, :30]
+    true = reference([parameter], 2.0)
+    assert clip_grad_norm_(parameter, true / 2).item() == pytest.approx(true, rel=1e-12)
+    assert reference([parameter], 2.0) == pytest.approx(true / 2, rel=1e-6)
+
+
+# -- in a world -------------------------------------------------------------------------------------------
+
+
+def _unlaunched() -> tuple[float, int]:
+    """Plain tensors and no context: every rank by itself, as torch."""
+    parameters = held(seed=dist.get_rank())
+    with collectives() as called:
+        norm = clip_grad_norm_(parameters, 1e9)
+    assert norm.item() == pytest.approx(reference(parameters, 2.0), rel=1e-12)
+    return norm.item(), len(called)
+
+
+def test_without_a_context_plain_tensors_are_this_process_alone() -> None:
+    values = run_world(2, _unlaunched).values
+    assert [called for _, called in values] == [0, 0]
+    assert values[0][0] != values[1][0]
+
+
+def _launched(by_name: bool) -> tuple[float, float, bytes]:
+    """(norm, true norm, bits of the norm), with the context passed or taken from the library's global one."""
+    context = None if by_name else global_context
+    with launch({"parallel": {"tensor": 2}}, context=context or ParallelContext(), verbose=False) as gpc:
+        whole = torch.randn(6, 70, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        at = gpc.get_local_rank(ParallelMode.TENSOR)
+        cut = place(nn.Parameter(torch.zeros(3, 70, dtype=torch.float64)), {ParallelMode.TENSOR: Shard(0)})
+        cut.grad = whole[3 * at : 3 * at + 3].clone()
+        copy = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        copy.grad = torch.arange(5.0, dtype=torch.float64)
+        true = math.hypot(whole.norm().item(), copy.grad.norm().item())
+        norm = clip_grad_norm_([cut, copy], 1.0, context=gpc) if by_name else clip_grad_norm_([cut, copy], 1.0)
+        return norm.item(), true, norm.numpy().tobytes()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_launched_context_is_passed_or_found(by_name: bool) -> None:
+    values = run_world(4, _launched, by_name).values
+    assert len({bits for _, _, bits in values}) == 1
+    for norm, true, _ in values:
+        assert norm == pytest.approx(true, rel=1e-12)
