@@ -11,6 +11,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import ConfigError, did_you_mean
 from colonnade.optim.clip_settings import ClipSettings, Per
+from colonnade.parallel.agreement import Held
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,13 @@ class Slots:
     of_parameter: dict[str, int]
 
 
+def slot_name(entry: Held) -> str:
+    """What a parameter is called here: a tied one by its key, which is the same at all its stages."""
+    return entry.placement.tied.key if entry.placement.tied is not None else entry.name
+
+
 def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:
-    """Give every parameter its slot. Collective over the world."""
+    """Give every parameter its slot, by its `slot_name`. Collective over the world."""
     mine = {name: (settings.group_of(name), _label(name, settings.per)) for name in names}
     texts = gather_texts(json.dumps(sorted(set(mine.values()))), context.device)
     everyone = sorted({(int(group), str(label)) for text in texts for group, label in json.loads(text)})
@@ -31,11 +37,19 @@ def number_slots(names: Sequence[str], settings: ClipSettings, context: Parallel
     if settings.per == "group":
         everyone = [(number, "") for number in range(len(settings.clip_groups()))]
     at = {key: number for number, key in enumerate(everyone)}
-    groups = settings.clip_groups()
     return Slots(
-        tuple(label or groups[group].name for group, label in everyone),
+        _names(everyone, [group.name for group in settings.clip_groups()]),
         tuple(group for group, _ in everyone),
         {name: at[key] for name, key in mine.items()},
+    )
+
+
+def _names(keys: Sequence[tuple[int, str]], groups: Sequence[str]) -> tuple[str, ...]:
+    """A slot is called by its layer or parameter, with its group where a layer has parameters of several."""
+    labels = [label for _, label in keys]
+    return tuple(
+        groups[group] if not label else label if labels.count(label) == 1 else f"{label} ({groups[group]})"
+        for group, label in keys
     )
 
 
@@ -44,7 +58,7 @@ def _label(name: str, per: Per) -> str:
     if per == "parameter":
         return name
     if per == "layer":
-        numbered = re.match(r".*?\.\d+(?=\.)|\d+(?=\.)", name)
+        numbered = re.match(r"\d+(?=\.)|.*?\.\d+(?=\.)", name)  # up to the first number
         return numbered[0] if numbered else name.rpartition(".")[0] or name
     return ""
 

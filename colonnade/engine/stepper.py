@@ -13,7 +13,7 @@ from colonnade.engine.gradient_handler._bucket import Bucket, local
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
-from colonnade.engine.slots import Slots, number_slots
+from colonnade.engine.slots import Slots, number_slots, slot_name
 from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.blocks import Block, bucket_blocks
@@ -53,7 +53,7 @@ class Stepper:
         self.policy: ClipPolicy | None = None
         self._norm_type = 2.0
         if clip is not None:
-            self._slots = number_slots([entry.name for entry in self._held.values()], clip, context)
+            self._slots = number_slots([slot_name(entry) for entry in self._held.values()], clip, context)
             self.policy = ClipPolicy(
                 clip.build_method(),
                 clip.clip_groups(),
@@ -208,7 +208,7 @@ class Stepper:
         return [entry.tensor for entry in self._held.values()]
 
     def _slot(self, entry: Held) -> int:
-        return self._slots.of_parameter[entry.name] if self._slots is not None else 0
+        return self._slots.of_parameter[slot_name(entry)] if self._slots is not None else 0
 
     def _slot_map(self) -> dict[Tensor, int]:
         return {entry.tensor: self._slot(entry) for entry in self._held.values()}

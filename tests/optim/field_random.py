@@ -35,7 +35,7 @@ class World:
     layout: Layout
 
 
-def draw_world(draw: Random, size: int | None = None, most: int = 24) -> World:
+def draw_world(draw: Random, size: int | None = None, most: int = 16) -> World:
     """Some axes whose product is at most `most`, or just `size`."""
     while True:
         mode = draw.choice(list(TENSOR_MODES))
@@ -60,7 +60,8 @@ def draw_world(draw: Random, size: int | None = None, most: int = 24) -> World:
 def draw_piece(draw: Random, world: World, name: str) -> Piece:
     """A piece of up to three dimensions, cut over some modes of the world, tied or at one stage of a pipeline."""
     layout, stages = world.layout, world.layout.grid.sizes["pipeline"]
-    shape = tuple(draw.choice([0, 1, 2, 3, 5, 8, 13, 70]) for _ in range(draw.randint(1, 3)))
+    shape = tuple(draw.choice([0, 1, 2, 3, 5, 8, 13]) for _ in range(draw.randint(0, 2)))
+    shape = (*shape, draw.choice([1, 3, 7, 70 if len(shape) < 2 else 4]))
     on: dict[str, Spec] = {}
     parts: dict[str, tuple[int, ...]] = {}
     stage = draw.randrange(stages) if stages > 1 else None

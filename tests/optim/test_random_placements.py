@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colonnade.optim.blocks import Block
-from colonnade.parallel.demand import holding
+from colonnade.parallel.demand import Holding, holding
 from colonnade.testing import run_world
 from tests.optim.field_facts import Fact, judge
 from tests.optim.field_measure import ORDERS, by_function, launched
@@ -20,75 +21,90 @@ from tests.optim.field_random import World, draw_piece, draw_world
 DOUBLE = torch.float64
 
 
-def elements(piece: Piece, world: World) -> dict[int, Tensor]:
-    """rank -> the numbers of the elements it holds, for the ranks that have the piece."""
-    numbered = torch.arange(math.prod(piece.shape)).view(piece.shape)
-    ranks = [rank for rank in range(world.size) if is_held(piece, world.layout, rank)]
-    return {rank: numbered[where(piece, world.layout, rank)].flatten() for rank in ranks}
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a piece, and who else has the same by the library's account."""
+
+    part: tuple[slice, ...]
+    shape: tuple[int, ...]
+    holding: Holding
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
-def is_whole(piece: Piece, world: World) -> bool:
-    """Whether every element is somewhere; cutting twice along the same ranks leaves some out."""
-    held = torch.cat(list(elements(piece, world).values()))
-    return len(held.unique()) == math.prod(piece.shape)
+def held_by(piece: Piece, world: World) -> dict[int, Held]:
+    """For the ranks that have the piece."""
+    found = {}
+    for rank in range(world.size):
+        if is_held(piece, world.layout, rank):
+            part = where(piece, world.layout, rank)
+            shape = tuple(cut.stop - cut.start for cut in part)
+            found[rank] = Held(part, shape, holding(world.layout, piece.placement, rank))
+    return found
 
 
-def contributed(piece: Piece, world: World, p: float) -> Tensor:
+def covered(piece: Piece, held: dict[int, Held]) -> int:
+    """How many elements are somewhere; cutting twice along the same ranks leaves some out."""
+    mask = torch.zeros(piece.shape, dtype=torch.bool)
+    for part in {tuple((cut.start, cut.stop) for cut in entry.part) for entry in held.values()}:
+        mask[tuple(slice(*cut) for cut in part)] = True
+    return int(mask.sum())
+
+
+def contributions(piece: Piece, held: dict[int, Held], p: float) -> list[Tensor]:
     """What each rank adds: |x|^p summed (for inf: the largest) over the slice of its block that is its to read."""
-    parts = [torch.zeros((), dtype=DOUBLE)]
-    values = whole(piece, DOUBLE)
-    for rank in elements(piece, world):
-        held = holding(world.layout, piece.placement, rank)
-        owned = (
-            Block(values[where(piece, world.layout, rank)].contiguous(), held.count, held.index).owned.flatten().abs()
-        )
+    values, parts = whole(piece, DOUBLE).abs(), []
+    for entry in held.values():
+        owned = Block(values[entry.part].contiguous(), entry.holding.count, entry.holding.index).owned
         if owned.numel():
             parts.append(owned.max() if math.isinf(p) else owned.pow(p).sum())
-    return torch.stack(parts)
+    return parts
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_250_layouts_add_up(part: int) -> None:
-    draw = Random(part)
-    seen = {"cut": 0, "uneven": 0, "empty": 0, "tied": 0, "expert": 0, "several holders": 0, "not whole": 0}
-    for number in range(250):
-        world, p = draw_world(draw), draw.choice(ORDERS)
-        pieces = [draw_piece(draw, world, f"{number}_{at}") for at in range(draw.randint(1, 4))]
-        for piece in pieces:
-            check_holders(piece, world)
-        seen["not whole"] += sum(not is_whole(piece, world) for piece in pieces)
-        pieces = [piece for piece in pieces if is_whole(piece, world)]
-        sums = torch.cat([torch.zeros(1, dtype=DOUBLE), *(contributed(piece, world, p) for piece in pieces)])
-        norm = float(sums.max() if math.isinf(p) else sums.sum().pow(1 / p))
-        true = norm_of([whole(piece, DOUBLE) for piece in pieces], p)
-        assert math.isclose(norm, true, rel_tol=1e-12), (world.parallel, pieces, p)
-        note(seen, pieces, world)
-    assert min(seen.values()) > 10, seen  # the draws are of every kind
-
-
-def check_holders(piece: Piece, world: World) -> None:
+def check_holders(piece: Piece, held: dict[int, Held]) -> None:
     """Ranks hold the same elements if and only if the library says so; and its start-up count is right."""
-    held = elements(piece, world)
-    counted = 0.0
-    for rank, mine in held.items():
-        found = holding(world.layout, piece.placement, rank)
-        counted += len(mine) / found.count
-        if len(mine):
-            assert found.ranks == tuple(other for other, theirs in held.items() if torch.equal(theirs, mine)), piece
-    assert counted == pytest.approx(len(torch.cat(list(held.values())).unique()))
+    for entry in held.values():
+        if entry.numel:
+            assert entry.holding.ranks == tuple(r for r, other in held.items() if other.part == entry.part), piece
+    counted = sum(entry.numel / entry.holding.count for entry in held.values())
+    assert counted == pytest.approx(covered(piece, held)), piece
 
 
-def note(seen: dict[str, int], pieces: list[Piece], world: World) -> None:
-    for piece in pieces:
-        sizes = {len(mine) for mine in elements(piece, world).values()}
+@pytest.mark.parametrize("part", range(4))
+def test_500_layouts_add_up(part: int) -> None:
+    draw = Random(part)
+    seen = dict.fromkeys(("cut", "uneven", "empty", "tied", "expert", "several holders", "not whole"), 0)
+    for number in range(500):
+        world, p = draw_world(draw), draw.choice(ORDERS)
+        drawn = [draw_piece(draw, world, f"{number}_{at}") for at in range(draw.randint(1, 3))]
+        held = [held_by(piece, world) for piece in drawn]
+        parts, wholes = [torch.zeros((), dtype=DOUBLE)], []
+        for piece, entries in zip(drawn, held, strict=True):
+            check_holders(piece, entries)
+            if note(seen, piece, entries):
+                parts += contributions(piece, entries, p)
+                wholes.append(whole(piece, DOUBLE))
+        sums = torch.stack(parts)
+        norm = float(sums.max() if math.isinf(p) else sums.sum().pow(1 / p))
+        assert math.isclose(norm, norm_of(wholes, p), rel_tol=1e-12), (world.parallel, drawn, p)
+    assert min(seen.values()) > 20, seen  # the draws are of every kind
+
+
+def note(seen: dict[str, int], piece: Piece, held: dict[int, Held]) -> bool:
+    """Count what kind of piece it is; returns whether all of it is somewhere."""
+    sizes = {entry.numel for entry in held.values()}
+    complete = covered(piece, held) == math.prod(piece.shape)
+    seen["not whole"] += not complete
+    if complete:
         seen["cut"] += bool(piece.placement.shards)
         seen["uneven"] += len(sizes) > 1
         seen["empty"] += 0 in sizes and len(sizes) > 1
         seen["tied"] += piece.placement.tied is not None
         seen["expert"] += any(mode.startswith("expert") for mode in piece.on)
-        seen["several holders"] += any(
-            holding(world.layout, piece.placement, r).count > 1 for r in elements(piece, world)
-        )
+        seen["several holders"] += any(entry.holding.count > 1 for entry in held.values())
+    return complete
 
 
 def on_ranks(first: int, count: int) -> list[Fact]:
@@ -98,7 +114,7 @@ def on_ranks(first: int, count: int) -> list[Fact]:
         draw = Random(seed)
         world, p = draw_world(draw, size=8), draw.choice(ORDERS)
         pieces = [draw_piece(draw, world, f"{seed}_{at}") for at in range(4)]
-        pieces = [piece for piece in pieces if is_whole(piece, world)]
+        pieces = [piece for piece in pieces if covered(piece, held_by(piece, world)) == math.prod(piece.shape)]
         with launched(world.parallel) as gpc:
             facts += by_function(gpc, pieces, DOUBLE, p)
     return facts

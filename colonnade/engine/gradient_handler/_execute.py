@@ -34,13 +34,14 @@ class Executor:
         plans: Iterable[tuple[list[Reduction], SyncOptions]],
         context: ParallelContext,
         also: Iterable[tuple[str, nn.Parameter]] = (),
+        options: SyncOptions | None = None,
     ) -> None:
-        """`also`: parameters that owe nothing here, and are to lie in buckets all the same."""
+        """`also`: parameters that owe nothing here, and are to lie in buckets all the same (by `options`)."""
         self._context = context
         entries = _by_parameter(plans)
         taken = {id(entry.parameter) for entry in entries}
-        options = entries[0].options if entries else SyncOptions()
-        entries += [_Entry(name, parameter, options) for name, parameter in also if id(parameter) not in taken]
+        local = options or SyncOptions()
+        entries += [_Entry(name, parameter, local) for name, parameter in also if id(parameter) not in taken]
         joined = {option: self._join(entries, option) for option in dict.fromkeys(e.options for e in entries)}
         # Every rank asks for its sets at the same moment, whether it has reductions or not.
         context.ensure_groups(ranks for sums in joined.values() for ranks in sums if len(ranks) > 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from colonnade.engine.gradient_handler._agreement import OUTSIDE, Agreement
 from colonnade.engine.gradient_handler._bucket import Bucket
-from colonnade.engine.gradient_handler._lane import Log
+from colonnade.engine.gradient_handler._lane import Log, keep_heap
 from colonnade.engine.gradient_handler._options import GroupReduction, PowerSGD, SyncOptions
 from colonnade.engine.gradient_handler._party import Party
 from colonnade.engine.gradient_handler._reduction_state import ReductionState
@@ -88,6 +88,7 @@ class GradientReducer:
         self._reported: set[tuple[int, int]] = set()
         self._upcoming: list[Bucket] | None = self._lay_out()
         self._switch()
+        keep_heap()
 
     def prepare(self, last: bool) -> None:
         """Before a backward pass: is it the last one of this step?"""

@@ -11,7 +11,9 @@ from colonnade.context.agree import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler._execute import Executor
 from colonnade.engine.gradient_handler._probe import probe
+from colonnade.engine.gradient_handler._options import SyncOptions
 from colonnade.engine.gradient_handler._reduction import Demand, read_demands
+from colonnade.engine.gradient_handler._settings import read_options
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler
 from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived, require_complete, settle
 from colonnade.engine.gradient_handler.select import attach_automatic, describe
@@ -86,7 +88,7 @@ def build_sync(
     get_dist_logger().info(describe(attached, mine))
     handlers = [*attached, *mine]
     also = [(demand.name, demand.parameter) for demand in demands] if bucket_all else []
-    return GradientSync(handlers, _shared_executor(handlers, context, also), ledger)
+    return GradientSync(handlers, _shared_executor(handlers, context, also, read_options(options)), ledger)
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
@@ -116,10 +118,13 @@ def _covered(
 
 
 def _shared_executor(
-    handlers: Sequence[BaseGradientHandler], context: ParallelContext, also: list[tuple[str, nn.Parameter]]
+    handlers: Sequence[BaseGradientHandler],
+    context: ParallelContext,
+    also: list[tuple[str, nn.Parameter]],
+    options: SyncOptions,
 ) -> Executor:
     planned = [handler for handler in handlers if isinstance(handler, PlannedGradientHandler)]
-    executor = Executor([(handler.plan(), handler.options) for handler in planned], context, also)
+    executor = Executor([(handler.plan(), handler.options) for handler in planned], context, also, options)
     for handler in planned:
         handler.use_executor(executor)
     return executor
