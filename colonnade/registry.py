@@ -141,4 +141,6 @@ LOSSES = Registry("loss", libraries=("torch.nn",))
 MODELS = Registry("model")
 DATASETS = Registry("dataset")
 OPTIMIZERS = Registry("optimizer", libraries=("torch.optim",))
-LR_SCHEDULERS = Registry("learning-rate scheduler", libraries=("torch.optim.lr_scheduler",))
+LR_SCHEDULERS = Registry(
+    "learning-rate scheduler", home="colonnade.nn.lr_scheduler", libraries=("torch.optim.lr_scheduler",)
+)

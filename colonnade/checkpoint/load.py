@@ -18,7 +18,7 @@ from colonnade.checkpoint.match import Matches, check_matches, match
 from colonnade.checkpoint.restore import OptimizerReader, load_optimizer, restore_weights
 from colonnade.checkpoint.restore_values import RandomSource, Values
 from colonnade.checkpoint.tensors_file import TensorReader
-from colonnade.checkpoint.together import agreed, as_checkpoint_errors, gather
+from colonnade.checkpoint.together import agreed, gather
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -113,12 +113,11 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
     note = {"damaged": "", "unreadable": ""}
     manifest = None
     try:
-        with as_checkpoint_errors(f"reading {found.path}"):
-            manifest = read_manifest(found.path)
-            check_files(found.path, manifest.files[context.get_global_rank() :: context.world_size], content)
-    except Damaged as error:
+        manifest = read_manifest(found.path)
+        check_files(found.path, manifest.files[context.get_global_rank() :: context.world_size], content)
+    except (Damaged, OSError) as error:
         note["damaged"] = str(error)
-    except CheckpointError as error:
+    except Exception as error:  # a newer format is no damage, and an older checkpoint no answer to it
         note["unreadable"] = str(error)
     notes = gather(note, context)
     for told in notes:

@@ -189,6 +189,9 @@ KEYS: dict[str, Key] = {
     "schedule": Key(_NAMED, "how one step's passes run; further keys go to the schedule"),
     "sync": Key(only_dict(_SYNC), "how gradients are reduced"),
     "flat_step": Key(BOOL, "run the optimizer on flat buffers"),
+    "compile": Key(
+        with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"), "torch.compile the model"
+    ),
     "seed": Key(INT, "seed of every random stream"),
     "cudnn_benchmark": Key(BOOL, "let cuDNN search for the fastest algorithm"),
     "cudnn_deterministic": Key(BOOL, "let cuDNN use deterministic algorithms only"),

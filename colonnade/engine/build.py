@@ -46,6 +46,7 @@ def initialize(
     precision = Precision.read(context.config)
     built = _build_model(model, context)
     precision.apply(built, context.device)
+    _compile(built, context.config.get("compile"))
     chosen = _build_optimizer(optimizer, built)
     check_placements(built, context)
     broadcast_shared(built, context)
@@ -98,6 +99,13 @@ def _build_model(model: Any, context: ParallelContext) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model is a torch.nn.Module or a function that returns one, not {type(built).__name__}")
     return built.to(context.device)
+
+
+def _compile(model: nn.Module, options: Any) -> None:
+    """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
+    if options:
+        for module in model if isinstance(model, nn.ModuleList) else [model]:
+            module.compile(**(options if isinstance(options, dict) else {}))
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

@@ -207,6 +207,11 @@ class Engine:
         return self._schedule
 
     @property
+    def uses_pipeline(self) -> bool:
+        """Whether the model is split over pipeline stages."""
+        return self.context.pipeline_parallel_size > 1
+
+    @property
     def gradient_handlers(self) -> list[Any]:
         """The handlers in the order they run."""
         return list(self._sync.handlers)

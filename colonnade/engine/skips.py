@@ -54,4 +54,6 @@ class SkipAwareScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_scheduler":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self._scheduler, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,9 +47,9 @@ def number_slots(names: Sequence[str], settings: ClipSettings, context: Parallel
 
 def _names(keys: Sequence[tuple[int, str]], groups: Sequence[str]) -> tuple[str, ...]:
     """A slot is called by its layer or parameter, with its group where a layer has parameters of several."""
-    labels = [label for _, label in keys]
+    times = Counter(label for _, label in keys)
     return tuple(
-        groups[group] if not label else label if labels.count(label) == 1 else f"{label} ({groups[group]})"
+        groups[group] if not label else label if times[label] == 1 else f"{label} ({groups[group]})"
         for group, label in keys
     )
 

@@ -36,12 +36,17 @@ class ClipSettings:
 
     @classmethod
     def read(cls, value: Any) -> ClipSettings | None:
-        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=); None or 0 is off."""
+        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=).
+
+        None, 0 and dict(max_norm=0) are off; inf, or a dict without max_norm, measures (and clips groups of their own).
+        """
         if not value:
             return None
         if not isinstance(value, Mapping):
             return cls(options={"max_norm": float(value)})
         method, options = _method(value.get("method"), value.get("max_norm"))
+        if method == "norm" and options.get("max_norm") == 0 and not value.get("groups"):
+            return None
         if method == "norm" and not options.get("max_norm"):
             options["max_norm"] = math.inf  # only groups of their own are clipped
         per: Per = value.get("per") or ("parameter" if method == "adagc" else "group")

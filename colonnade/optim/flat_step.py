@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
 from colonnade.optim.blocks import on_device, padded, to_device
@@ -77,7 +78,7 @@ class FlatStep:
         self._state = FlatState(optimizer, buckets, self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
-        self._step = Optimizer.profile_hook_step(self._update)
+        self._watched_step = Optimizer.profile_hook_step(self._update)
         self._hooks = [
             optimizer.register_load_state_dict_post_hook(self._loaded),
             optimizer.register_state_dict_post_hook(_steps_as_torch),
@@ -97,8 +98,11 @@ class FlatStep:
         at every parameter. The optimizer's step hooks run around it. In a captured graph, only a learning rate
         in a device tensor can change.
         """
-        self._asked = (divisor.reshape(-1), found_inf.reshape(()), absent)
-        self._step(self.optimizer)
+        self._asked = (divisor, found_inf, absent)
+        if _is_watched(self.optimizer):
+            self._watched_step(self.optimizer)
+        else:
+            self._update(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
 
     def close(self) -> None:
@@ -116,7 +120,7 @@ class FlatStep:
             for run, group_index, slot in plan.runs:
                 group = optimizer.param_groups[group_index]
                 update = run.sgd if isinstance(optimizer, SGD) else run.adam
-                update(group, divisor[slot if divisor.numel() > 1 else 0], found_inf)
+                update(group, divisor if divisor.numel() == 1 else divisor[slot], found_inf)
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _check_unchanged(self) -> None:
@@ -179,6 +183,17 @@ class FlatStep:
     def _loaded(self, optimizer: Optimizer) -> None:
         self._state.adopt()
         self._plan = _Plan(None, [], None)
+
+
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Whether step hooks or a profiler must hear of a step; calling nobody would take longer than deciding."""
+    hooks: list[Mapping[int, Any]] = [
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    ]
+    return any(hooks) or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def _advance(steps: Tensor, counted: Tensor | None, amount: float | Tensor, sign: int = 1) -> None:

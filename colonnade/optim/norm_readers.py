@@ -56,7 +56,7 @@ def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
 
 
 class TorchReader:
-    """Norms of rows of 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
+    """Norms of rows of at most 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
 
     def __init__(self, rows: Sequence[Tensor], p: float) -> None:
         self._p = p
@@ -69,9 +69,11 @@ class TorchReader:
             numel = row.numel()
             if p == 2.0 and row.is_complex():
                 row, numel = torch.view_as_real(row).view(-1), 2 * numel
-            full = numel // ROW * ROW if cpu and numel >= LARGE else 0
-            if full:
-                self._tables.append(row[:full].view(-1, ROW))
+            full = 0
+            if cpu and numel >= LARGE:
+                length = _row_length(numel)
+                full = numel // length * length
+                self._tables.append(row[:full].view(-1, length))
                 of_tables.append(owner)
             if full < numel:
                 size = SMALL // 4 if row.dtype in HALVES else SMALL
@@ -88,14 +90,14 @@ class TorchReader:
         self._order: Tensor | None = None
         if owners != sorted(owners):
             self._order = to_device(of_values.argsort(stable=True), device)
-        self._none = torch.zeros(0, dtype=torch.float64, device=device)
+        self._nothing = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
 
     def __call__(self) -> Tensor:
         norms = [norm for table in self._tables for norm in _row_norms(table, self._p)]
-        for dtype, tensors in self._small.items():
-            wide = torch.float32 if dtype in HALVES else None
-            norms.append(torch.stack(torch._foreach_norm(tensors, self._p, dtype=wide)))
-        values = torch.cat([self._none, *(norm.double() for norm in norms)])
+        norms += [_small_norms(tensors, self._p) for tensors in self._small.values()]
+        if not norms:
+            return self._nothing.clone()
+        values = (norms[0] if len(norms) == 1 else torch.cat(norms)).double()
         if self._p == 2.0:
             values.square_()
         elif self._p != 1.0 and not math.isinf(self._p):
@@ -105,16 +107,30 @@ class TorchReader:
         return _marked(join(values, self._lengths, self._p), self._p)
 
 
+def _row_length(numel: int) -> int:
+    """At most ROW, and if possible such that nothing is left over: every further operation costs its launch."""
+    return next((length for length in range(ROW, ROW // 2, -1) if numel % length == 0), ROW)
+
+
 def _row_norms(table: Tensor, p: float) -> list[Tensor]:
     if table.dtype not in HALVES:
         return [torch.linalg.vector_norm(table, p, dim=1)]
-    return [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // ROW)]
+    return [
+        torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // table.shape[1])
+    ]
+
+
+def _small_norms(tensors: list[Tensor], p: float) -> Tensor:
+    wide = torch.float32 if tensors[0].dtype in HALVES else None
+    if len(tensors) == 1:
+        return torch.linalg.vector_norm(tensors[0], p, dtype=wide).view(1)
+    return torch.stack(torch._foreach_norm(tensors, p, dtype=wide))
 
 
 def _marked(values: Tensor, p: float) -> Tensor:
     """(values, marks): 1 for a non-finite value; for p = inf a NaN becomes inf marked 2, to survive a MAX."""
     if not math.isinf(p):
-        return torch.stack([values, values.isfinite().logical_not().double()])
+        return torch.stack([values, (values * 0).nan_to_num_(nan=1.0)])  # inf * 0 is NaN as well
     nan = values.isnan()
     values = torch.where(nan, math.inf, values)
     return torch.stack([values, values.isinf().double() + nan.double()])

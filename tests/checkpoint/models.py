@@ -57,12 +57,16 @@ class Way:
         return self.cuts.get(name, Cut()).stages
 
 
-def chunked(rows: int, parts: int) -> tuple[int, ...]:
-    """Sizes as torch.chunk makes them, with empty parts at the end."""
-    return tuple(max(0, min(-(-rows // parts), rows - -(-rows // parts) * at)) for at in range(parts))
+def zero(world: int) -> Way:
+    """Every parameter cut over the data ranks into uneven parts, some of them empty."""
+    cuts = {}
+    for name, (shape, _) in SHAPES.items():
+        if shape:
+            sizes = [shape[0] * at // world % 3 for at in range(world - 1)]
+            cuts[name] = Cut(mode=M.DATA, sizes=(*sizes, shape[0] - sum(sizes)))
+    return Way(world, {}, cuts)
 
 
-ZERO = {name: Cut(mode=M.DATA, sizes=chunked(shape[0], 8)) for name, (shape, _) in SHAPES.items() if shape}
 WAYS: dict[str, Way] = {
     "one": Way(1),
     "data 2": Way(2),
@@ -82,7 +86,8 @@ WAYS: dict[str, Way] = {
             "norm.mean": Cut((1,)),
         },
     ),
-    "zero 8": Way(8, {}, ZERO),
+    "zero 3": zero(3),
+    "zero 8": zero(8),
     "expert 2 in data 4": Way(4, {"expert": 2}, {"down.weight": Cut(mode=M.EXPERT, dim=0)}),
 }
 

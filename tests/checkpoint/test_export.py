@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, export_full, reshard, verify
+from colonnade.checkpoint import CheckpointManager, export_full, fault, reshard, verify
 from colonnade.checkpoint.export import find_checkpoint
 from colonnade.checkpoint.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
@@ -40,12 +41,23 @@ def test_the_full_file_loads_in_plain_torch(run, tmp_path):
     assert [path.name for path in file.parent.iterdir()] == ["full.safetensors"]
 
 
-def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(run, tmp_path):
+def _fail(point: str) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(run, tmp_path, monkeypatch):
     file = tmp_path / "full.safetensors"
     file.write_text("old")
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         export_full(tmp_path, file)
+    with monkeypatch.context() as patched:
+        patched.setattr(fault, "hook", _fail)
+        with pytest.raises(CheckpointError, match="no space"):
+            export_full(run / "step-00000001", file)
+        with pytest.raises(CheckpointError, match="no space"):
+            reshard(run / "step-00000001", tmp_path / "other", 1)
     assert file.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["full.safetensors", "other", "run.lock"]
     export_full(run / "step-00000001", file)
     assert file.stat().st_size > 100
 

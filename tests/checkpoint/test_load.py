@@ -49,6 +49,7 @@ def move_to(name: str, folder: Path) -> dict[str, Any]:
     "chain",
     [
         ["data 4", "tensor 2 x pipeline 2", "data 2", "one"],
+        ["one", "zero 3", "one"],
         pytest.param(["one", "zero 8", "expert 2 in data 4", "tensor 2 x pipeline 2", "one"], marks=pytest.mark.slow),
     ],
     ids=" -> ".join,

@@ -53,6 +53,7 @@ def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
     assert (record.size, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     found = load_file(tmp_path / record.name)
     assert set(found) == set(tensors)
+    assert found["conjugate"].item() == 1 - 2j
     for key, value in tensors.items():
         assert found[key].dtype is value.dtype, key
         assert found[key].shape == value.shape, key
@@ -118,6 +119,7 @@ def test_crafted_files_are_refused(tmp_path, content):
         TensorReader(tmp_path).entry("x.safetensors", "a")
 
 
+@pytest.mark.slow
 def test_numpy_is_not_needed(tmp_path):
     code = (
         "import sys; sys.modules['numpy'] = None\n"

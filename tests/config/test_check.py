@@ -11,9 +11,7 @@ from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
 CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
-SYNC_KEYS = (
-    "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive, callback"
-)
+SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive, callback"
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.

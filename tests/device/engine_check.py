@@ -1,7 +1,7 @@
 """The engine on CUDA: equal to plain torch, and free of host synchronisation from backward to the end of the step.
 
-    python -m tests.device.engine_check              # NCCL, a world of one
-    colonnade run --nproc 2 -m tests.device.engine_check -- --backend gloo      # two ranks on one GPU
+python -m tests.device.engine_check              # NCCL, a world of one
+colonnade run --nproc 2 -m tests.device.engine_check -- --backend gloo      # two ranks on one GPU
 """
 
 from __future__ import annotations

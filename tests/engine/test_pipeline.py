@@ -173,7 +173,9 @@ def test_every_schedule_on_two_ranks_tied_and_accumulated(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("parallel", [{"pipeline": 4}, {"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 4}, {"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_on_four_ranks_beside_data_and_tensor(name, parallel, tied):
     settings, lie = SCHEDULES[name]

@@ -355,3 +355,7 @@ def checks_of_world(world: int, cuda: bool) -> list[Check]:
     """The checks that run on so many ranks, each once."""
     chosen = [row for row in ROWS if row.world == world and (cuda or not row.needs_cuda)]
     return list(dict.fromkeys(check for row in chosen for check in row.checks))
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade.testing import run_world
+from colonnade.testing import WorldError, run_world
+from tests.optim import field_torch
 from tests.optim.field_facts import Fact, judge
 from tests.optim.field_layouts import CASES
 from tests.optim.field_survey import survey
@@ -67,6 +68,18 @@ def test_every_layout_by_function_and_by_engine(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_by_engine_for_every_order(name: str, p: float) -> None:
     judge(by_rank(CASES[name].world, name, p))
+
+
+@pytest.mark.xfail(strict=True, raises=WorldError, reason="ScaledStep divides gradients of several meshes in one list")
+def test_an_engine_over_two_meshes_and_plain_tensors() -> None:
+    judge(run_world(4, field_torch.mixed_meshes_by_engine).values)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=WorldError, reason="strided shards are not read as shards in parallel/dtensor.py"
+)
+def test_an_engine_over_fsdp_over_a_tensor_plan() -> None:
+    judge(run_world(4, field_torch.fsdp_over_tensor_by_engine).values)
 
 
 def test_the_table_in_the_documentation_is_this_one() -> None:

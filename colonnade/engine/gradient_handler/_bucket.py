@@ -62,6 +62,7 @@ class Bucket:
         self.started = self.full = False
         self.firings = self.left = 1
         self._small = len(small)
+        self._is_ready = self._is_whole = False
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
@@ -78,7 +79,7 @@ class Bucket:
     def begin(self, offer: bool) -> None:
         """A backward pass is about to run; `offer` the views of small gradients. Call again for each pass."""
         self.full, self.left = False, self.firings
-        if offer and self._offers:
+        if offer and self._offers and self._small and not (self._is_ready and self._first_attached()):
             self._offer()
         if self.task.early:
             self._versions = [view._version for view in self.views]
@@ -90,13 +91,14 @@ class Bucket:
             parameter.grad = None
         if kept:
             self._zero_small()
-            small, grads = self.parameters[:kept], self.grads[:kept]
-            if not all(map(is_, [parameter.grad for parameter in small], grads)):
-                for parameter, grad in zip(small, grads, strict=True):
-                    parameter.grad = grad
-            self._offered = [*map(_VERSION, grads), *self._nothing_offered[kept:]]
+            if not (self._is_whole and self._first_attached()):
+                for i in range(kept):
+                    self.attach(i)
+            self._offered = [*map(_VERSION, self.grads[:kept]), *self._nothing_offered[kept:]]
+            self._is_ready = True
 
     def _offer(self) -> None:
+        self._is_ready = True
         absent = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
         if not absent:
             return
@@ -108,6 +110,10 @@ class Bucket:
         for i in absent:
             self.parameters[i].grad = grad = self.grads[i]
             self._offered[i] = grad._version
+
+    def _first_attached(self) -> bool:
+        """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
+        return self.parameters[0].grad is self.grads[0]
 
     def _zero_small(self) -> None:
         self.buffer[: self.layout.spans[self._small - 1].stop].zero_()
@@ -126,9 +132,19 @@ class Bucket:
         if sources:
             torch._foreach_copy_(targets, sources)
 
+    def fill_up(self) -> bool:
+        """Bring in whatever has come by itself; whether every parameter has got a gradient since `begin`.
+
+        More may still be added to one of them: that is then late, and found in `wait`.
+        """
+        if not (self._is_ready or self._all_attached()):
+            self.move(range(len(self.parameters)))
+        return self.task.early and self._all_attached() and not any(map(eq, map(_VERSION, self.views), self._versions))
+
     def gather(self) -> dict[int, int]:
         """Bring all gradients in; zeros stand for those that are missing or sparse. Position -> note on these."""
-        if self._all_here():
+        self._is_whole = self._all_here()
+        if self._is_whole:
             return {}
         notes = {}
         astray = []
@@ -147,12 +163,10 @@ class Bucket:
         return notes
 
     def _all_here(self) -> bool:
-        now = [parameter.grad for parameter in self.parameters]
-        return all(map(is_, now, self.grads)) and not any(map(eq, map(_VERSION, self.grads), self._offered))
+        return self._all_attached() and not any(map(eq, map(_VERSION, self.grads), self._offered))
 
-    def arrived(self) -> bool:
-        """Whether every parameter has got a gradient since `begin`; more may still be added to it."""
-        return not any(map(eq, map(_VERSION, self.views), self._versions))
+    def _all_attached(self) -> bool:
+        return all(map(is_, [parameter.grad for parameter in self.parameters], self.grads))
 
     def start(self) -> None:
         """Begin the reduction. `.grad` is None until `finish`, so that a late gradient cannot hit the buffer."""
@@ -164,11 +178,11 @@ class Bucket:
     def finish(self, factor: float | Tensor) -> None:
         """End the reduction: what is in the buffer is summed and multiplied by `factor`."""
         self.task.finish(factor)
-        self._offered = self._nothing_offered
+        self._offered, self._is_ready = self._nothing_offered, False
 
     def reattach(self) -> None:
         """After an early start: `.grad` is the view again, except where a late gradient stands in its place."""
-        self.started = False
+        self.started, self._is_whole = False, True
         for i, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 self.attach(i)

@@ -21,7 +21,7 @@ _BUCKET_MB_ELSEWHERE = 25.0
 
 Log = Callable[[str], None]
 
-_HEAP_BYTES = 31 << 20
+HEAP_BYTES = 31 << 20
 
 
 class Lane:
@@ -104,4 +104,4 @@ def keep_heap() -> None:
     learns from a large block that is freed: blocks of this size stay on the heap from then on, up to twice as
     much in all (32 MiB is the most it learns from). Elsewhere this does nothing.
     """
-    torch.empty(_HEAP_BYTES, dtype=torch.uint8)
+    torch.empty(HEAP_BYTES, dtype=torch.uint8)

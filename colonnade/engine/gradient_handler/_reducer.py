@@ -179,9 +179,8 @@ class GradientReducer:
         if bucket.left != 0 or bucket.started:
             return
         with torch.no_grad():
-            bucket.move(range(len(bucket.parameters)))
-            if self._last and bucket.task.early:
-                bucket.full = bucket.arrived()
+            bucket.full = bucket.fill_up() and self._last
+            if bucket.full:
                 self._start_full()
 
     def _start_full(self) -> None:

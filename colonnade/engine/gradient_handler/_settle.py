@@ -71,7 +71,7 @@ def _sum_dense(
     for kind in sorted(kinds, key=str):
         extra = Bucket(reduction, kinds[kind])
         extra.place(torch.zeros(extra.numel, dtype=kind[0], device=kind[1]))
-        for i, position in enumerate(kinds[kind]):
+        for i, position in enumerate(extra.positions):
             grad = extra.parameters[i].grad
             beside = grad is not None and not _is_in_bucket(grad, places.get(position))
             if grad is not None and beside:
@@ -81,7 +81,7 @@ def _sum_dense(
         task = collective_task(extra, party, plain) if party.size > 1 else LocalTask(extra)
         task.start()
         task.finish(factor)
-        for i, position in enumerate(kinds[kind]):
+        for i, position in enumerate(extra.positions):
             _put(extra, i, places.get(position))
 
 

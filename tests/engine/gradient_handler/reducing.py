@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.engine.gradient_handler import _bucket
 from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
 
 RTOL = 1e-12
@@ -80,18 +81,24 @@ def train(
     *,
     steps: int = 4,
     micro_batches: int = 1,
-    set_to_none: bool = True,
+    zero: str = "none",
     before: Callable[[nn.Module, int], None] | None = None,
     log: Any = None,
 ) -> GradientReducer:
-    """Steps of SGD with momentum and weight decay on this rank and on the truth, compared all along."""
+    """Steps of SGD with momentum and weight decay on this rank and on the truth, compared all along.
+
+    `zero` is how gradients are zeroed: "none", "zeros" (the optimizer's two ways) or "reducer" (its own).
+    """
     model, truth = both(build)
     reducer = reduce_all(model, options, log)
     kinds = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.1}
     optimizers = [torch.optim.SGD(m.parameters(), **kinds) for m in (model, truth)]
     for step in range(steps):
         for optimizer, one in zip(optimizers, (model, truth), strict=True):
-            optimizer.zero_grad(set_to_none=set_to_none)
+            if zero == "reducer" and one is model:
+                reducer.zero_grad()
+            else:
+                optimizer.zero_grad(set_to_none=zero != "zeros")
             if before is not None:
                 before(one, step)
         for micro in range(micro_batches):
@@ -107,13 +114,21 @@ def train(
     return reducer
 
 
-def everywhere(act: Callable[[SyncOptions], Any], transports: Sequence[dict[str, Any]] = ()) -> None:
-    """Run `act` over shared memory, over gloo at the end, and over gloo during backward."""
-    for changes in transports or ({"shared_memory": True}, {"shared_memory": False, "overlap": False}, OVERLAPPED):
+OVERLAPPED: dict[str, Any] = {"shared_memory": False, "overlap": True}
+WAYS: list[tuple[dict[str, Any], int]] = [
+    ({"shared_memory": True}, _bucket.LARGE_BYTES),
+    ({"shared_memory": False, "overlap": False}, 300),
+    (OVERLAPPED, _bucket.LARGE_BYTES),
+    (OVERLAPPED, 300),
+]
+"""Options, and from how many bytes on a gradient counts as large: in small models with the default none does."""
+
+
+def everywhere(act: Callable[[SyncOptions], Any], ways: Sequence[tuple[dict[str, Any], int]] = WAYS) -> None:
+    """Run `act` over shared memory and over gloo, during backward or at its end, with and without large gradients."""
+    for changes, large in ways:
+        _bucket.LARGE_BYTES = large
         try:
             act(replace(TINY, **changes))
         except Exception as error:
-            raise AssertionError(f"with {changes}: {error}") from error
-
-
-OVERLAPPED: dict[str, Any] = {"shared_memory": False, "overlap": True}
+            raise AssertionError(f"with {changes}, large from {large}: {error}") from error

@@ -36,16 +36,18 @@ def square(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(rank, step, 5, 6)).square().mean()
 
 
-def _plain() -> None:
-    everywhere(partial(train, net, square))
-    everywhere(partial(train, net, square, set_to_none=False))
-    everywhere(partial(train, net, square, micro_batches=3))
-    everywhere(partial(train, net, square, micro_batches=2, set_to_none=False))
+def _plain(zero: str, micro_batches: int) -> None:
+    everywhere(partial(train, net, square, zero=zero, micro_batches=micro_batches))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_with_both_kinds_of_zero_grad_and_with_accumulation(ranks):
-    run_world(ranks, _plain)
+@pytest.mark.parametrize("zero", ["none", "zeros", "reducer"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_steps_with_every_kind_of_zero_grad_and_with_accumulation(zero, micro_batches):
+    run_world(2, _plain, zero, micro_batches)
+
+
+def test_steps_on_four_ranks():
+    run_world(4, _plain, "none", 2)
 
 
 class Checkpointed(nn.Module):
@@ -161,7 +163,7 @@ def _retained(options: SyncOptions) -> None:
 
 def test_unforeseen_second_backward_is_added_not_lost():
     run_world(2, everywhere, _retained)
-    run_world(4, everywhere, _retained, [OVERLAPPED])
+    run_world(4, everywhere, _retained, [(OVERLAPPED, 300)])
 
 
 def _late_on_one_rank(options: SyncOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,6 +14,7 @@ from colonnade.testing import run_world
 from tests.engine.gradient_handler.reducing import (
     OVERLAPPED,
     TINY,
+    WAYS,
     both,
     close,
     data,
@@ -46,8 +48,9 @@ def _branch(model: nn.Module, rank: int, step: int) -> Tensor:
 
 def _missing() -> list[str]:
     everywhere(partial(train, Branches, _branch))
-    train(Branches, _branch, set_to_none=False)
-    everywhere(partial(train, Branches, _branch, micro_batches=2), [OVERLAPPED])
+    train(Branches, _branch, zero="zeros")
+    everywhere(partial(train, Branches, _branch, zero="reducer"), WAYS[:2])
+    train(Branches, _branch, replace(TINY, **OVERLAPPED), micro_batches=2)
     said: list[str] = []
     train(Branches, _branch, steps=5, log=said.append)
     return said
@@ -83,8 +86,9 @@ class StartsFrozen(Branches):
 
 
 def _frozen() -> int:
-    for set_to_none in (True, False):
-        everywhere(partial(train, StartsFrozen, _loss_of_all, steps=8, before=_flip, set_to_none=set_to_none))
+    everywhere(partial(train, StartsFrozen, _loss_of_all, steps=8, before=_flip))
+    for zero in ("zeros", "reducer"):
+        train(StartsFrozen, _loss_of_all, steps=8, before=_flip, zero=zero)
     reducer = train(StartsFrozen, _loss_of_all, steps=8, before=_flip)
     assert sum(len(plan.names) for plan in reducer.plan()) == 12
     return reducer.generation

@@ -48,7 +48,7 @@ def gathered(grad: Tensor) -> list[Tensor]:
 
 def _all_options_in_fp64() -> None:
     for changes in ({"fixed_order": True}, {"reduce_dtype": torch.float32}, {"fixed_order": True, "overlap": True}):
-        everywhere(partial(train, net, square), [{**changes, **GLOO}, changes])
+        everywhere(partial(train, net, square), [({**changes, **GLOO}, 300), (changes, 300)])
 
 
 def test_options_that_do_not_round_are_exact():

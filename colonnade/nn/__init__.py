@@ -1,0 +1,1 @@
+"""Building blocks of training that are not tied to one parallelism."""

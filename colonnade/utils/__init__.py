@@ -1,0 +1,86 @@
+"""Small things that training scripts need: data loaders, activation checkpointing, ports, printing on one rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as _checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.core import global_context
+from colonnade.utils.sampler import DistinctDataSampler
+
+__all__ = [
+    "DistinctDataSampler",
+    "checkpoint",
+    "free_port",
+    "get_current_device",
+    "get_dataloader",
+    "print_rank_0",
+]
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    *,
+    context: ParallelContext | None = None,
+    **options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader that gives each rank its share: ranks that see the same data get the same samples."""
+    context = global_context if context is None else context
+    sampler = None
+    if add_sampler and context.layout.distinct_data > 1:
+        sampler = DistinctDataSampler(
+            dataset,  # type: ignore[arg-type]
+            context.layout,
+            context.get_global_rank(),
+            shuffle,
+            seed,
+            drop_last,
+        )
+    return DataLoader(
+        dataset,
+        shuffle=shuffle if sampler is None else None,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(seed),
+        **options,
+    )
+
+
+def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = False) -> Any:
+    """Run `function` and compute its activations again in backward; `activation_offload` keeps the inputs on the CPU."""
+    if not activation_offload:
+        return _checkpoint(function, *args, use_reentrant=use_reentrant)
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return _checkpoint(function, *args, use_reentrant=use_reentrant)
+
+
+def get_current_device() -> torch.device:
+    """The device of the global context."""
+    return global_context.device
+
+
+def free_port() -> int:
+    """A port on this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def print_rank_0(message: str) -> None:
+    """Print on rank 0 of the global context."""
+    if global_context.get_global_rank() == 0:
+        print(message)  # noqa: T201 - this is what it is for

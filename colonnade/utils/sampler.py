@@ -1,0 +1,85 @@
+"""A sampler whose rank follows the modes that see distinct data, and whose position can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from colonnade.context.layout import Layout
+from colonnade.errors import ConfigError
+
+
+class DistinctDataSampler(Sampler[int]):
+    """Gives each rank its own samples: ranks that must see the same data (tensor, pipeline) get the same ones.
+
+    Every epoch is a new order when `shuffle` is on. Without `drop_last` the last samples are repeated from the
+    start of the epoch so that all ranks have equally many. `state_dict` holds a global position, so a run
+    may go on with another number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        layout: Layout,
+        rank: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+    ) -> None:
+        self._length = len(dataset)
+        if self._length == 0:
+            raise ConfigError("the dataset is empty: there is nothing to sample")
+        self._rank, self._ranks = distinct_place(layout, rank)
+        if drop_last and self._length < self._ranks:
+            raise ConfigError(
+                f"a dataset of {self._length} samples cannot be shared by {self._ranks} ranks with drop_last=True; "
+                f"use drop_last=False, or more samples"
+            )
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._position = 0
+
+    def __len__(self) -> int:
+        """How many samples this rank gets in an epoch."""
+        whole = self._length // self._ranks
+        return whole if self._drop_last or self._length % self._ranks == 0 else whole + 1
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        start, self._position = self._position, 0
+        for at in range(start, len(self) * self._ranks, self._ranks):
+            self._position = at + self._ranks
+            yield order[(at + self._rank) % self._length]
+        self._position = 0
+        self.epoch += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch by hand; it advances by itself after each pass."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many samples of it all ranks together have been given."""
+        return {"epoch": self.epoch, "position": self._position, "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was saved, also with another number of ranks."""
+        self.epoch, self._seed = int(state["epoch"]), int(state["seed"])
+        self._position = int(state["position"])
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._length))
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        return torch.randperm(self._length, generator=generator).tolist()
+
+
+def distinct_place(layout: Layout, rank: int) -> tuple[int, int]:
+    """(this rank's place, the number of places) among the ranks that see distinct data."""
+    here, place = layout.coordinates(rank), 0
+    for axis in layout.axes:
+        if axis.data == "distinct":
+            place = place * axis.size + here[axis.name]
+    return place, layout.distinct_data

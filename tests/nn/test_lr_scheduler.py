@@ -1,0 +1,44 @@
+"""Schedulers with a warm-up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from colonnade.errors import ConfigError
+from colonnade.nn.lr_scheduler import CosineAnnealingLR, LinearWarmupLR
+from colonnade.registry import LR_SCHEDULERS
+
+
+def rates(make, steps):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = make(optimizer)
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_cosine_from_the_start_value_to_its_floor():
+    seen = rates(lambda o: CosineAnnealingLR(o, total_steps=10, eta_min=0.1), 12)
+    assert seen[0] == 2.0
+    assert seen[5] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert seen[3] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.3))))
+    assert seen[10] == seen[11] == pytest.approx(0.2)
+
+
+def test_the_warm_up_rises_linearly():
+    seen = rates(lambda o: LinearWarmupLR(o, total_steps=8, warmup_steps=4), 9)
+    assert seen[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert seen[6] == pytest.approx(1.0)
+    assert seen[8] == 0.0
+
+
+def test_they_are_registered_and_refuse_senseless_lengths():
+    assert LR_SCHEDULERS.get_module("CosineAnnealingLR") is CosineAnnealingLR
+    with pytest.raises(ConfigError, match="warmup_steps=9"):
+        rates(lambda o: LinearWarmupLR(o, total_steps=8, warmup_steps=9), 1)
