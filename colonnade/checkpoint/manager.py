@@ -137,11 +137,13 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        # After an error on this rank the others may be gone: nothing collective, and the thread goes on by itself.
+        # After an error on this rank the others may be gone: nothing collective, and the thread ends by itself.
         if kind is None:
             self.close()
         elif self._pending is None or not self._pending.is_writing:
             self._release()
+        else:
+            self._pending.give_up_soon()
 
     # -- loading ------------------------------------------------------------------------------------------
 

@@ -140,10 +140,6 @@ class Manifest:
         content = {"format": FORMAT, **asdict(self)}
         return _canonical({**content, "digest": _digest(content)})
 
-    def items_called(self, name: str) -> list[ItemRecord]:
-        """The records of one name."""
-        return [item for item in self.items if item.name == name]
-
 
 def parse(raw: bytes) -> Manifest:
     """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for a newer format."""

@@ -31,7 +31,8 @@ from colonnade.checkpoint.together import as_checkpoint_errors
 from colonnade.errors import CheckpointError
 
 _POLL = 0.02
-_PATIENCE_AT_EXIT = 30.0
+_PATIENCE_AT_EXIT = 60.0
+_PATIENCE_AFTER_ERROR = 5.0
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,12 @@ class Background:
         """Let the first rank stop waiting for parts that will not come."""
         self._reason = reason
         self._stop.set()
+
+    def give_up_soon(self) -> None:
+        """The same after a moment, for a rank that has failed: the others may have, and their parts may not come."""
+        timer = threading.Timer(_PATIENCE_AFTER_ERROR, self.give_up, [""])
+        timer.daemon = True
+        timer.start()
 
     def _run(self) -> None:
         try:

@@ -66,7 +66,6 @@ class Stepper:
         self._flat: FlatStep | None = None
         self._meter: Meter | None = None
         self._meter_key: object = None
-        self._generation: object = None
         self._flat_generation: object = None
         self.last: Decision | None = None
         self.skips = SkipReport()
@@ -166,14 +165,14 @@ class Stepper:
         return Block(gradient, entry.holding.count, entry.holding.index, self._slot(entry))
 
     def _flat_ready(self) -> bool:
-        """Whether the flat step can be taken now; it is made once the buckets have found their order."""
-        if not self._wants_flat or not self._buckets():  # a stage may be frozen as a whole
+        """Whether the flat step can be taken now; it is made anew when the buckets have been laid out anew.
+
+        Also the first step is flat: else a run that is resumed would differ from one that was not, by an ulp.
+        """
+        if not self._wants_flat:
             return False
         generation = self._sync.executor.generation
         if generation != self._flat_generation:
-            if self._flat_generation is None and self._generation != generation:
-                self._generation = generation  # the first step still records the order of gradients
-                return False
             self._make_flat()
             self._flat_generation = generation
         return all(

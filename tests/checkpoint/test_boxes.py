@@ -42,7 +42,7 @@ def shapes_and_boxes(draw):
 
 
 @given(shapes_and_boxes())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_tiles_is_every_element_once(case):
     shape, boxes = case
     met = sorted(element for box in boxes for element in elements(box))

@@ -67,6 +67,7 @@ def test_a_resumed_engine_goes_on_to_the_bit(tmp_path, name):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_a_resumed_engine_with_flat_steps_goes_on(tmp_path):
     through = run_world(2, train, "data 2", tmp_path, 3, 2, False, clip_grad_norm=CLIP).values[0]
     again = run_world(2, train, "data 2", tmp_path, 3, 2, True, clip_grad_norm=CLIP).values[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,21 +16,12 @@ from colonnade.checkpoint.export import find_checkpoint
 from colonnade.checkpoint.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
-from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, build, truth_after
-from tests.checkpoint.test_load import STEPS, save_on
+from tests.checkpoint.test_load import STEPS
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    """A run of tensor 2 x pipeline 2 with one checkpoint."""
-    folder = tmp_path_factory.mktemp("run")
-    run_world(4, save_on, "tensor 2 x pipeline 2", folder)
-    return folder
-
-
-def test_the_full_file_loads_in_plain_torch(run, tmp_path):
-    file = export_full(run / "step-00000001", tmp_path / "new/full.safetensors")
+def test_the_full_file_loads_in_plain_torch(four_ranks, tmp_path):
+    file = export_full(four_ranks / "step-00000001", tmp_path / "new/full.safetensors")
     built = build(WAYS["one"], ParallelContext(), 99)
     assert built.model.load_state_dict(load_file(file)).missing_keys == []
     truth = truth_after(STEPS)
@@ -45,7 +35,7 @@ def _fail(point: str) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(run, tmp_path, monkeypatch):
+def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ranks, tmp_path, monkeypatch):
     file = tmp_path / "full.safetensors"
     file.write_text("old")
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
@@ -53,19 +43,19 @@ def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(run, tmp
     with monkeypatch.context() as patched:
         patched.setattr(fault, "hook", _fail)
         with pytest.raises(CheckpointError, match="no space"):
-            export_full(run / "step-00000001", file)
+            export_full(four_ranks / "step-00000001", file)
         with pytest.raises(CheckpointError, match="no space"):
-            reshard(run / "step-00000001", tmp_path / "other", 1)
+            reshard(four_ranks / "step-00000001", tmp_path / "other", 1)
     assert file.read_text() == "old"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["full.safetensors", "other", "run.lock"]
-    export_full(run / "step-00000001", file)
+    export_full(four_ranks / "step-00000001", file)
     assert file.stat().st_size > 100
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_a_resharded_checkpoint_holds_the_same(run, tmp_path, files):
-    path = reshard(run / "step-00000001", tmp_path, files)
-    before, after = verify(run / "step-00000001"), verify(path)
+def test_a_resharded_checkpoint_holds_the_same(four_ranks, tmp_path, files):
+    path = reshard(four_ranks / "step-00000001", tmp_path, files)
+    before, after = verify(four_ranks / "step-00000001"), verify(path)
     assert len(after.files) == files
     assert after.layout == before.layout
     assert all(len(tensor.blocks) <= 1 for tensor in after.tensors)
@@ -82,16 +72,16 @@ def test_a_resharded_checkpoint_holds_the_same(run, tmp_path, files):
     assert len(pairs) == 4  # each rank's random streams
     for mine, theirs in pairs:
         with (
-            safe_open(run / "step-00000001" / str(mine.file), "pt") as old,
+            safe_open(four_ranks / "step-00000001" / str(mine.file), "pt") as old,
             safe_open(path / str(theirs.file), "pt") as new,
         ):
             for at in range(mine.tensors):
                 assert torch.equal(old.get_tensor(mine.entry(at)), new.get_tensor(theirs.entry(at)))
 
 
-def test_reshard_refuses_what_is_damaged_and_no_files(run, tmp_path):
+def test_reshard_refuses_what_is_damaged_and_no_files(four_ranks, tmp_path):
     with pytest.raises(CheckpointError, match="over 0 files"):
-        reshard(run / "step-00000001", tmp_path / "a", 0)
+        reshard(four_ranks / "step-00000001", tmp_path / "a", 0)
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         reshard(tmp_path, tmp_path / "a", 1)
 
@@ -111,8 +101,8 @@ def test_the_newest_good_checkpoint_is_found(tmp_path):
         find_checkpoint(tmp_path, 2)
 
 
-def test_a_manifest_reads_as_json(run):
-    content = json.loads((run / "step-00000001" / MANIFEST).read_text())
+def test_a_manifest_reads_as_json(four_ranks):
+    content = json.loads((four_ranks / "step-00000001" / MANIFEST).read_text())
     assert content["format"] == 1
     assert content["layout"]["axes"] == [["data", 1, "data"], ["pipeline", 2, "pipe"], ["tensor", 2, "tensor"]]
     tie = next(tensor for tensor in content["tensors"] if tensor["label"] == "tie:wte" and not tensor["slot"])

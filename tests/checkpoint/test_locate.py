@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,7 @@ def plain_model(value: torch.Tensor) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_dtensors_go_through_one_process_and_back(tmp_path):
     for seen in run_world(4, dtensors, tmp_path, False).values:
         assert seen == [True, True, True, 1.0]

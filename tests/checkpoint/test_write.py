@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, fault
+from colonnade.checkpoint import CheckpointManager, fault, write
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -181,6 +181,30 @@ def leave_without_close(folder: Path) -> None:
             if thread.name.startswith("colonnade-save"):
                 assert not thread.daemon
                 thread.join()
+
+
+def fail_while_it_writes(folder: Path) -> float:
+    """One rank raises inside the `with` while the other has not written its part: the save is soon given up."""
+    with launched(WAYS["data 2"]) as context:
+        if context.get_global_rank() == 1:
+            fault.hook = lambda point: time.sleep(30)
+        else:
+            write._PATIENCE_AFTER_ERROR = 0.5
+        began = time.monotonic()
+        try:
+            with CheckpointManager(folder, context, background=True) as manager:
+                manager.save(1, model_at(1))
+                raise ValueError("the user's own")
+        except ValueError:
+            threads = [thread for thread in threading.enumerate() if thread.name.startswith("colonnade-save")]
+            for thread in threads if context.get_global_rank() == 0 else []:
+                thread.join()
+        return time.monotonic() - began
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(tmp_path):
+    assert run_world(2, fail_while_it_writes, tmp_path).values[0] < 10
+    assert not (tmp_path / "step-00000001").exists()
 
 
 # -- what may go wrong ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,21 @@ def own_optimizer() -> list[Fact]:
         true = engine.grad_norm.item()
         engine.close()
         return [Fact("norm of the step", moved, LIMIT * true / (true + EPSILON), 1e-11)]
+
+
+def nothing_kept() -> list[Fact]:
+    """Gradients that lie in no bucket are freed by `zero_grad`: no measurement of the last step keeps them."""
+    with launched({"tensor": 2}, clip_grad_norm=LIMIT) as gpc:
+        model = Bag(CASES["tensor 2"].pieces, gpc, DOUBLE)
+        engine = initialize(model, lambda held: torch.optim.RMSprop(held, lr=0.1), context=gpc)[0]
+        engine.zero_grad()
+        engine.backward(model.loss(0))
+        engine.step()
+        gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+        engine.zero_grad()
+        kept = sum(gradient() is not None for gradient in gradients)
+        engine.close()
+        return [Fact("gradients", len(gradients), 6), Fact("gradients kept", kept, 0)]
 
 
 def three_micro_batches() -> list[Fact]:

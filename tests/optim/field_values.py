@@ -14,9 +14,20 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.optim.clip import clip_grad_norm_, grad_norm
+from colonnade.parallel.placement import Shard
 from tests.optim.field_facts import ALIKE, Fact
 from tests.optim.field_layouts import CASES
-from tests.optim.field_measure import LIMIT, Bag, by_engine, give_gradients, launched, norm_facts, parameters
+from tests.optim.field_measure import (
+    LIMIT,
+    ORDERS,
+    Bag,
+    by_engine,
+    by_function,
+    give_gradients,
+    launched,
+    norm_facts,
+    parameters,
+)
 from tests.optim.field_pieces import Piece, counted, norm_of
 
 DOUBLE = torch.float64
@@ -114,7 +125,7 @@ def nothing_to_count() -> list[Fact]:
     with launched(case.parallel) as gpc:
         for idle in range(4):
             made = parameters(
-                [Piece("cut", (8,), {"data": case.pieces[2].on["tensor"], "tensor": case.pieces[2].on["tensor"]})],
+                [Piece("cut", (8,), {"data": Shard(0), "tensor": Shard(0)})],
                 gpc,
                 DOUBLE,
             )
@@ -132,7 +143,7 @@ def nothing_to_count() -> list[Fact]:
 
 def many_equal_values() -> list[Fact]:
     """Millions of equal fp32 values, which a plain fp32 sum on a CPU gets wrong by whole per mille."""
-    piece = Piece("bucket", (6_000_000,), {"tensor": CASES["tensor 2"].pieces[2].on["tensor"]})
+    piece = Piece("bucket", (6_000_000,), {"tensor": Shard(0)})
     with launched({"tensor": 2}) as gpc:
         made = parameters([piece], gpc, torch.float32)
         made["bucket"].grad = torch.full_like(made["bucket"], 0.01)
@@ -145,6 +156,17 @@ def every_dtype() -> list[Fact]:
     with launched({}, clip_grad_norm=LIMIT) as gpc:
         kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         return [fact for kind in kinds for fact in by_engine(gpc, CASES["data 2"].pieces, kind)]
+
+
+def nothing_large_allocated() -> list[Fact]:
+    """Gradients of 1.2 MB a rank, cut and copied: no tensor of an eighth of that is made to clip and step."""
+    pieces = [Piece("cut", (400, 500), {"tensor": Shard(0)}), Piece("copy", (500, 400))]
+    with launched({"tensor": 2}, clip_grad_norm=LIMIT) as gpc:
+        kinds = (torch.float32, torch.bfloat16)
+        return [
+            *(fact for kind in kinds for p in ORDERS for fact in by_function(gpc, pieces, kind, p)),
+            *by_engine(gpc, pieces, torch.float32),
+        ]
 
 
 def gradients_for_parameters() -> list[Fact]:

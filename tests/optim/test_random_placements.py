@@ -19,6 +19,7 @@ from tests.optim.field_pieces import Piece, is_held, norm_of, where, whole
 from tests.optim.field_random import World, draw_piece, draw_world
 
 DOUBLE = torch.float64
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def on_ranks(first: int, count: int) -> list[Fact]:
 
 
 def test_five_layouts_on_8_ranks() -> None:
-    judge(run_world(8, on_ranks, 0, 5).values)
+    judge(run_world(8, on_ranks, 0, 5, env=ON_CPU).values)
 
 
 @pytest.mark.slow
 def test_fifty_layouts_on_8_ranks() -> None:
-    judge(run_world(8, on_ranks, 100, 50, timeout=110).values)
+    judge(run_world(8, on_ranks, 100, 50, timeout=110, env=ON_CPU).values)

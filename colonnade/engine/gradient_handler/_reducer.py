@@ -105,7 +105,11 @@ class GradientReducer:
 
         Until `wait`, `.grad` of a small parameter is then zeros where the optimizer's would be None.
         """
-        self._switch()
+        if self._upcoming is not None:
+            # Before the change, or it would carry the old gradients along.
+            for bucket in self.buckets:
+                bucket.zero(offer=False)
+            self._switch()
         for bucket in self.buckets:
             bucket.zero(offer=not self._recording)
         for state in self._states:
