@@ -116,6 +116,10 @@ def _timer(step: Callable[[], None]) -> Callable[[str], float]:
     return answer
 
 
+def _turn(world: World) -> Callable[[], float]:
+    return lambda: max(world.ask("step"))
+
+
 CONTESTS: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
     "engine": (1, by_engine, by_hand),
     "pipeline": (2, our_pipeline, torch_pipeline),
@@ -132,7 +136,7 @@ def main() -> int:
     for case in arguments.case or CONTESTS:
         size, ours, theirs = CONTESTS[case]
         worlds = {"ours": World(size, ours), "theirs": World(size, theirs)}
-        turns = {name: (lambda world: lambda: max(world.ask("step")))(world.ready()) for name, world in worlds.items()}
+        turns = {name: _turn(world.ready()) for name, world in worlds.items()}
         interleave(turns, 6)
         medians = interleave(turns, arguments.rounds)
         ratios[case] = medians["ours"] / medians["theirs"]

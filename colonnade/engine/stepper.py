@@ -169,7 +169,7 @@ class Stepper:
 
         Also the first step is flat: else a run that is resumed would differ from one that was not, by an ulp.
         """
-        if not self._wants_flat:
+        if not self._wants_flat or not self._buckets():  # a stage may be frozen as a whole
             return False
         generation = self._sync.executor.generation
         if generation != self._flat_generation:

@@ -266,6 +266,14 @@ def test_hooks_and_zero_grad() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, pair.ours, strict=True))
 
 
+def test_a_profiler_sees_the_step() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.gradients()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pair.flat.step(torch.ones(1), torch.zeros(()))
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profile.key_averages()}
+
+
 def test_the_optimizers_own_step_still_works() -> None:
     pair = Pair(MAKERS["adamw"])
     pair.step()

@@ -26,10 +26,12 @@ LARGE_BYTES = 256 << 10
 class Task(Protocol):
     """How one bucket is reduced. `start` may return before anything is sent, `finish` returns when it is done.
 
-    `early` says whether starting before the end of backward is of use. `finish` multiplies by `factor`.
+    `early` says whether starting before the end of backward is of use, `divided` whether the task wants the
+    gradients divided already (it costs nothing while they are moved). `finish` multiplies the sum by `factor`.
     """
 
     early: bool
+    divided: bool
 
     def start(self) -> None: ...
 
@@ -60,12 +62,14 @@ class Bucket:
         step = len(reduction.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
         self.numel = -(-self.layout.numel // step) * step
         self.started = self.full = False
+        self.recording = True
         self.firings = self.left = 1
         self._small = len(small)
         self._is_ready = self._is_whole = False
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
+        self._banked: set[int] = set()
 
     def place(self, room: Tensor) -> None:
         """Lie in `room`, which has `numel` elements."""
@@ -75,27 +79,39 @@ class Bucket:
         self.views = [view.data for view in self.layout.views(self.buffer)]
         self.grads = [_like(view, parameter) for view, parameter in zip(self.views, self.parameters, strict=True)]
         self._offers = self.layout.device.type == "cpu" and not any(_is_dtensor(p) for p in self.parameters)
+        self._expected: list[Tensor | None] = list(self.grads)
 
-    def begin(self, offer: bool) -> None:
-        """A backward pass is about to run; `offer` the views of small gradients. Call again for each pass."""
+    def begin(self) -> None:
+        """A backward pass is about to run: views of small gradients are offered, unless they are still."""
         self.full, self.left = False, self.firings
-        if offer and self._offers and self._small and not (self._is_ready and self._first_attached()):
+        if self._may_offer() and not (self._is_ready and self._first_attached()):
             self._offer()
         if self.task.early:
             self._versions = [view._version for view in self.views]
 
-    def zero(self, offer: bool) -> None:
-        """Forget all gradients, as `zero_grad` does; small ones are zeroed in one go where they may be offered."""
-        kept = self._small if offer and self._offers else 0
+    def forget(self) -> None:
+        """Let go of all gradients."""
+        self._empty_bank()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def zero(self) -> None:
+        """Let go of large gradients, and zero the small ones in one go where they may be offered."""
+        self._empty_bank()
+        kept = self._small if self._may_offer() else 0
         for parameter in self.parameters[kept:]:
             parameter.grad = None
         if kept:
-            self._zero_small()
+            self._small_buffer().zero_()
             if not (self._is_whole and self._first_attached()):
                 for i in range(kept):
                     self.attach(i)
             self._offered = [*map(_VERSION, self.grads[:kept]), *self._nothing_offered[kept:]]
             self._is_ready = True
+
+    def _may_offer(self) -> bool:
+        # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
+        return self._offers and self._small > 0 and not self.recording
 
     def _offer(self) -> None:
         self._is_ready = True
@@ -103,7 +119,7 @@ class Bucket:
         if not absent:
             return
         if len(absent) == self._small:
-            self._zero_small()
+            self._small_buffer().zero_()
         else:
             torch._foreach_zero_([self.views[i] for i in absent])
         self._offered = list(self._offered)
@@ -115,8 +131,8 @@ class Bucket:
         """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
         return self.parameters[0].grad is self.grads[0]
 
-    def _zero_small(self) -> None:
-        self.buffer[: self.layout.spans[self._small - 1].stop].zero_()
+    def _small_buffer(self) -> Tensor:
+        return self.buffer[: self.layout.spans[self._small - 1].stop]
 
     def move(self, indices: Iterable[int]) -> None:
         """Bring these gradients into the buffer, where they are not there already."""
@@ -132,6 +148,43 @@ class Bucket:
         if sources:
             torch._foreach_copy_(targets, sources)
 
+    def move_large(self, index: int, last: bool) -> None:
+        """A large gradient has come: take it in, and in the last pass divide it on the way where that is wanted.
+
+        A divided one has `.grad` None until `finish`, so that what comes on top of it is divided too.
+        """
+        parameter, view = self.parameters[index], self.views[index]
+        grad = parameter.grad
+        if grad is None or grad is self.grads[index] or grad.layout is not torch.strided:
+            return
+        if index in self._banked:
+            view.add_(grad, alpha=1.0 / self.reduction.divisor)
+        elif last and self._divides():
+            torch.mul(grad, 1.0 / self.reduction.divisor, out=view)
+            self._banked.add(index)
+            self._expected[index] = None
+        else:
+            self.move([index])
+            return
+        parameter.grad = None
+
+    def _divides(self) -> bool:
+        return self.task.divided and self._offers and self.reduction.divisor != 1.0
+
+    def _divide_rest(self) -> None:
+        """Divide what `move_large` has not."""
+        if not self._divides():
+            return
+        factor = 1.0 / self.reduction.divisor
+        if not self._banked:
+            self.room.mul_(factor)
+            return
+        if self._small:
+            self._small_buffer().mul_(factor)
+        for i in range(self._small, len(self.views)):
+            if i not in self._banked:
+                self.views[i].mul_(factor)
+
     def fill_up(self) -> bool:
         """Bring in whatever has come by itself; whether every parameter has got a gradient since `begin`.
 
@@ -141,19 +194,30 @@ class Bucket:
             self.move(range(len(self.parameters)))
         return self.task.early and self._all_attached() and not any(map(eq, map(_VERSION, self.views), self._versions))
 
-    def gather(self) -> dict[int, int]:
-        """Bring all gradients in; zeros stand for those that are missing or sparse. Position -> note on these."""
+    def start_late(self) -> dict[int, int]:
+        """Begin the reduction after backward, with zeros for gradients that are missing or sparse.
+
+        Position in the reduction -> note, for these.
+        """
+        notes = self._gather()
+        self._divide_rest()
+        self.task.start()
+        return notes
+
+    def _gather(self) -> dict[int, int]:
         self._is_whole = self._all_here()
         if self._is_whole:
             return {}
         notes = {}
         astray = []
-        for i, (parameter, own) in enumerate(zip(self.parameters, self.grads, strict=True)):
+        for i, (parameter, expected) in enumerate(zip(self.parameters, self._expected, strict=True)):
             grad = parameter.grad
-            if grad is own:
-                if self._offered[i] == own._version:
+            if grad is expected:
+                if grad is not None and self._offered[i] == grad._version:
                     parameter.grad = None
                     notes[self.positions[i]] = MISSING
+            elif i in self._banked:
+                self.move_large(i, last=True)
             elif grad is not None and grad.layout is torch.strided:
                 astray.append(i)
             else:
@@ -166,26 +230,30 @@ class Bucket:
         return self._all_attached() and not any(map(eq, map(_VERSION, self.grads), self._offered))
 
     def _all_attached(self) -> bool:
-        return all(map(is_, [parameter.grad for parameter in self.parameters], self.grads))
+        return all(map(is_, [parameter.grad for parameter in self.parameters], self._expected))
 
-    def start(self) -> None:
-        """Begin the reduction. `.grad` is None until `finish`, so that a late gradient cannot hit the buffer."""
-        self.started = True
+    def start_early(self) -> None:
+        """Begin the reduction in backward. `.grad` is None until `finish`: a late gradient cannot hit the buffer."""
+        self.started = self._is_whole = True
         for parameter in self.parameters:
             parameter.grad = None
+        self._divide_rest()
         self.task.start()
 
-    def finish(self, factor: float | Tensor) -> None:
-        """End the reduction: what is in the buffer is summed and multiplied by `factor`."""
-        self.task.finish(factor)
+    def finish(self, scale: float | Tensor | None) -> None:
+        """End the reduction: the buffer has the sum over the ranks, divided, and multiplied by `scale`."""
+        factor = 1.0 if self._divides() else 1.0 / self.reduction.divisor
+        self.task.finish(factor if scale is None else factor * scale)
         self._offered, self._is_ready = self._nothing_offered, False
-
-    def reattach(self) -> None:
-        """After an early start: `.grad` is the view again, except where a late gradient stands in its place."""
-        self.started, self._is_whole = False, True
-        for i, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
+        for i in range(len(self.parameters)) if self.started else self._banked:
+            if self.parameters[i].grad is None:
                 self.attach(i)
+        self._empty_bank()
+        self.started = False
+
+    def _empty_bank(self) -> None:
+        if self._banked:
+            self._banked, self._expected = set(), list(self.grads)
 
     def attach(self, index: int) -> None:
         """Make `.grad` of one parameter its view of the buffer."""

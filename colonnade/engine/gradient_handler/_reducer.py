@@ -22,7 +22,7 @@ from colonnade.engine.gradient_handler._lane import Log, keep_heap
 from colonnade.engine.gradient_handler._options import GroupReduction, PowerSGD, SyncOptions
 from colonnade.engine.gradient_handler._party import Party
 from colonnade.engine.gradient_handler._reduction_state import ReductionState
-from colonnade.engine.gradient_handler._settle import Places, settle
+from colonnade.engine.gradient_handler._settle import settle
 from colonnade.engine.gradient_handler._start_up import check_alike, parties_of
 from colonnade.errors import listed
 
@@ -79,25 +79,23 @@ class GradientReducer:
         check_alike(reductions, parties, self._options)
         self._states = [ReductionState(r, parties[r.ranks], self._options, log) for r in reductions]
         self._agreements = [self._agreement(party) for _, party in sorted(parties.items())]
+        self._owner = {id(state.reduction): state for state in self._states}
         self._handles: list[Any] = []
-        self._places: dict[int, dict[int, tuple[Bucket, int]]] = {}
-        self._fired: dict[tuple[int, int], int] = {}
-        self._recording = True
-        self._fresh = self._last = False
+        self._last = False
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
-        self._upcoming: list[Bucket] | None = self._lay_out()
         self._switch()
         keep_heap()
 
     def prepare(self, last: bool) -> None:
         """Before a backward pass: is it the last one of this step?"""
         self._switch()
-        self._last, self._fresh = last, True
+        self._last = last
+        for state in self._states:
+            state.begin_pass()
         for bucket in self.buckets:
             if not bucket.started:
-                # Not while recording: adding to a dense view would hide that a gradient is sparse.
-                bucket.begin(offer=not self._recording)
+                bucket.begin()
 
     @torch.no_grad()
     def zero_grad(self) -> None:
@@ -105,13 +103,13 @@ class GradientReducer:
 
         Until `wait`, `.grad` of a small parameter is then zeros where the optimizer's would be None.
         """
-        if self._upcoming is not None:
+        if any(state.must_switch for state in self._states):
             # Before the change, or it would carry the old gradients along.
             for bucket in self.buckets:
-                bucket.zero(offer=False)
+                bucket.forget()
             self._switch()
         for bucket in self.buckets:
-            bucket.zero(offer=not self._recording)
+            bucket.zero()
         for state in self._states:
             state.zero_outside()
 
@@ -129,12 +127,12 @@ class GradientReducer:
         if self._options.callback is not None:
             for bucket in self.buckets:
                 self._options.callback(bucket.buffer, bucket.names)
-        self._plan_ahead(reports)
+        for state, report in zip(self._states, reports, strict=True):
+            state.plan_ahead(report)
         self._step, self._last, self.scale = self._step + 1, False, None
 
     def plan(self) -> list[BucketPlan]:
         """The buckets as printable data, in the order in which they are reduced."""
-        owner = {id(state.reduction): state for state in self._states}
         return [
             BucketPlan(
                 index,
@@ -142,7 +140,7 @@ class GradientReducer:
                 bucket.layout.numel,
                 bucket.reduction.ranks,
                 str(bucket.layout.dtype).removeprefix("torch."),
-                owner[id(bucket.reduction)].transport_of(bucket),
+                self._owner[id(bucket.reduction)].transport_of(bucket),
                 bucket.reduction.divisor,
             )
             for index, bucket in enumerate(self.buckets)
@@ -160,12 +158,8 @@ class GradientReducer:
 
     def _on_gradient(self, at: int, index: int) -> None:
         """While recording: note the order of gradients and move each at once."""
-        if self._fresh:
-            self._fired, self._fresh = {}, False
         bucket = self.buckets[at]
-        key = id(bucket.reduction), bucket.positions[index]
-        # Taken out and put back, so that the dictionary is in the order of the last arrivals.
-        self._fired[key] = self._fired.pop(key, 0) + 1
+        self._owner[id(bucket.reduction)].record(bucket.positions[index])
         with torch.no_grad():
             bucket.move([index])
 
@@ -174,7 +168,7 @@ class GradientReducer:
         bucket = self.buckets[at]
         if not bucket.started:
             with torch.no_grad():
-                bucket.move([index])
+                bucket.move_large(index, self._last)
 
     def _on_sentinel(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
@@ -193,48 +187,42 @@ class GradientReducer:
             if bucket.task.early and not bucket.started:
                 if not bucket.full:
                     return
-                bucket.start()
+                bucket.start_early()
 
     # In wait
 
     def _start_rest(self) -> None:
         """Start all that backward has left, and write the notes about gradients that are not in their bucket."""
-        notes = {}
         for state in self._states:
             state.open_notes()
-            notes[id(state.reduction)] = state.notes
         for bucket in self.buckets:
-            written = notes[id(bucket.reduction)]
+            written = self._owner[id(bucket.reduction)].notes
             if bucket.started:
                 for position, parameter in zip(bucket.positions, bucket.parameters, strict=True):
                     if parameter.grad is not None:
                         written[position] |= OUTSIDE
                 continue
-            for position, note in bucket.gather().items():
+            for position, note in bucket.start_late().items():
                 written[position] |= note
-            bucket.task.start()
 
     def _finish_buckets(self) -> None:
         sharing = [agreement for agreement, _ in self._agreements if agreement.party.peers is not None]
         for agreement in sharing:
             agreement.resolve()
         for bucket in self.buckets:
-            bucket.finish(self._factor(bucket.reduction))
+            bucket.finish(self.scale)
         # A rank's buffer is final when every rank has written its slice into it.
         for agreement in sharing:
             agreement.party.signal(b"d")
         for agreement in sharing:
             agreement.party.collect()
-        for bucket in self.buckets:
-            if bucket.started:
-                bucket.reattach()
 
     def _settle(self, state: ReductionState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
             return
         reduction = state.reduction
-        places: Places = self._places[id(reduction)]
-        uneven = settle(reduction, state.party, report, places, self._factor(reduction), self._options)
+        scale = 1.0 if self.scale is None else self.scale
+        uneven = settle(state, report, scale / reduction.divisor, self._options)
         for position, ranks in uneven.items():
             if (id(reduction), position) not in self._reported:
                 self._reported.add((id(reduction), position))
@@ -243,69 +231,38 @@ class GradientReducer:
                     f"but on others of {listed(reduction.ranks)}: counted as zero (said once)"
                 )
 
-    def _factor(self, reduction: GroupReduction) -> float | Tensor:
-        return (1.0 if self.scale is None else self.scale) / reduction.divisor
-
     # Between steps
-
-    def _plan_ahead(self, reports: Sequence[list[bytes]]) -> None:
-        """Lay out new buckets where this step has shown the need; `prepare` switches to them. Collective."""
-        changed = [s for s, report in zip(self._states, reports, strict=True) if s.adapt(report)]
-        if self._recording:
-            for state in self._states:
-                own = id(state.reduction)
-                state.agree_on_order(position for owner, position in self._fired if owner == own)
-        if changed or self._recording:
-            self._upcoming = self._lay_out()
-        self._recording = bool(changed)
-
-    def _lay_out(self) -> list[Bucket]:
-        ranked = []
-        for serial, state in enumerate(self._states):
-            for fraction, bucket in state.lay_out():
-                ranked.append((fraction, state.reduction.ranks, serial, str(bucket.layout.dtype), bucket))
-        # By how far through its lane a bucket is: a key that all ranks of two groups agree on.
-        return [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
 
     @torch.no_grad()
     def _switch(self) -> None:
-        """Change to the buckets laid out by `_plan_ahead`; gradients that are still alive move along."""
-        if self._upcoming is None:
+        """Take new buckets into use where some have been laid out."""
+        if not any(state.must_switch for state in self._states):
             return
-        for bucket in self.buckets:
-            for parameter, grad in zip(bucket.parameters, bucket.grads, strict=True):
-                if parameter.grad is grad:
-                    parameter.grad = grad.clone()
-        for state in self._states:
-            state.clear()
-        self.buckets, self._upcoming = self._upcoming, None
+        ranked = []
+        for serial, state in enumerate(self._states):
+            state.switch()
+            for fraction, bucket in state.ranked:
+                ranked.append((fraction, state.reduction.ranks, serial, str(bucket.layout.dtype), bucket))
+        # By how far through its lane a bucket is: a key that all ranks of two groups agree on.
+        self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
         self.generation += 1
-        for state in self._states:
-            self._places[id(state.reduction)] = {}
-        for bucket in self.buckets:
-            bucket.move(range(len(bucket.parameters)))
-            places = self._places[id(bucket.reduction)]
-            places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
         self._install_hooks()
 
     def _install_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        arrival = {key: place for place, key in enumerate(self._fired)}
         for at, bucket in enumerate(self.buckets):
-            if self._recording:
+            if bucket.recording:
                 for index, parameter in enumerate(bucket.parameters):
                     self._hook(parameter, self._on_gradient, at, index)
                 continue
-            keys = [(id(bucket.reduction), position) for position in bucket.positions]
             for position in bucket.large:
                 index = bucket.positions.index(position)
                 self._hook(bucket.parameters[index], self._on_large, at, index)
-            last = max(keys, key=lambda key: arrival.get(key, -1))
-            bucket.firings = self._fired.get(last, 1)
-            self._hook(bucket.parameters[keys.index(last)], self._on_sentinel, at, keys.index(last))
-            bucket.begin(offer=False)
+            last, bucket.firings = self._owner[id(bucket.reduction)].last_to_come(bucket)
+            bucket.left = bucket.firings
+            self._hook(bucket.parameters[last], self._on_sentinel, at, last)
 
     def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
         if not parameter.requires_grad:

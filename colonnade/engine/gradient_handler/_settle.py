@@ -6,7 +6,7 @@ rank has the sum, a parameter that got none anywhere has `.grad` None, so that t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,24 +16,18 @@ from colonnade.engine.gradient_handler._agreement import MISSING, OUTSIDE, SPARS
 from colonnade.engine.gradient_handler._bucket import Bucket, local
 from colonnade.engine.gradient_handler._options import GroupReduction, SyncOptions
 from colonnade.engine.gradient_handler._party import Party, all_gather_flat
+from colonnade.engine.gradient_handler._reduction_state import Places, ReductionState
 from colonnade.engine.gradient_handler._transport import LocalTask, collective_task
-
-Places = Mapping[int, tuple[Bucket, int]]
-"""Position of a parameter in its reduction -> its bucket and its index in there."""
 
 
 def settle(
-    reduction: GroupReduction,
-    party: Party,
-    reports: Sequence[bytes],
-    places: Places,
-    factor: float | Tensor,
-    options: SyncOptions,
+    state: ReductionState, reports: Sequence[bytes], factor: float | Tensor, options: SyncOptions
 ) -> dict[int, list[int]]:
     """Finish the parameters that `reports` (all ranks' notes) remark on, after the buckets are reduced.
 
     Returns position -> global ranks that had no gradient while others did. Collective.
     """
+    reduction, party, places = state.reduction, state.party, state.places
     dense: list[int] = []
     uneven: dict[int, list[int]] = {}
     for position, notes in enumerate(zip(*reports, strict=True)):

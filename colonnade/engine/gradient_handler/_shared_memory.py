@@ -42,7 +42,7 @@ class SharedTask:
     Nothing is started early: the sum is memory traffic of the same cores that run backward.
     """
 
-    early = False
+    early = divided = False
 
     def __init__(self, bucket: Bucket, rooms: list[Tensor], index: int, sum_dtype: torch.dtype) -> None:
         self._pieces = _pieces([real(room) for room in rooms], index)

@@ -41,6 +41,7 @@ class CollectiveTask:
 
     def __init__(self, bucket: Bucket, party: Party, scheme: Scheme, early: bool) -> None:
         self.early = early
+        self.divided = isinstance(scheme, PlainSum)
         self._room = real(bucket.room)
         self._scheme = scheme
         self._stream = _side_stream(self._room.device, party)
@@ -59,7 +60,7 @@ class CollectiveTask:
                     work.wait()
 
     def finish(self, factor: float | Tensor) -> None:
-        """Wait, and multiply each piece while it is warm."""
+        """Wait, and multiply what is then summed."""
         factor = factor * self._scheme.rescale
         unit = isinstance(factor, float) and factor == 1.0
         if self._stream is not None:
@@ -77,7 +78,7 @@ class CollectiveTask:
 class LocalTask:
     """A bucket that no other rank shares."""
 
-    early = False
+    early = divided = False
 
     def __init__(self, bucket: Bucket) -> None:
         self._room = real(bucket.room)

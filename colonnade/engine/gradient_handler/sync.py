@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from colonnade.context.agree import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler._execute import Executor
-from colonnade.engine.gradient_handler._probe import probe
 from colonnade.engine.gradient_handler._options import SyncOptions
+from colonnade.engine.gradient_handler._probe import probe
 from colonnade.engine.gradient_handler._reduction import Demand, read_demands
 from colonnade.engine.gradient_handler._settings import read_options
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.engine.gradient_handler import _bucket
 from colonnade.engine.gradient_handler._agreement import MISSING
 from colonnade.engine.gradient_handler._bucket import Bucket, fill
 from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
@@ -39,7 +40,7 @@ def test_room_divides_among_the_ranks_in_whole_cache_lines():
 class Early:
     """A task of which only the attribute is looked at."""
 
-    early = True
+    early = divided = True
 
     def start(self) -> None: ...
 
@@ -55,7 +56,7 @@ def _placed(*numels: int) -> Bucket:
 
 def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
     bucket = _placed(5, 100)
-    bucket.begin(offer=False)
+    bucket.begin()
     for parameter in bucket.parameters:
         assert not bucket.fill_up()
         parameter.grad = torch.ones_like(parameter)
@@ -63,7 +64,8 @@ def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
     versions = [view._version for view in bucket.views]
     bucket.move(range(2))
     assert [view._version for view in bucket.views] == versions
-    bucket.begin(offer=True)
+    bucket.recording = False
+    bucket.begin()
     for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
         assert parameter.grad is view
         assert not bucket.fill_up()
@@ -71,20 +73,46 @@ def test_a_gradient_is_moved_once_and_autograd_then_adds_to_the_bucket():
         assert parameter.grad is view
         assert bool((view == 3).all())
     assert bucket.fill_up()
-    assert bucket.gather() == {}
+    assert bucket.start_late() == {}
 
 
 def test_offered_views_are_zero_and_those_that_nobody_used_are_missing():
     bucket = _placed(5, 100, 7)
     bucket.parameters[2].grad = torch.ones(7)
-    bucket.begin(offer=True)
+    bucket.recording = False
+    bucket.begin()
     assert float(bucket.views[0].sum() + bucket.views[1].sum()) == 0
     (2 * bucket.parameters[0]).sum().backward()
-    bucket.begin(offer=True)
+    bucket.recording = False
+    bucket.begin()
     assert not bucket.fill_up()
-    assert bucket.gather() == {1: MISSING}
+    assert bucket.start_late() == {1: MISSING}
     assert [parameter.grad is None for parameter in bucket.parameters] == [False, True, False]
-    assert float(bucket.views[0].sum() + bucket.views[2].sum()) == 17
+    # Ten and seven, divided by the two of the reduction.
+    assert float(bucket.views[0].sum() + bucket.views[2].sum()) == 8.5
+
+
+def test_large_gradients_are_divided_on_the_way_however_often_they_come(monkeypatch):
+    monkeypatch.setattr(_bucket, "LARGE_BYTES", 100)
+    bucket = _placed(5, 100, 200)
+    bucket.recording = False
+    bucket.begin()
+    first, second = bucket.parameters[1:]
+    for _ in range(3):
+        (4 * first).sum().backward()
+        bucket.move_large(1, last=True)
+        assert first.grad is None
+    (4 * second).sum().backward()
+    bucket.move_large(2, last=False)
+    (4 * second + bucket.parameters[0].sum()).sum().backward()
+    bucket.move_large(2, last=True)
+    assert bucket.fill_up()
+    assert bucket.start_late() == {}
+    assert bool((bucket.views[1] == 6).all())
+    assert bool((bucket.views[2] == 4).all())
+    assert bool((bucket.views[0] == 100).all())
+    bucket.finish(None)
+    assert all(parameter.grad is view for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
 
 
 def _peak(steps: int, run) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.engine.gradient_handler._reducer import SyncOptions
+from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
 from colonnade.testing import run_world
 from tests.engine.gradient_handler.reducing import (
     OVERLAPPED,
@@ -132,6 +132,46 @@ def _flip_on_one_rank(options: SyncOptions) -> None:
 
 def test_frozen_on_one_rank_alone():
     run_world(2, everywhere, _flip_on_one_rank)
+
+
+def _one_group_changes(options: SyncOptions) -> None:
+    """World of 4: ranks 0 and 2 freeze and thaw their expert, of which ranks 1 and 3 know nothing."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(3)
+    dense, expert = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    named = [tuple(zip(*layer.named_parameters(), strict=True)) for layer in (dense, expert)]
+    reducer = GradientReducer(
+        [
+            GroupReduction(*named[0], (0, 1, 2, 3), dist.group.WORLD, 4.0),
+            GroupReduction(*named[1], (rank % 2, rank % 2 + 2), pairs[rank % 2], 2.0),
+        ],
+        options,
+    )
+    for step in range(6):
+        dense.zero_grad()
+        expert.zero_grad()
+        if rank % 2 == 0:
+            expert.requires_grad_(step not in (1, 2))
+        reducer.prepare(last=True)
+        expert(dense(data(rank, step, 5, 6))).square().mean().backward()
+        reducer.wait()
+        losses = [expert(dense(data(other, step, 5, 6))).square().mean() for other in range(4)]
+        expected = torch.autograd.grad(sum(losses) / 4, list(dense.parameters()), retain_graph=True)
+        for parameter, grad in zip(dense.parameters(), expected, strict=True):
+            close(parameter.grad, grad)
+        if expert.weight.requires_grad:
+            mean = (losses[rank % 2] + losses[rank % 2 + 2]) / 2
+            for parameter, grad in zip(
+                expert.parameters(), torch.autograd.grad(mean, list(expert.parameters())), strict=True
+            ):
+                close(parameter.grad, grad)
+        else:
+            assert expert.weight.grad is None
+
+
+def test_buckets_of_one_group_change_without_the_ranks_outside_it():
+    run_world(4, everywhere, _one_group_changes, WAYS[:3])
 
 
 class Words(nn.Module):
