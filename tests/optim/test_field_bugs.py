@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colonnade.testing import WorldError, run_world
+from colonnade.testing import WorldError, WorldResult, run_world
 from tests.optim import field_torch
 from tests.optim.field_facts import Fact, judge
 from tests.optim.field_layouts import CASES
@@ -33,14 +33,19 @@ def run_all(world: int, p: float) -> dict[str, list[Fact]]:
 
 
 @cache
-def facts_of(world: int, p: float = 2.0) -> list[dict[str, list[Fact]]]:
+def world_of(world: int, p: float) -> WorldResult:
+    """One run for all tests of this size, failed or not."""
     # Checking every collective against the other ranks' doubles the time: the slow tests do it.
     quick = {"TORCH_DISTRIBUTED_DEBUG": "OFF"} if p == 2.0 else {}
-    return run_world(world, run_all, world, p, timeout=110, env={**ON_CPU, **quick}).values
+    return run_world(world, run_all, world, p, timeout=110, check=False, env={**ON_CPU, **quick})
 
 
 def by_rank(world: int, name: str, p: float = 2.0) -> list[list[Fact]]:
-    return [found[name] for found in facts_of(world, p)]
+    """What every rank reports of one layout or check."""
+    result = world_of(world, p)
+    if not result.ok:
+        raise WorldError(result)
+    return [found[name] for found in result.values]
 
 
 def test_all_37_failures_are_in_the_table_and_each_is_checked() -> None:

@@ -114,14 +114,16 @@ def train(
     return reducer
 
 
+LARGE = 200
+"""From how many bytes on a gradient counts as large, where a test wants some: the weights, not the biases."""
 OVERLAPPED: dict[str, Any] = {"shared_memory": False, "overlap": True}
 WAYS: list[tuple[dict[str, Any], int]] = [
     ({"shared_memory": True}, _bucket.LARGE_BYTES),
-    ({"shared_memory": False, "overlap": False}, 300),
+    ({"shared_memory": False, "overlap": False}, LARGE),
     (OVERLAPPED, _bucket.LARGE_BYTES),
-    (OVERLAPPED, 300),
+    (OVERLAPPED, LARGE),
 ]
-"""Options, and from how many bytes on a gradient counts as large: in small models with the default none does."""
+"""Options, and the size of large gradients: by the default small models have none."""
 
 
 def everywhere(act: Callable[[SyncOptions], Any], ways: Sequence[tuple[dict[str, Any], int]] = WAYS) -> None:

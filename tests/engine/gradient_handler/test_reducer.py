@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
 from colonnade.testing import run_world
 from tests.engine.gradient_handler.reducing import (
+    LARGE,
     OVERLAPPED,
     TINY,
     both,
@@ -150,9 +151,10 @@ def _retained(options: SyncOptions) -> None:
     model, truth = both(net)
     reducer = reduce_all(model, options)
     for step in range(4):
+        model.zero_grad()
+        truth.zero_grad()
         reducer.prepare(last=True)
         for one, losses in ((model, [dist.get_rank()]), (truth, range(dist.get_world_size()))):
-            one.zero_grad()
             out = torch.stack([square(one, rank, step) for rank in losses]).mean()
             out.backward(retain_graph=step >= 1)
             if step >= 2:
@@ -163,7 +165,7 @@ def _retained(options: SyncOptions) -> None:
 
 def test_unforeseen_second_backward_is_added_not_lost():
     run_world(2, everywhere, _retained)
-    run_world(4, everywhere, _retained, [(OVERLAPPED, 300)])
+    run_world(4, everywhere, _retained, [(OVERLAPPED, LARGE)])
 
 
 def _late_on_one_rank(options: SyncOptions) -> None:

@@ -14,7 +14,7 @@ from colonnade.engine.gradient_handler._options import PowerSGD
 from colonnade.engine.gradient_handler._reducer import SyncOptions
 from colonnade.errors import ConfigError
 from colonnade.testing import run_world
-from tests.engine.gradient_handler.reducing import TINY, both, data, everywhere, reduce_all, train
+from tests.engine.gradient_handler.reducing import LARGE, TINY, both, data, everywhere, reduce_all, train
 
 GLOO = {"shared_memory": False}
 
@@ -48,7 +48,7 @@ def gathered(grad: Tensor) -> list[Tensor]:
 
 def _all_options_in_fp64() -> None:
     for changes in ({"fixed_order": True}, {"reduce_dtype": torch.float32}, {"fixed_order": True, "overlap": True}):
-        everywhere(partial(train, net, square), [({**changes, **GLOO}, 300), (changes, 300)])
+        everywhere(partial(train, net, square), [({**changes, **GLOO}, LARGE), (changes, LARGE)])
 
 
 def test_options_that_do_not_round_are_exact():
