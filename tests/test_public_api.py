@@ -8,7 +8,28 @@ import pytest
 
 import colonnade
 
-TOP = ["__version__", "Config", "Engine", "ParallelContext", "ParallelMode", "Replicate", "Shard", "Tied", "clip_grad_norm_", "get_default_parser", "get_dist_logger", "grad_norm", "initialize", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "place", "place_module", "placement_of"]
+TOP = [
+    "__version__",
+    "Config",
+    "Engine",
+    "ParallelContext",
+    "ParallelMode",
+    "Replicate",
+    "Shard",
+    "Tied",
+    "clip_grad_norm_",
+    "get_default_parser",
+    "get_dist_logger",
+    "grad_norm",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "place",
+    "place_module",
+    "placement_of",
+]
 
 HOMES = {
     "colonnade.registry": ["GRADIENT_HANDLER", "DIST_GROUP_INITIALIZER", "SCHEDULE"],
