@@ -7,6 +7,29 @@ from hypothesis import HealthCheck, settings
 
 from colonnade.testing.start import start_server
 
+SLOW_MODULES = (
+    "checkpoint/test_engine_resume.py",
+    "checkpoint/test_load.py",
+    "checkpoint/test_manager.py",
+    "checkpoint/test_write.py",
+    "engine/gradient_handler/test_reducer.py",
+    "engine/gradient_handler/test_reducer_uneven.py",
+    "engine/gradient_handler/test_transport.py",
+    "engine/schedule/test_executor.py",
+    "engine/schedule/test_pipeline.py",
+    "engine/test_precision.py",
+    "optim/test_field_bugs.py",
+    "optim/test_random_placements.py",
+    "testing/test_world.py",
+)
+"""Many worlds each: together three of the five minutes that all but the slow tests took. `make test` runs them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if str(item.path).endswith(SLOW_MODULES):
+            item.add_marker(pytest.mark.slow)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.option.collectonly:

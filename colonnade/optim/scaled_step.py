@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from colonnade.parallel.dtensor import local_part
+
 ATTRIBUTES = ("grad_scale", "found_inf")
 DOUBLES = (torch.float64, torch.complex128)
 
@@ -56,7 +58,7 @@ class ScaledStep:
             if param.grad is not None:
                 slot = self._slot_of.get(param, 0) if divisor.numel() > 1 else 0
                 wide = torch.float64 if param.grad.dtype in DOUBLES else torch.float32
-                alike.setdefault((slot, param.grad.device, wide), []).append(param.grad)
+                alike.setdefault((slot, param.grad.device, wide), []).append(local_part(param.grad))
         flat = divisor.reshape(-1)
         for (slot, device, wide), grads in alike.items():
             torch._foreach_div_(grads, flat[slot].to(device, wide, non_blocking=True))

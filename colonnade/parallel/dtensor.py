@@ -55,10 +55,10 @@ def _mode_of(ranks: list[int], layout: Layout, rank: int, taken: dict[ParallelMo
 
 
 def _spec(spec: Any) -> Spec:
-    if spec.is_shard():
-        return Shard(spec.dim, owes="nothing")
     if spec.is_replicate():
         return Replicate(owes="nothing")
+    if not spec.is_partial():  # FSDP2 over a tensor plan has strided shards, which deny being shards
+        return Shard(spec.dim, owes="nothing")
     raise PlacementError(
         f"a DTensor parameter is placed {spec}: a sum is still pending on it, so neither its norm nor its update is "
         f"defined. Redistribute it to Shard or Replicate first."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ def numbered(names: list[str], **clip: Any) -> Slots:
     assert settings is not None
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         return number_slots(names, settings, gpc)
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0, {"max_norm": 0}, {"max_norm": 0, "norm_type": 1}])
+def test_a_norm_of_zero_is_off_in_every_form(value: Any) -> None:
+    assert ClipSettings.read(value) is None
+
+
+def test_without_a_norm_only_groups_are_clipped() -> None:
+    settings = ClipSettings.read({"max_norm": 0, "groups": {"head": {"params": "head.*", "max_norm": 1.0}}})
+    assert settings is not None
+    assert settings.options == {"max_norm": math.inf}
 
 
 def test_one_slot_for_all_by_default() -> None:

@@ -78,14 +78,10 @@ def test_every_layout_by_engine_for_every_order(name: str, p: float) -> None:
     judge(by_rank(CASES[name].world, name, p))
 
 
-@pytest.mark.xfail(strict=True, raises=WorldError, reason="ScaledStep divides gradients of several meshes in one list")
 def test_an_engine_over_two_meshes_and_plain_tensors() -> None:
     judge(run_world(4, field_torch.mixed_meshes_by_engine, env=ON_CPU).values)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=WorldError, reason="strided shards are not read as shards in parallel/dtensor.py"
-)
 def test_an_engine_over_fsdp_over_a_tensor_plan() -> None:
     judge(run_world(4, field_torch.fsdp_over_tensor_by_engine, env=ON_CPU).values)
 

@@ -99,7 +99,7 @@ sizes = st.integers(1, 3)
     partial=st.booleans(),
     tie=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60)
 def test_the_sum_that_is_owed_meets_every_contribution_exactly_once(
     data, pipeline, tensor, sequence, cut, shard, partial, tie
 ):

@@ -154,6 +154,7 @@ def _extra_memory_over(shared: bool) -> tuple[int, int]:
     return peak, max(bucket.room.nbytes for bucket in reducer.buckets)
 
 
+@pytest.mark.slow
 def test_extra_memory_is_at_most_one_bucket_and_activations():
     activations = 24 * 4 * 2 * 256 * 4
     for transports in run_world(2, _extra_memory).values:

@@ -18,6 +18,8 @@ from colonnade.testing import compare, gather_gradients, gather_weights, run_wor
 from tests.engine.gradient_handler.scenarios import MINE, SCENARIOS, Scenario
 
 RTOL = 1e-12
+FAST = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+"""For the long tables: the mismatch checks of DETAIL double their time, and the short ones run with them."""
 by_name = pytest.mark.parametrize("name", SCENARIOS)
 
 
@@ -46,6 +48,7 @@ def test_gradients_equal_one_process_on_the_joined_batch(name):
     run_world(SCENARIOS[name].world, _run, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sync", [{"shared_memory": False}, {"bucket_mb": 0.0001}, {"overlap": True}, {"overlap": False}], ids=str
 )
@@ -53,7 +56,7 @@ def test_gradients_equal_one_process_on_the_joined_batch(name):
     "name", ["data 4", "data 2 x pipeline 4, tied", "expert 2 in data 4", "accumulation 3, uneven"]
 )
 def test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap(name, sync):
-    run_world(SCENARIOS[name].world, _run, name, sync=sync)
+    run_world(SCENARIOS[name].world, _run, name, sync=sync, env=FAST)
 
 
 def _steps(name: str) -> None:
@@ -159,7 +162,7 @@ PLANTED = [name for name in SCENARIOS if name != "accumulation 3, uneven"]
 def test_every_planted_bug_is_caught_by_the_ledger_and_by_the_comparison(name, bug):
     if name == "expert 4 in data 4" and bug == "twice":
         pytest.skip("experts of size 4 have one holder: there is no second sum to see, only a second division")
-    for rank, (ledger, comparison) in enumerate(run_world(SCENARIOS[name].world, _planted, name, bug).values):
+    for rank, (ledger, comparison) in enumerate(run_world(SCENARIOS[name].world, _planted, name, bug, env=FAST).values):
         assert ledger.startswith("LedgerError"), (rank, ledger)
         assert comparison.startswith("ParityError"), (rank, comparison)
 

@@ -18,6 +18,7 @@ from tests.engine.gradient_handler.reducing import (
     LARGE,
     OVERLAPPED,
     TINY,
+    WAYS,
     both,
     close,
     data,
@@ -213,26 +214,26 @@ def test_buckets_start_in_backward_on_the_last_micro_batch_alone():
         assert len(last) > 2
 
 
-def _is_a_view() -> None:
-    for changes in ({"shared_memory": True}, OVERLAPPED):
-        model, _ = both(net)
-        reducer = reduce_all(model, **changes)
-        for _ in range(3):
-            model.zero_grad()
-            reducer.prepare(last=True)
-            square(model, dist.get_rank(), 0).backward()
-            reducer.wait()
-            for bucket in reducer.buckets:
-                for parameter, view in zip(bucket.parameters, bucket.layout.views(bucket.buffer), strict=True):
-                    assert parameter.grad.data_ptr() == view.data_ptr()
-                padding = bucket.room.clone()
-                for span in bucket.layout.spans:
-                    padding[span.start : span.stop] = 0
-                assert not padding.any()
+def _is_a_view(options: SyncOptions) -> None:
+    model, _ = both(Forked)
+    # In one bucket, so that the order of the second step needs no more room than that of the first.
+    reducer = reduce_all(model, options, bucket_mb=1.0, first_bucket_mb=1.0)
+    for step in range(3):
+        model.zero_grad()
+        reducer.prepare(last=True)
+        _ordered(model, 0, step).backward()
+        reducer.wait()
+        for bucket in reducer.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.layout.views(bucket.buffer), strict=True):
+                assert parameter.grad.data_ptr() == view.data_ptr()
+            padding = bucket.room.clone()
+            for span in bucket.layout.spans:
+                padding[span.start : span.stop] = 0
+            assert not padding.any()
 
 
 def test_gradients_are_views_of_their_buckets_and_padding_is_zero():
-    run_world(2, _is_a_view)
+    run_world(2, everywhere, _is_a_view, [*WAYS, ({"shared_memory": True}, 1)])
 
 
 class Forked(nn.Module):
@@ -240,12 +241,14 @@ class Forked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6 + i % 3) for i in range(6))
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        beside = x.new_zeros(())
         for i in order:
-            x = torch.tanh(self.layers[i](x))
-        return x
+            y = torch.tanh(self.layers[i](x))
+            x, beside = y[:, :6], beside + y[:, 6:].sum()
+        return x + beside
 
 
 def _ordered(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -280,6 +283,21 @@ def _without_prepare(options: SyncOptions) -> None:
 
 def test_wait_alone_is_enough():
     run_world(2, everywhere, _without_prepare)
+
+
+def _never_zeroed(options: SyncOptions) -> None:
+    model, truth = both(net)
+    reducer = reduce_all(model, options)
+    for step in range(4):
+        reducer.prepare(last=True)
+        square(model, dist.get_rank(), step).backward()
+        reducer.wait()
+        mean_loss(truth, square, step).backward()
+        same_gradients(model, truth)
+
+
+def test_gradients_that_are_not_zeroed_go_on_adding_up():
+    run_world(2, everywhere, _never_zeroed)
 
 
 def _scaled(options: SyncOptions) -> None:
@@ -481,9 +499,9 @@ def test_a_reducer_that_nobody_holds_is_freed_and_so_is_the_model():
     run_world(2, _goes_away)
 
 
-def _closed() -> None:
+def _closed(options: SyncOptions) -> None:
     model, truth = both(net)
-    reducer = reduce_all(model)
+    reducer = reduce_all(model, options)
     for _ in range(2):
         model.zero_grad()
         reducer.prepare(last=True)
@@ -497,7 +515,10 @@ def _closed() -> None:
     square(model, dist.get_rank(), 3).backward()
     square(truth, dist.get_rank(), 3).backward()
     same_gradients(model, truth)
+    for bucket in reducer.buckets:
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            assert parameter.grad.data_ptr() != view.data_ptr()
 
 
 def test_close_leaves_the_gradients_and_takes_the_hooks_away():
-    run_world(2, _closed)
+    run_world(2, everywhere, _closed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,14 +57,14 @@ def _missing() -> list[str]:
     return said
 
 
-def test_a_parameter_without_gradient_on_some_ranks_and_on_all():
-    for ranks in (2, 4):
-        for said in run_world(ranks, _missing).values:
-            about = [line for line in said if "branches.0.weight" in line]
-            assert len(about) == 1, said
-            others = ", ".join(str(rank) for rank in range(1, ranks))
-            assert f"'branches.0.weight' on ranks {others}," in about[0]
-            assert not any("never" in line or "sometimes" in line for line in said)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_parameter_without_gradient_on_some_ranks_and_on_all(ranks):
+    for said in run_world(ranks, _missing).values:
+        about = [line for line in said if "branches.0.weight" in line]
+        assert len(about) == 1, said
+        others = ", ".join(str(rank) for rank in range(1, ranks))
+        assert f"'branches.0.weight' on ranks {others}," in about[0]
+        assert not any("never" in line or "sometimes" in line for line in said)
 
 
 def _flip(model: nn.Module, step: int) -> None:
