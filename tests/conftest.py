@@ -9,20 +9,27 @@ from colonnade.testing.start import start_server
 
 SLOW_MODULES = (
     "checkpoint/test_engine_resume.py",
+    "checkpoint/test_export.py",
+    "checkpoint/test_integrity.py",
     "checkpoint/test_load.py",
     "checkpoint/test_manager.py",
     "checkpoint/test_write.py",
+    "engine/gradient_handler/test_ledger.py",
     "engine/gradient_handler/test_reducer.py",
     "engine/gradient_handler/test_reducer_uneven.py",
     "engine/gradient_handler/test_transport.py",
     "engine/schedule/test_executor.py",
     "engine/schedule/test_pipeline.py",
+    "engine/test_clip.py",
+    "engine/test_pipeline.py",
     "engine/test_precision.py",
+    "engine/test_slots.py",
+    "optim/test_clip.py",
     "optim/test_field_bugs.py",
     "optim/test_random_placements.py",
     "testing/test_world.py",
 )
-"""Many worlds each: together three of the five minutes that all but the slow tests took. `make test` runs them."""
+"""Many worlds each: together most of the time of the tests. `make test` runs them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
