@@ -206,7 +206,7 @@ def memory_case(case: str) -> dict[str, int]:
 
 def bucket_bytes(transport: str) -> int:
     """What one bucket takes by default: the goal for extra memory."""
-    return (4 if transport == "shm" else 16) * _MB
+    return (4 if transport == "shm" else 8) * _MB
 
 
 def main() -> int:

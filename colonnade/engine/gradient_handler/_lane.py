@@ -16,7 +16,7 @@ from colonnade.engine.gradient_handler._transport import LocalTask, collective_t
 from colonnade.errors import GradientError
 
 _MB = 1 << 20
-_BUCKET_MB = {"shared memory": 4.0, "cpu": 16.0}
+_BUCKET_MB = {"shared memory": 4.0, "cpu": 8.0}
 _BUCKET_MB_ELSEWHERE = 25.0
 
 Log = Callable[[str], None]
