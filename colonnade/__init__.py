@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from colonnade.parallel.placement import Tied as Tied
     from colonnade.parallel.placement import place as place
     from colonnade.parallel.placement import placement_of as placement_of
+    from colonnade.parallel.split import split as split
 
 _NAMES = {
     "Config": "colonnade.config",
@@ -48,6 +49,7 @@ _NAMES = {
     "place": "colonnade.parallel.placement",
     "place_module": "colonnade.parallel.module_placement",
     "placement_of": "colonnade.parallel.placement",
+    "split": "colonnade.parallel.split",
 }
 __all__ = ["__version__", *sorted(_NAMES)]
 

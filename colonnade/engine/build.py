@@ -9,15 +9,19 @@ import torch
 from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import build_sync
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper, wants_flat
 from colonnade.errors import ConfigError, ContextError
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel.split import Split
+from colonnade.parallel.stages import take_stages
 from colonnade.registry import SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -25,7 +29,7 @@ Initialized = tuple[Engine, Any, Any, Any]
 
 
 def initialize(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Split | Callable[[], nn.Module | Split],
     optimizer: Any,
     criterion: Any = None,
     train_dataloader: Any = None,
@@ -37,14 +41,15 @@ def initialize(
 ) -> Initialized:
     """Build the engine that the config of the launched context asks for. Collective over the world.
 
-    `model` is a module or a function without arguments that returns one; `optimizer` an instance, or a
-    function of the parameters. Weights that ranks share are made equal, placements are checked, gradient
+    `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function
+    without arguments that returns one; `optimizer` is an instance, or a function of the parameters. Weights that ranks share are made equal, placements are checked, gradient
     handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
     _apply_backend_flags(context)
     precision = Precision.read(context.config)
-    built = _build_model(model, context)
+    schedule = _build_schedule(context)
+    built = _build_model(model, context, schedule)
     precision.apply(built, context.device)
     _compile(built, context.config.get("compile"))
     chosen = _build_optimizer(optimizer, built)
@@ -68,7 +73,7 @@ def initialize(
             flat,
             precision.build_scaler(context.device),
         ),
-        schedule=_build_schedule(context),
+        schedule=schedule,
         accumulation=int(config.get("gradient_accumulation") or 1),
     )
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
@@ -94,11 +99,26 @@ def _apply_backend_flags(context: ParallelContext) -> None:
     torch.backends.cudnn.deterministic = bool(context.config.get("cudnn_deterministic", False))
 
 
-def _build_model(model: Any, context: ParallelContext) -> nn.Module:
-    built = model if isinstance(model, nn.Module) else model()
+def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
+    built = model if isinstance(model, (nn.Module, Split)) else model()
+    if isinstance(built, Split):
+        built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
-        raise ConfigError(f"model is a torch.nn.Module or a function that returns one, not {type(built).__name__}")
+        raise ConfigError(
+            f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
+            f"{type(built).__name__}"
+        )
     return built.to(context.device)
+
+
+def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
+    if not isinstance(schedule, PipelineSchedule):
+        raise ConfigError(
+            f"the model is split into {len(split)} stages, but {type(schedule).__name__} runs no pipeline; choose one, as "
+            f"in schedule=dict(type='OneFOneB', num_microbatches=8), or pass the whole model"
+        )
+    rank = context.get_local_rank(ParallelMode.PIPELINE) if context.is_initialized(ParallelMode.PIPELINE) else 0
+    return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), rank)
 
 
 def _compile(model: nn.Module, options: Any) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
-from colonnade.engine.losses import LossBook, split_loss
+from colonnade.engine.losses import LossBook
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.loss import Count, split_loss
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError
 
@@ -68,7 +69,7 @@ class Engine:
         value, count = split_loss(loss)
         self._book.add(count)
         self._begin_pass()
-        (value * (self._scale() if count is not None else self.loss_scale)).backward()
+        (value * (self.loss_scale if count is None else self.sum_scale)).backward()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """Backward from a tensor whose gradient is known, as at a pipeline stage."""
@@ -82,6 +83,11 @@ class Engine:
         ends = last and self._passes + 1 == self.accumulation and not isinstance(self._model, nn.ModuleList)
         self._sync.prepare(ends)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
+
+    def note_loss(self, count: Count | None, here: bool) -> None:
+        """Said once a step by a schedule that runs its backward passes itself: the count of a loss given as
+        (sum, count), or None for a mean; `here` on the one rank of the pipeline that knows it."""
+        self._book.add(count, here=here)
 
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
@@ -166,7 +172,12 @@ class Engine:
     @property
     def loss_scale(self) -> float | Tensor:
         """What a mean loss is multiplied by before its backward pass: 1/accumulation, and the scale of fp16."""
-        return self._scale() / self.accumulation
+        return self.sum_scale / self.accumulation
+
+    @property
+    def sum_scale(self) -> float | Tensor:
+        """What a loss given as (sum, count) is multiplied by before its backward pass: the scale of fp16."""
+        return self._stepper.scaler.scale if self._stepper.scaler is not None else 1.0
 
     @property
     def last_step_skipped(self) -> bool:
@@ -220,12 +231,10 @@ class Engine:
 
     def _begin_pass(self) -> None:
         self._count_pass()
-        last = self._passes == self.accumulation
-        if last:
-            self._sync.set_scale(self._book.factor())
-        self._sync.prepare(last)
+        self._sync.prepare(self._passes == self.accumulation)
 
     def _count_pass(self) -> None:
+        """Count one pass; with the last one of a step the counts of all losses are known."""
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
@@ -233,6 +242,8 @@ class Engine:
             )
         self._passes += 1
         self._total_passes += 1
+        if self._passes == self.accumulation:
+            self._sync.set_scale(self._book.factor())
 
     def _end_schedule(self) -> None:
         """Count the pass of a schedule that runs its backward passes itself."""
@@ -259,9 +270,6 @@ class Engine:
                 f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
                 f"ranks lose count of each other"
             )
-
-    def _scale(self) -> float | Tensor:
-        return self._stepper.scaler.scale if self._stepper.scaler is not None else 1.0
 
     def _reduce(self) -> None:
         self._sync.finish()

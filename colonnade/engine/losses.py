@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule.loss import Count
 from colonnade.errors import GradientError
-
-Loss = Tensor | tuple[Tensor, "Tensor | int | float"]
-
-
-def split_loss(loss: Any) -> tuple[Tensor, Tensor | int | float | None]:
-    """(tensor to go backward from, count or None for a plain mean)."""
-    if isinstance(loss, (tuple, list)):
-        if len(loss) != 2 or not isinstance(loss[0], Tensor):
-            raise GradientError(
-                f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}"
-            )
-        return _scalar(loss[0]), loss[1]
-    return _scalar(loss), None
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise GradientError(f"backward needs a scalar loss, not {shape}; take its mean, or return (sum, count)")
-    return loss
 
 
 class LossBook:
@@ -55,12 +34,17 @@ class LossBook:
             if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
                 self._share /= axis.size
 
-    def add(self, count: Tensor | int | float | None) -> None:
-        """Note one micro-batch; all of a step are plain means, or all are (sum, count)."""
+    def add(self, count: Count | None, *, here: bool = True) -> None:
+        """Note one pass; all of a step are plain means, or all are (sum, count).
+
+        `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
+        """
         weighted = count is not None
         if self._weighted is not None and weighted != self._weighted:
             raise GradientError("some micro-batches of this step gave a mean and some gave (sum, count); use one form")
         self._weighted = weighted
+        if not here:
+            return
         if count is None:
             self._means += 1
         else:

@@ -36,11 +36,12 @@ MAKERS: dict[str, Callable[[list[Tensor]], Optimizer]] = {
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float64: 1e-12}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", MAKERS)
+# torch's plain optimizers round half precision more often than its fused ones and ours.
+COMPARED = [(n, d) for n in MAKERS for d in TOLERANCE if d.itemsize > 2 or n not in ("adamw-plain", "sgd-dampening")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), COMPARED, ids=str)
 def test_equals_torch(name: str, dtype: torch.dtype) -> None:
-    if dtype.itemsize == 2 and name in ("adamw-plain", "sgd-dampening"):
-        pytest.skip("torch's plain optimizers round half precision more often")
     pair = Pair(MAKERS[name], dtype, "cuda")
     for _ in range(5):
         pair.step()

@@ -34,7 +34,9 @@ class Ran:
     losses: list[Tensor]
     """The loss of each micro-batch as the loss function gave it, detached."""
     loss: Tensor | None
-    """The loss of the batch: the losses times the weights of their micro-batches."""
+    """The loss of the batch: the losses times the weights of their micro-batches; or sum over count."""
+    count: Tensor | None
+    """The count of the batch, where losses were given as (sum, count)."""
     outputs: list[Any]
     """The outputs of each micro-batch, detached, if they were to be kept."""
     order: list[Action]
@@ -82,6 +84,7 @@ class Executor:
         self._transfer_group = transfer_group or group
         self._device = device or torch.device("cpu")
         self._links: dict[int, Link] = {}
+        self._counts: bool | None = None
         self.table, self.facts = table, self._agree(chunks, table)
         stages = [stage for stage, home in enumerate(self.facts.stage_ranks) if home == rank]
         self._place = Place(
@@ -118,16 +121,19 @@ class Executor:
         with_loss: bool = True,
         keep_outputs: bool = False,
         backward_scale: float | Tensor = 1.0,
+        sum_scale: float | Tensor = 1.0,
     ) -> Ran:
         """Run one step. Collective over the pipeline: all its ranks, with the same flags.
 
         Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
-        one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies the loss for
-        the backward pass only.
+        one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies a mean, and
+        `sum_scale` the sum of a (sum, count), for the backward pass only.
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
-        step = Step(self._place, micro_batches, train, with_loss or train, keep_outputs, backward_scale)
+        step = Step(
+            self._place, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale, self._counts
+        )
         try:
             step.run(self._forward_program if forward_only else self._program)
             for link in self._links.values():
@@ -135,24 +141,30 @@ class Executor:
         except Exception as error:
             self._tell_failure(error)
             raise
-        losses = [step.losses[index] for index in sorted(step.losses)]
-        weighted = [loss * batch.weight for loss, batch in zip(losses, micro_batches, strict=False)]
+        self._counts = step.counts_before
+        loss, count = _joined_loss(step, micro_batches)
         return Ran(
-            losses=losses,
-            loss=torch.stack([loss.reshape(()) for loss in weighted]).sum() if weighted else None,
+            losses=[step.losses[index] for index in sorted(step.losses)],
+            loss=loss,
+            count=count,
             outputs=[step.outputs[index] for index in sorted(step.outputs)],
             order=step.ran,
         )
 
-    def share_loss(self, loss: Tensor | None) -> Tensor:
-        """The loss of the last stage on all ranks, in float64. Collective over the pipeline: a broadcast."""
+    def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Loss and count (NaN: there is none) of the last stage on all ranks, in float64.
+
+        Collective over the pipeline: a broadcast.
+        """
         device = self._collective_device()
-        shared = torch.zeros((), dtype=torch.float64, device=device)
-        if loss is not None:
-            shared.copy_(loss.detach().reshape(()))
+        shared = torch.full((2,), torch.nan, dtype=torch.float64, device=device)
+        for at, value in enumerate((loss, count)):
+            if value is not None:
+                shared[at].copy_(value.detach().reshape(()))
         if len(self._ranks) > 1:
             dist.broadcast(shared, src=self._ranks[self.facts.stage_ranks[-1]], group=self._group)
-        return shared.to(self._device)
+        value, counted = shared.to(self._device).unbind()
+        return value, counted
 
     def _link(self, rank: int) -> Link:
         if rank not in self._links:
@@ -216,6 +228,17 @@ class Executor:
         except ScheduleError as error:
             return None, error
         return facts, None
+
+
+def _joined_loss(step: Step, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor | None, Tensor | None]:
+    """(loss of the batch, count of the batch), each None where there is none."""
+    if not step.losses:
+        return None, None
+    if step.counts:
+        count = torch.stack([step.counts[index].reshape(()) for index in sorted(step.counts)]).sum()
+        return torch.stack([step.losses[index].reshape(()) for index in sorted(step.losses)]).sum() / count, count
+    weighted = [step.losses[index].reshape(()) * micro_batches[index].weight for index in sorted(step.losses)]
+    return torch.stack(weighted).sum(), None
 
 
 def _accounts(modules: Mapping[int, nn.Module]) -> dict[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.loss import loss_value
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 
@@ -58,11 +59,3 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
         return criterion(output, label)
     labels = list(label) if isinstance(label, (list, tuple)) else [label]
     return criterion(*outputs, *labels)
-
-
-def loss_value(loss: Any) -> Any:
-    """The mean of a loss that may be given as (sum, count), detached."""
-    if isinstance(loss, tuple):
-        total, count = loss
-        return (total / count).detach()
-    return loss.detach()

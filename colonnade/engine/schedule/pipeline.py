@@ -49,6 +49,13 @@ class PipelineEngine(Protocol):
     def loss_scale(self) -> float | Tensor:
         """What a loss is multiplied by for the backward pass (mixed precision, accumulation); else 1."""
 
+    @property
+    def sum_scale(self) -> float | Tensor:
+        """The same for the sum of a loss given as (sum, count): mixed precision; else 1."""
+
+    def note_loss(self, count: Tensor | None, here: bool) -> None:
+        """The count of this step's loss, None for a mean; `here` where the last stage is."""
+
     def backward_micro_batch(
         self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None:
@@ -70,8 +77,8 @@ class PipelineSchedule(BaseSchedule):
     before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every
     stage. `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be
     given. `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are
-    weighted by rows, or by `loss_weight(label)`. `loss_everywhere`: all ranks return the loss, not only
-    the last stage's. `max_live`: refuse an order that holds more micro-batches on a rank.
+    weighted by rows, or by `loss_weight(label)`; a criterion may also give (sum, count), which is divided once
+    by the count of all ranks. `loss_everywhere`: all ranks return the loss, not only the last stage's. `max_live`: refuse an order that holds more micro-batches on a rank.
     """
 
     runs_backward = True
@@ -103,6 +110,7 @@ class PipelineSchedule(BaseSchedule):
         self._loss_everywhere, self._max_live = loss_everywhere, max_live
         self._executor: Executor | None = None
         self._switch_virtual_rank: Callable[[int], None] | None = None
+        self._counts: bool | None = None
         self.last_order: list[str] = []
         """The compute actions of this rank's last step, in the order in which they ran."""
 
@@ -113,6 +121,10 @@ class PipelineSchedule(BaseSchedule):
         if facts.num_ranks != num_ranks:
             raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
         return table
+
+    def stage_ranks(self, num_ranks: int) -> tuple[int, ...]:
+        """Which rank of a pipeline of `num_ranks` has each stage."""
+        return check(self.table(num_ranks)).stage_ranks
 
     def pre_processing(self, engine: PipelineEngine) -> None:
         """Check the order against the world and the model. Collective over the world."""
@@ -162,12 +174,27 @@ class PipelineSchedule(BaseSchedule):
             with_loss=with_loss,
             keep_outputs=return_output_label,
             backward_scale=engine.loss_scale,
+            sum_scale=engine.sum_scale,
         )
         self.last_order = [str(action) for action in ran.order]
-        loss = executor.share_loss(ran.loss) if with_loss and self._loss_everywhere else ran.loss
+        loss = self._share_loss(engine, executor, ran, forward_only) if with_loss else None
         if self._of_stage:
             label = join([micro_batch.label for micro_batch in micro_batches])
         return self._result(executor, ran, label, loss if return_loss else None, return_output_label)
+
+    def _share_loss(self, engine: PipelineEngine, executor: Executor, ran: Ran, forward_only: bool) -> Tensor | None:
+        """The loss, on every rank that asks; the engine is told of its form and count."""
+        loss, count = ran.loss, ran.count
+        if self._loss_everywhere:
+            loss, shared = executor.share_loss(loss, count)
+            if self._counts is None:  # asked of the device once: a criterion keeps its form
+                self._counts = not bool(shared.isnan())
+            count = shared if self._counts else None
+        elif count is not None:
+            raise ScheduleError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
+        if not forward_only:
+            engine.note_loss(count, executor.has_last_stage)
+        return loss
 
     def _result(self, executor: Executor, ran: Ran, label: Any, loss: Tensor | None, with_output: bool) -> StepResult:
         if with_output and executor.has_last_stage:

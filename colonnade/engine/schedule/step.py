@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
 from colonnade.engine.schedule.backward import Entrance, RunBackward, WeightWork, backward_input
+from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.micro_batch import MicroBatch
 from colonnade.engine.schedule.program import peer_stage
 from colonnade.engine.schedule.transfer import Incoming, Link
@@ -20,7 +21,8 @@ from colonnade.engine.schedule.values import describe, differentiable, rebuild
 from colonnade.errors import ScheduleError
 from colonnade.logging import get_dist_logger
 
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+LossFunction: TypeAlias = Callable[[Any, Any], Any]
+"""Gives a mean, or (sum, count)."""
 
 
 class ForwardHook(Protocol):
@@ -69,7 +71,12 @@ class Step:
     with_loss: bool
     keep_outputs: bool
     scale: float | Tensor
+    sum_scale: float | Tensor
+    counts_before: bool | None = None
+    """Whether earlier losses were given as (sum, count); None: there were none."""
     losses: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    """Of losses given as (sum, count)."""
     outputs: dict[int, Any] = field(default_factory=dict)
     ran: list[Action] = field(default_factory=list)
     _live: dict[tuple[int, int], _Live] = field(default_factory=dict)
@@ -124,15 +131,18 @@ class Step:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
         if not self.with_loss or self.place.loss_fn is None:
             return []
-        loss = self.place.loss_fn(output, micro_batch.label)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise ScheduleError(
-                f"the loss of a micro-batch is one number, not {found}. Return its mean (or sum) over the rows; where "
-                "rows do not count alike, give the schedule loss_weight=, the weight of a label."
-            )
+        loss, count = split_loss(self.place.loss_fn(output, micro_batch.label))
         self.losses[micro_batch.index] = loss.detach()
-        return differentiable([loss * (micro_batch.weight * self.scale)])
+        if count is not None:
+            self.counts[micro_batch.index] = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+        counted = count is not None
+        if self.counts_before is not None and self.counts_before != counted:
+            forms = {True: "(sum, count)", False: "a mean"}
+            raise ScheduleError(
+                f"the loss was {forms[not counted]} before and is {forms[counted]} now; keep to one form"
+            )
+        self.counts_before = counted
+        return differentiable([loss * (micro_batch.weight * self.scale if count is None else self.sum_scale)])
 
     def _hand_on(self, action: Action, output: Any) -> list[Tensor]:
         """Give the output to the next stage, here or on another rank."""

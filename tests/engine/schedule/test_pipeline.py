@@ -45,7 +45,12 @@ class Engine:
     def __init__(self, context: ParallelContext, model: nn.Module, criterion: Any = models.criterion) -> None:
         self.context, self.model, self.criterion = context, model, criterion
         self.loss_scale: float | Tensor = 1.0
+        self.sum_scale: float | Tensor = 1.0
         self.backward_micro_batch = run_backward
+        self.noted: list[tuple[Any, bool]] = []
+
+    def note_loss(self, count: Any, here: bool) -> None:
+        self.noted.append((count, here))
 
 
 def join_world(pipeline: int, data: int = 1, timeout: float | None = None) -> ParallelContext:
