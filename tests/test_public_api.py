@@ -29,6 +29,7 @@ TOP = [
     "place",
     "place_module",
     "placement_of",
+    "split",
 ]
 
 HOMES = {

@@ -175,6 +175,31 @@ def _fails(stages: int, schedule: dict[str, Any] | None, criterion: Any = token_
         return "nothing"
 
 
+def _stages_that_do_not_fit(second: str) -> str:
+    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+    seconds = {"narrow": nn.Linear(3, 2), "pair": nn.Bilinear(4, 4, 2)}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        split = colonnade.split([nn.Linear(2, 4), seconds[second]])
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.5)  # noqa: E731
+        engine = initialize(split, sgd, nn.MSELoss(), context=gpc)[0]
+        try:
+            engine.execute_schedule(iter([(torch.ones(4, 2), torch.ones(4, 2))]))
+        except ColonnadeError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("second", "takes"),
+    [("narrow", "takes: Linear.forward(input: "), ("pair", "takes: Bilinear.forward(input1: ")],
+)
+def test_a_stage_that_cannot_take_what_comes_shows_both_sides_on_every_rank(second, takes):
+    for said in run_world(2, _stages_that_do_not_fit, second).values:
+        assert "stage 1 cannot take what stage 0 gives" in said
+        assert "stage 0 gives: float32[2, 4]" in said
+        assert takes in said
+
+
 class FirstSumThenMean:
     """A criterion that changes its form at its third call."""
 

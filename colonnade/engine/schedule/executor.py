@@ -19,6 +19,7 @@ from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv
 from colonnade.engine.schedule.backward import RunBackward, run_backward
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.micro_batch import MicroBatch
+from colonnade.engine.schedule.misfit import misfit, shown, takes
 from colonnade.engine.schedule.non_pipeline import call_model
 from colonnade.engine.schedule.program import add_transfers, peer_stage
 from colonnade.engine.schedule.step import ForwardHook, LossFunction, Place, Step
@@ -48,9 +49,17 @@ def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBa
 
     A stage cut out of an nn.Sequential takes what the layer before it returned as one argument, as it did there.
     """
-    if stage > 0 and isinstance(module, Stage) and module.takes_one_value:
-        return module(inputs)
-    return call_model(module, inputs)
+    alone = stage > 0 and isinstance(module, Stage) and module.takes_one_value
+    try:
+        return module(inputs) if alone else call_model(module, inputs)
+    except (TypeError, RuntimeError) as error:
+        if stage > 0 and (reason := misfit(module, inputs, alone, error)):
+            raise ScheduleError(
+                f"stage {stage} cannot take what stage {stage - 1} gives: {reason}\n"
+                f"  stage {stage - 1} gives: {shown(inputs)}\n"
+                f"  stage {stage} takes: {takes(module)}"
+            ) from error
+        raise
 
 
 class Executor:
