@@ -1,4 +1,4 @@
-"""Names that users may extend at run time."""
+"""Names that users may extend at run time, and numbers that several parts agree on."""
 
 from __future__ import annotations
 
@@ -19,3 +19,6 @@ INITIALIZER_MAPPING: dict[str, str] = {
 Open: a tensor mode is allowed by being a key here, and by nothing else. Add your own with
 `colonnade.constants.INITIALIZER_MAPPING['new_mode'] = 'MyParallelInitializer'`.
 """
+
+STOPPED_IN_ORDER = 75
+"""Exit status of a run that was told to stop, finished its step and saved: start it again (EX_TEMPFAIL)."""

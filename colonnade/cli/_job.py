@@ -28,6 +28,7 @@ class Job:
     log_dir: Path | None = None
     prefix: Literal["others", "all", "none"] = "others"
     max_restarts: int = 0
+    grace: int = 30
     nnodes: int = 1
     node_rank: int | None = None
     endpoint: str | None = None
@@ -69,6 +70,8 @@ def _check_counts(job: Job) -> None:
         raise LaunchError(f"--nproc {job.nproc} starts nothing. Give the number of ranks, at least 1.")
     if job.max_restarts < 0:
         raise LaunchError(f"--max-restarts {job.max_restarts} must be 0 or more.")
+    if job.grace < 0:
+        raise LaunchError(f"--grace {job.grace} must be 0 or more seconds.")
     if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
         typer.echo(
             f"colonnade: {job.nproc} ranks share {cores()} cores; expect it to be slow to start, "

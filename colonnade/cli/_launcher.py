@@ -30,9 +30,9 @@ from colonnade.cli._console import Console
 from colonnade.cli._failures import Failure, first_failure, report
 from colonnade.cli._job import Job, cores
 from colonnade.cli._record import read_record
+from colonnade.constants import STOPPED_IN_ORDER
 
 _POLL_SECONDS = 0.1
-_SECONDS_TO_END = 5
 
 
 def launch(job: Job) -> int:
@@ -50,6 +50,7 @@ def launch(job: Job) -> int:
             run_id=_run_id(job),
             max_restarts=job.max_restarts,
             monitor_interval=_POLL_SECONDS,
+            shutdown_timeout=job.grace,
             logs_specs=logs,
             **_rendezvous(job, Path(meeting) / "store"),
         )
@@ -62,6 +63,9 @@ def launch(job: Job) -> int:
             return first_failure(failures).status
         except SignalException as error:
             console.close()
+            if logs.stopped_in_order():
+                console.say(f"colonnade: stopped by {error.sigval.name}; the ranks finished their step and left")
+                return STOPPED_IN_ORDER
             console.say(f"colonnade: ended by {error.sigval.name}")
             return 128 + error.sigval
         console.close()
@@ -76,6 +80,7 @@ class RankLogs(LogsSpecs):
         self._folder = folder
         self._console = console
         self._current = folder
+        self._ranks: list[int] = []
 
     @property
     def root_log_dir(self) -> str:
@@ -91,6 +96,7 @@ class RankLogs(LogsSpecs):
         self._current = self._folder / f"restart{restart}" if restart else self._folder
         self._current.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        self._ranks = list(ranks.values())
         for local_rank, rank in ranks.items():
             self._file(rank, "error").unlink(missing_ok=True)
             envs[local_rank]["TORCHELASTIC_ERROR_FILE"] = str(self._file(rank, "error"))
@@ -112,6 +118,11 @@ class RankLogs(LogsSpecs):
             record=read_record(self._file(rank, "error")),
             stderr=self._file(rank, "stderr"),
         )
+
+    def stopped_in_order(self) -> bool:
+        """Whether every rank left by itself, with the exit status that says it may be started again."""
+        records = [read_record(self._file(rank, "error")) for rank in self._ranks]
+        return bool(records) and all(record is not None and record.status == STOPPED_IN_ORDER for record in records)
 
     def _what_failed(self) -> str:
         """Name the first rank that left a record in the start before this one."""
@@ -160,7 +171,6 @@ def _set_defaults(job: Job, nproc: int) -> None:
     """Set, in this process whose environment the ranks inherit, what a job on shared cores wants."""
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SECONDS_TO_END))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     if job.nnodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

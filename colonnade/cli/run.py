@@ -28,6 +28,9 @@ def run(
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not mark lines with their rank.")] = False,
     prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Mark the lines of rank 0 too.")] = False,
     max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, this often.")] = 0,
+    grace: Annotated[
+        int, typer.Option(help="Seconds that ranks have after SIGTERM to finish their step and save.")
+    ] = 30,
     nnodes: Annotated[int, typer.Option(help="Machines in the job; run this command on each.")] = 1,
     node_rank: Annotated[
         int | None, typer.Option(help="This machine's place, 0 to nnodes-1; without it they agree.")
@@ -41,7 +44,8 @@ def run(
 
     Rank 0 prints as if it were alone; lines of the others begin with their rank.
     When a rank fails all are ended, and its traceback is shown last.
-    The exit code is that of the rank, or 128 + the signal that killed it.
+    The exit code is that of the rank, or 128 + the signal that killed it; 75 after a SIGTERM that all ranks
+    obeyed in order (a Trainer finishes its step and saves).
     """
     job = checked(
         Job(
@@ -53,6 +57,7 @@ def run(
             log_dir=log_dir,
             prefix="none" if no_prefix else "all" if prefix_all else "others",
             max_restarts=max_restarts,
+            grace=grace,
             nnodes=nnodes,
             node_rank=node_rank,
             endpoint=rdzv_endpoint,

@@ -79,6 +79,8 @@ def all_sum():
 def sleep():
     if "stubborn" in sys.argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if "orderly" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     folder = Path(sys.argv[2])
     (folder / f".{rank}").write_text(str(os.getpid()))
     (folder / f".{rank}").rename(folder / f"{rank}.pid")
@@ -125,12 +127,14 @@ def gone_within(seconds: float, pids: list[int]) -> bool:
     return not running(pids)
 
 
-def started(script: Path, ranks: int, *words: object) -> tuple[subprocess.Popen[str], list[int]]:
+def started(
+    script: Path, ranks: int, *words: object, options: tuple[object, ...] = ()
+) -> tuple[subprocess.Popen[str], list[int]]:
     """Start the sleeping job and return its launcher and its ranks' pids."""
     temporary = script.parent / "tmp"
     temporary.mkdir()
     launcher = subprocess.Popen(
-        command("run", "--nproc", ranks, script, "sleep", script.parent, *words),
+        command("run", "--nproc", ranks, *options, script, "sleep", script.parent, *words),
         env={**environment(), "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -202,8 +206,17 @@ def test_a_signal_to_the_launcher_ends_every_rank(script: Path, number: signal.S
     assert not running(pids)
 
 
-def test_a_rank_that_ignores_the_signal_is_killed(script: Path) -> None:
-    launcher, pids = started(script, 2, "stubborn")
+def test_ranks_that_stop_in_order_give_the_launcher_their_status(script: Path) -> None:
+    launcher, pids = started(script, 2, "orderly")
+    launcher.terminate()
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, stderr
+    assert stderr.splitlines()[-1].startswith("colonnade: stopped by SIGTERM")
+    assert not running(pids)
+
+
+def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(script: Path) -> None:
+    launcher, pids = started(script, 2, "stubborn", options=("--grace", 1))
     launcher.terminate()
     launcher.communicate(timeout=60)
     assert not running(pids)
