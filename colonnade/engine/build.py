@@ -17,8 +17,10 @@ from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper, wants_flat
+from colonnade.engine.zero import shard_optimizer
 from colonnade.errors import ConfigError, ContextError
 from colonnade.optim.clip_settings import ClipSettings
+from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
@@ -56,6 +58,8 @@ def initialize(
     check_placements(built, context)
     broadcast_shared(built, context)
     config = context.config
+    zero = ZeroSettings.read(config.get("zero"))
+    chosen = shard_optimizer(chosen, built, context, zero, config.get("flat_step"))
     flat = wants_flat(built, chosen, config.get("flat_step"))
     sync = build_sync(built, chosen, context, _named_handlers(context), dict(config.get("sync") or {}), flat)
     engine = Engine(

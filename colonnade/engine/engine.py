@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,14 +190,28 @@ class Engine:
         """Whether a step may be dropped at all."""
         return self._stepper.policy is not None
 
-    def clip_state(self) -> dict[str, Any]:
-        """The history of an adaptive clip method, for a checkpoint."""
-        return self._stepper.policy.state_dict() if self._stepper.policy is not None else {}
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside model and optimizer, as plain values to be saved as `extra`.
 
-    def load_clip_state(self, state: dict[str, Any]) -> None:
-        """Take that history up again."""
-        if self._stepper.policy is not None and state:
-            self._stepper.policy.load_state_dict(state)
+        The history of an adaptive clip method, the loss scale, and the order of the buckets, without which the
+        sums of a resumed run would differ in their last digit.
+        """
+        policy, scaler = self._stepper.policy, self._stepper.scaler
+        return {
+            "engine.clip": policy.state_dict() if policy is not None else {},
+            "engine.scaler": scaler.state_dict() if scaler is not None else {},
+            "engine.order": self._sync.executor.order,
+        }
+
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Take up what `extra_state` gave; other keys are passed over. Collective over the world."""
+        policy, scaler = self._stepper.policy, self._stepper.scaler
+        if policy is not None and extra.get("engine.clip"):
+            policy.load_state_dict(extra["engine.clip"])
+        if scaler is not None and extra.get("engine.scaler"):
+            scaler.load_state_dict(extra["engine.scaler"])
+        if "engine.order" in extra:
+            self._sync.executor.follow(extra["engine.order"])
 
     # -- parts --------------------------------------------------------------------------------------------
 

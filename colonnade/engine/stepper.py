@@ -23,6 +23,7 @@ from colonnade.optim.flat_state import FlatBucket
 from colonnade.optim.flat_step import FlatStep, why_not
 from colonnade.optim.norm import Meter, powsums, reduce_norms
 from colonnade.optim.scaled_step import ScaledStep
+from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
@@ -62,6 +63,10 @@ class Stepper:
                 nonfinite=clip.nonfinite,
             )
             self._norm_type = clip.norm_type
+        self._sharded = optimizer if isinstance(optimizer, ZeroOptimizer) else None
+        if self._sharded is not None:
+            by_name = {entry.name: self._slot(entry) for entry in self._held.values()}
+            self._sharded.use_slots(by_name.__getitem__)
         self._scaled = ScaledStep(optimizer, self._slot_map())
         self._flat: FlatStep | None = None
         self._meter: Meter | None = None
@@ -79,7 +84,9 @@ class Stepper:
         self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
         divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
-        if self._flat_ready():
+        if self._sharded is not None:
+            self._sharded.step_divided(divisor, self.last.found_inf)
+        elif self._flat_ready():
             self._flat.step(divisor, self.last.found_inf)  # type: ignore[union-attr]
         else:
             self._scaled.step(divisor, self.last.found_inf)
@@ -108,6 +115,8 @@ class Stepper:
     def close(self) -> None:
         if self._flat is not None:
             self._flat.close()
+        if self._sharded is not None:
+            self._sharded.close()
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -125,6 +134,8 @@ class Stepper:
 
     def _measure(self, policy: ClipPolicy) -> Tensor:
         """This rank's part of the norm. Only over buckets is a meter kept: their memory stays where it is."""
+        if self._sharded is not None:
+            return self._sharded.measure(self._norm_type, policy.slots, self._context.device)
         buckets = self._buckets()
         inside = [[p.grad is grad for p, grad in zip(b.parameters, b.grads, strict=True)] for b in buckets]
         bucketed = {
@@ -213,6 +224,8 @@ class Stepper:
         return {entry.tensor: self._slot(entry) for entry in self._held.values()}
 
     def _first_bad(self) -> str | None:
+        if self._sharded is not None:
+            return self._sharded.first_bad()
         for entry in self._held.values():
             gradient = entry.tensor.grad
             if gradient is not None and not bool(torch.isfinite(local_part(gradient)).all()):
@@ -222,7 +235,7 @@ class Stepper:
 
 def wants_flat(model: nn.Module, optimizer: Any, flat: bool | None) -> bool:
     """Whether the flat step means the same as the optimizer's own; `flat=True` makes a no an error, False is no."""
-    if flat is False:
+    if flat is False or isinstance(optimizer, ZeroOptimizer):  # that one takes flat steps of its own
         return False
     reason = why_not(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else "it is no torch optimizer"
     if reason is None:

@@ -235,10 +235,13 @@ def _adaptive(clip: dict) -> list[tuple[str, list[float]]]:
             x, y = scenario.batch(gpc.get_global_rank(), step)
             engine.backward(F.mse_loss(engine(x), y))
             engine.step()
-        state = engine.clip_state()
-        engine.load_clip_state(state)
+        state = engine.extra_state()
+        engine.load_extra_state(state)
         engine.close()
-        return [(name, torch.nan_to_num(value.double()).flatten().tolist()) for name, value in state["state"].items()]
+        return [
+            (name, torch.nan_to_num(value.double()).flatten().tolist())
+            for name, value in state["engine.clip"]["state"].items()
+        ]
 
 
 @pytest.mark.parametrize(

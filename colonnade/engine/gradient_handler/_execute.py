@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -78,6 +78,16 @@ class Executor:
     def generation(self) -> tuple[int, ...]:
         """Changes whenever any bucket has been laid out anew."""
         return tuple(reducer.generation for reducer in self.reducers)
+
+    @property
+    def order(self) -> list[str]:
+        """The names of all parameters in the order that their buckets follow."""
+        return [name for reducer in self.reducers for name in reducer.order]
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Lay the buckets out in an order of an earlier run. Collective over the world."""
+        for reducer in self.reducers:
+            reducer.follow(names)
 
     def close(self) -> None:
         """Remove hooks and give back shared memory."""

@@ -131,6 +131,16 @@ class GradientReducer:
             state.plan_ahead(report)
         self._step, self._last, self.scale = self._step + 1, False, None
 
+    @property
+    def order(self) -> list[str]:
+        """The names of the parameters in the order that their buckets follow."""
+        return [name for state in self._states for name in state.order]
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Lay the buckets out in an order of an earlier run, so that sums are taken in its order. Collective."""
+        for state in self._states:
+            state.follow(names)
+
     def plan(self) -> list[BucketPlan]:
         """The buckets as printable data, in the order in which they are reduced."""
         return [

@@ -66,6 +66,17 @@ class ReductionState:
             bucket.move(range(len(bucket.parameters)))
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 
+    @property
+    def order(self) -> list[str]:
+        """The names in the order in which their gradients come, as far as it is known."""
+        return [self.reduction.names[position] for position in self._order]
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Lay the buckets out in this order, of an earlier run; what it does not name comes last. Collective."""
+        place = {name: at for at, name in enumerate(names)}
+        self._order.sort(key=lambda position: place.get(self.reduction.names[position], len(place)))
+        self._upcoming = self._lay_out()
+
     def begin_pass(self) -> None:
         """A backward pass is about to run: its order of gradients counts, if it makes any."""
         self._fresh = True

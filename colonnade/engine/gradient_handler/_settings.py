@@ -24,14 +24,14 @@ _DTYPES = {
 
 
 def read_options(settings: Mapping[str, Any]) -> SyncOptions:
-    """`SyncOptions` from keys and values as they stand in a config; dtypes may be written as strings."""
+    """`SyncOptions` from keys and values as they stand in a config; dtypes may be texts, None is the default."""
     known = [field.name for field in fields(SyncOptions)]
     for key in settings:
         if key not in known:
             raise ConfigError(
                 f"unknown option {key!r} of a gradient handler; allowed: {listed(known)}.{did_you_mean(key, known)}"
             )
-    values = dict(settings)
+    values = {key: value for key, value in settings.items() if value is not None}
     if isinstance(values.get("reduce_dtype"), str):
         values["reduce_dtype"] = _dtype(values["reduce_dtype"])
     return SyncOptions(**values)

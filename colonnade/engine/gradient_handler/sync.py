@@ -34,10 +34,13 @@ class GradientSync:
         self.handlers = list(handlers)
         self.executor = executor
         self.ledger = ledger
+        self._sharded = [handler for handler in handlers if isinstance(handler, ZeROGradientHandler)]
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
         self.executor.prepare(last)
+        for handler in self._sharded:
+            handler.prepare(last)
 
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
@@ -48,6 +51,8 @@ class GradientSync:
     def set_scale(self, scale: float | Tensor | None) -> None:
         """A further factor on the gradients of this step."""
         self.executor.set_scale(scale)
+        for handler in self._sharded:
+            handler.set_scale(scale)
 
     def close(self) -> None:
         self.executor.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from colonnade.engine.gradient_handler._reduction import Reduction, group_reductions
 from colonnade.engine.gradient_handler.base import BaseGradientHandler
@@ -25,6 +25,16 @@ class ZeROGradientHandler(BaseGradientHandler):
                 f"ZeROGradientHandler needs an optimizer with sync_grad(), not {type(optimizer).__name__}; "
                 f"use DataParallelGradientHandler for an ordinary one"
             )
+
+    def prepare(self, last: bool) -> None:
+        """Before each backward pass: an optimizer with `prepare()` may sum while it runs."""
+        if callable(getattr(self._optimizer, "prepare", None)):
+            self._optimizer.prepare(last)
+
+    def set_scale(self, scale: float | Tensor | None) -> None:
+        """A further factor on the gradients of this step."""
+        if callable(getattr(self._optimizer, "set_scale", None)):
+            self._optimizer.set_scale(scale)
 
     def handle_gradient(self) -> None:
         self._optimizer.sync_grad()
