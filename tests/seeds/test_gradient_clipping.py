@@ -91,7 +91,7 @@ def test_it_names_its_picture_and_every_clipped_step_is_marked_there(finished):
     clipped = int(re.search(r"(\d+) of 120 steps were clipped to 1.0", output)[1])
     picture = ElementTree.parse(path).getroot()
     svg = "{http://www.w3.org/2000/svg}"
-    assert len([dot for dot in picture.iter(f"{svg}circle") if dot.get("class") == "clipped"]) == clipped >= 7
+    assert len([dot for dot in picture.iter(f"{svg}circle") if dot.get("class") == "dot"]) == clipped >= 7
     (line,) = picture.iter(f"{svg}polyline")
     points = [tuple(map(float, point.split(","))) for point in line.get("points").split()]
     assert len(points) == 120
