@@ -15,6 +15,7 @@ from colonnade.checkpoint.locate import Located, Piece, locate, model_items, sur
 from colonnade.checkpoint.manifest import Block, ItemRecord
 from colonnade.checkpoint.optimizer_state import Group, Slot, read_groups, read_slots
 from colonnade.checkpoint.parts import BlockNote, GroupNote, Part, rank_file
+from colonnade.checkpoint.ranges import located_boxes
 from colonnade.checkpoint.tensors_file import Entry, given, type_name
 from colonnade.checkpoint.values import Encoded, encode
 from colonnade.context.parallel_context import ParallelContext
@@ -139,13 +140,24 @@ def _add_slot(mine: RankPart, slot: Slot, place: Located, notes: list[dict[str, 
         return
     value = local_part(slot.value).detach()
     type_name(value, slot.what)
-    if slot.like:
+    if slot.like and slot.shard is not None:
+        _add_shard(mine, slot, place, key, value)
+    elif slot.like:
         writes = next(other for other in stepped if other in piece.holders) == rank and place.box.numel > 0
         if writes or stepped[0] == rank:
             _add_block(mine, place, slot.name, key, value, writes)
     elif stepped[0] == rank:
         shape = tuple(value.shape)
         _add_block(mine, Located(piece, shape, whole_box(shape)), slot.name, key, value, writes=bool(value.numel()))
+
+
+def _add_shard(mine: RankPart, slot: Slot, place: Located, key: str, value: Tensor) -> None:
+    """The boxes of a shard, if this rank shares the parameter with the first of all that hold it."""
+    shard = slot.shard
+    if shard is None or place.piece.holders[0] not in shard.ranks:
+        return
+    for at, (box, part) in enumerate(located_boxes(place, shard.start, shard.stop, value)):
+        _add_block(mine, Located(place.piece, place.shape, box), slot.name, f"{key}/{at}", part, writes=True)
 
 
 def _add_block(

@@ -55,10 +55,11 @@ def export_full(checkpoint_folder: str | Path, file: str | Path) -> Path:
     """Write all weights and buffers, whole, into one safetensors file that replaces `file`; returns it.
 
     `model.load_state_dict(safetensors.torch.load_file(file))` loads it. A tied weight is there under each of its
-    names. The checkpoint is verified first; one whole tensor is in memory at a time.
+    names. Of a run's folder the newest good checkpoint is taken. It is verified first; one whole tensor is in memory at a time.
     """
-    source, target = Path(checkpoint_folder), Path(file)
-    with as_checkpoint_errors(f"exporting {source}"):
+    target = Path(file)
+    with as_checkpoint_errors(f"exporting {checkpoint_folder}"):
+        source = find_checkpoint(checkpoint_folder)
         manifest = verify(source)
         reader = TensorReader(source)
         weights = [record for record in manifest.tensors if not record.slot]

@@ -11,6 +11,8 @@ from torch import Tensor
 from colonnade.checkpoint.locate import Piece
 from colonnade.checkpoint.values import Encoded, encode
 from colonnade.errors import CheckpointError
+from colonnade.optim.zero.optimizer import ZeroOptimizer
+from colonnade.optim.zero.state import FlatShard
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
 
@@ -24,13 +26,14 @@ class Slot:
     """One thing the optimizer keeps for a parameter.
 
     `like`: it is a tensor of the parameter's shape, and lies as the parameter does. Else it is one value for the
-    whole parameter, such as its count of steps.
+    whole parameter, such as its count of steps. With a `shard`, a tensor that is `like` has only the shard's elements.
     """
 
     piece: Piece
     name: str
     value: Any
     like: bool
+    shard: FlatShard | None = None
 
     @property
     def what(self) -> str:
@@ -55,13 +58,26 @@ def read_groups(optimizer: Any, pieces: Iterable[Piece]) -> list[Group]:
 
 
 def read_slots(optimizer: Any, pieces: Iterable[Piece]) -> list[Slot]:
-    """Everything the optimizer keeps for its parameters, as its `state_dict()` gives it."""
+    """Everything the optimizer keeps for its parameters, as its `state_dict()` gives it; of a sharded one, its shards."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return _shard_slots(optimizer, pieces)
     state = optimizer.state_dict()
     found = []
     for group, members in zip(state["param_groups"], members_of(optimizer, pieces), strict=True):
         for index, piece in zip(group["params"], members, strict=True):
             for name, value in state["state"].get(index, {}).items():
                 found.append(_slot(piece, name, value))
+    return found
+
+
+def _shard_slots(optimizer: ZeroOptimizer, pieces: Iterable[Piece]) -> list[Slot]:
+    found = []
+    for members in members_of(optimizer, pieces):
+        for piece in members:
+            shard = optimizer.flat_shard(piece.tensor)
+            for name, value in (shard.state if shard is not None else {}).items():
+                like = isinstance(value, Tensor) and shard is not None and value.shape == (shard.stop - shard.start,)
+                found.append(Slot(piece, name, value, like, shard))
     return found
 
 

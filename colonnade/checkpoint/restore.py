@@ -7,15 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.checkpoint.boxes import whole_box
+from colonnade.checkpoint.boxes import Box, whole_box
 from colonnade.checkpoint.locate import EXTRA_STATE, Located
 from colonnade.checkpoint.manifest import GroupRecord, Manifest, TensorRecord
 from colonnade.checkpoint.match import Matches
 from colonnade.checkpoint.optimizer_state import HOW_NOT_WHAT, NOT_OPTIONS, members_of, merged_options
+from colonnade.checkpoint.ranges import located_boxes
 from colonnade.checkpoint.restore_values import Values
 from colonnade.checkpoint.tensors_file import TensorReader
 from colonnade.checkpoint.values import encode
 from colonnade.errors import CheckpointError, listed
+from colonnade.optim.zero.optimizer import ZeroOptimizer
+from colonnade.optim.zero.state import MASTER, FlatShard
 from colonnade.parallel.placement import is_dtensor
 
 
@@ -61,7 +64,7 @@ class OptimizerReader:
             options = self._options(index, group, [self._matches.of(place).label for place in places])
             groups.append({**merged_options(group, options), "params": list(range(number, number + len(places)))})
             for place in places:
-                slots = self._slots(place)
+                slots = self._slots(place, optimizer)
                 if slots:
                     state[number] = slots
                 number += 1
@@ -98,16 +101,31 @@ class OptimizerReader:
             )
         return found
 
-    def _slots(self, place: Located) -> dict[str, Any]:
+    def _slots(self, place: Located, optimizer: Any) -> dict[str, Any]:
         weight = self._matches.of(place)
+        sharded = isinstance(optimizer, ZeroOptimizer) and optimizer.shards(place.piece.tensor)
+        shard = optimizer.flat_shard(place.piece.tensor) if sharded else None
+        if sharded and shard is None:  # all of it is other ranks'
+            return {}
         slots: dict[str, Any] = {}
         for record in self._records.get(weight.label, ()):
-            like = record.shape == weight.shape
-            box = place.box if like else whole_box(record.shape)
-            value = self._reader.new(box, record.blocks, record.dtype)
-            slots[record.slot] = _as_parameter(value, place.piece.tensor) if like else value
+            like = record.shape == weight.shape and record.slot != "step"
+            if like and shard is not None:
+                slots[record.slot] = self._shard(place, shard, record)
+            elif like and record.slot != MASTER:
+                value = self._reader.new(place.box, record.blocks, record.dtype)
+                slots[record.slot] = _as_parameter(value, place.piece.tensor)
+            elif not like:
+                slots[record.slot] = self._reader.new(whole_box(record.shape), record.blocks, record.dtype)
         slots.update(self._values.slots_of(weight.label))
         return slots
+
+    def _shard(self, place: Located, shard: FlatShard, record: TensorRecord) -> Tensor:
+        """Just the elements of the shard."""
+        values = self._reader.new(Box((0,), (shard.stop - shard.start,)), (), record.dtype)
+        for box, view in located_boxes(place, shard.start, shard.stop, values):
+            self._reader.fill(view, box, record.blocks, record.dtype)
+        return values
 
 
 def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:

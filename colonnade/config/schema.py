@@ -138,7 +138,13 @@ _ZERO = Section(
         "reduce_scatter": Key(BOOL, "reduce-scatter gradients instead of all-reduce"),
         "offload": Key(any_of(BOOL, TEXT, NONE), "device that keeps the shards between steps"),
         "bucket_mb": Key(POSITIVE, "bucket size in MB"),
-        "prefetch": Key(any_of(BOOL, int_from(0)), "how many gathers run ahead"),
+        "prefetch": Key(
+            any_of(BOOL, int_from(0)), "stages 1, 2: gather during the next forward; 3: modules gathered ahead"
+        ),
+        "master_weights": Key(BOOL, "stages 1, 2: half-precision parameters have fp32 copies, sharded too"),
+        "replicate": Key(any_of(TEXT, NONE), "stage 3: the axis on which shards are replicas (HSDP)"),
+        "wrap": Key(any_of(TEXT, TEXTS, NONE), "stage 3: names of the modules that are gathered one by one"),
+        "reshard": Key(BOOL, "stage 3: give parameters back after their forward pass"),
     },
     required=("stage",),
     renamed=_words(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class Stepper:
     def _measure(self, policy: ClipPolicy) -> Tensor:
         """This rank's part of the norm. Only over buckets is a meter kept: their memory stays where it is."""
         if self._sharded is not None:
-            return self._sharded.measure(self._norm_type, policy.slots, self._context.device)
+            return self._measure_sharded(self._sharded, policy)
         buckets = self._buckets()
         inside = [[p.grad is grad for p, grad in zip(b.parameters, b.grads, strict=True)] for b in buckets]
         bucketed = {
@@ -152,6 +153,16 @@ class Stepper:
             self._meter = Meter(blocks, self._norm_type, slots=policy.slots, device=device)
             self._meter_key = key
         return self._meter.measure()
+
+    def _measure_sharded(self, sharded: ZeroOptimizer, policy: ClipPolicy) -> Tensor:
+        """The slices, and whatever gradients the optimizer does not have."""
+        device = self._context.device
+        mine = sharded.measure(self._norm_type, policy.slots, device)
+        loose = [p for p in self._parameters() if p.grad is not None and not sharded.shards(p)]
+        if not loose:
+            return mine
+        other = powsums([*map(self._loose_block, loose)], self._norm_type, policy.slots, device=device)
+        return torch.maximum(mine, other) if math.isinf(self._norm_type) else mine + other
 
     def _bucket_blocks(self, buckets: list[Bucket], inside: list[list[bool]]) -> list[Block]:
         blocks: list[Block] = []

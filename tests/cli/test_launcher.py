@@ -97,6 +97,16 @@ def fail_once():
     print(json.dumps({"sum": ring(), "try": os.environ["TORCHELASTIC_RESTART_COUNT"]}))
 
 
+def fail_often():
+    grouped()
+    total, count = ring(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if count < int(sys.argv[2]):
+        if rank == count % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ring()
+    print(json.dumps({"sum": total, "try": count}))
+
+
 globals()[what]()
 """
 
@@ -285,3 +295,11 @@ def test_temporary_logs_are_removed(script: Path, tmp_path: Path) -> None:
     )
     assert done.stdout
     assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_thirty_restarts_in_a_row_all_come_up(script: Path) -> None:
+    done = colonnade("run", "--nproc", 2, "--max-restarts", 30, script, "fail_often", 30)
+    assert done.returncode == 0, done.stderr
+    assert '{"sum": 3.0, "try": 30}' in done.stdout.splitlines()
+    assert sum("restart " in line for line in done.stderr.splitlines()) == 30

@@ -1,0 +1,106 @@
+"""GPT: a causal language model, written once; how it is split is the config's affair."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.models.transformer import Attention, Block, Over, is_balanced
+from colonnade.nn.layer import MLP, Classifier, CrossEntropyLoss, Dropout, Embedding, LayerNorm, arrange
+from colonnade.nn.sequence import split_sequence
+from colonnade.nn.sequence.parts import sequence_place
+
+
+class GPT(nn.Sequential):
+    """Token and position embeddings, causal blocks, a norm and a classifier, whose weight may be the embedding's.
+
+    Takes whole tokens (batch, length), the same on all ranks of a tensor and of a sequence group, and gives the logits
+    that `criterion()` takes. Layers come one after another, so `own_stage` can cut it for a pipeline.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        hidden: int,
+        heads: int,
+        layers: int,
+        *,
+        tied: bool = True,
+        dropout: float = 0.0,
+        over: Over = "ring",
+        context: ParallelContext | None = None,
+    ) -> None:
+        here = arrange(context)
+        embedding = TokenEmbedding(vocabulary, length, hidden, dropout, over, context)
+        blocks = nn.Sequential()
+        for _ in range(layers):
+            attention = Attention(hidden, heads, causal=True, over=over, context=context)
+            blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
+        head = Head(vocabulary, hidden, embedding.tokens.weight if tied else None, context)
+        super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))
+        self._over, self._here = over, here
+
+    def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
+        """The loss of this model's logits."""
+        return LanguageModelLoss(ignore_index, over=self._over, context=self._here.context)
+
+
+class TokenEmbedding(nn.Module):
+    """Whole tokens -> the vectors of this rank's tokens and of their positions."""
+
+    def __init__(
+        self, vocabulary: int, length: int, hidden: int, dropout: float, over: Over, context: ParallelContext | None
+    ) -> None:
+        super().__init__()
+        self._here, self._balanced = arrange(context), is_balanced(True, over)
+        self.tokens = Embedding(vocabulary, hidden, arrangement=self._here)
+        self.positions = Embedding(length, hidden, arrangement=self._here)
+        self.dropout = Dropout(dropout, arrangement=self._here)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        context = self._here.context
+        every = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        mine, places = (split_sequence(x, balanced=self._balanced, context=context) for x in (tokens, every))
+        return self.dropout(self.tokens(mine) + self.positions(places))
+
+
+class Head(nn.Module):
+    """The last norm, and logits for every token."""
+
+    def __init__(
+        self, vocabulary: int, hidden: int, weight: nn.Parameter | None, context: ParallelContext | None
+    ) -> None:
+        super().__init__()
+        here = arrange(context)
+        self.norm = LayerNorm(hidden, arrangement=here)
+        self.classifier = Classifier(hidden, vocabulary, weight=weight, arrangement=here)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.norm(x))
+
+
+class LanguageModelLoss(nn.Module):
+    """Cross entropy per token of the whole sequences, of which this rank has a part; labels are whole.
+
+    What a rank gives is its part's sum over the mean number of tokens of a part: the mean over ranks, which the engine
+    takes, is the mean over tokens, however long the parts are and wherever labels are ignored.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, *, over: Over = "ring", context: ParallelContext | None = None
+    ) -> None:
+        super().__init__()
+        self._here, self._balanced, self.ignore_index = arrange(context), is_balanced(True, over), ignore_index
+        self._sum = CrossEntropyLoss(ignore_index, "sum", arrangement=self._here)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        context = self._here.context
+        mine = split_sequence(labels, balanced=self._balanced, context=context)
+        counted = (labels != self.ignore_index).sum().clamp(min=1)
+        return self._sum(logits, mine) * sequence_place(context)[0] / counted

@@ -1,0 +1,98 @@
+"""ViT: an image classifier on patches, written once; how it is split is the config's affair."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ConfigError
+from colonnade.models.transformer import Attention, Block, Over
+from colonnade.nn.layer import (
+    MLP,
+    Classifier,
+    CrossEntropyLoss,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Linear,
+    arrange,
+    partition_input,
+)
+from colonnade.nn.layer import gather_sequence as gather_tensor_sequence
+from colonnade.nn.sequence import gather_sequence, split_sequence
+
+
+class ViT(nn.Sequential):
+    """Patches and their positions, blocks, a norm, the mean over patches, a classifier.
+
+    Takes whole images (batch, channels, size, size), the same on all ranks of a tensor and of a sequence group, and
+    gives the logits that `criterion()` takes.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        hidden: int,
+        heads: int,
+        layers: int,
+        classes: int,
+        *,
+        channels: int = 3,
+        dropout: float = 0.0,
+        over: Over = "ring",
+        context: ParallelContext | None = None,
+    ) -> None:
+        here = arrange(context)
+        blocks = nn.Sequential()
+        for _ in range(layers):
+            attention = Attention(hidden, heads, causal=False, over=over, context=context)
+            blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
+        embedding = PatchEmbedding(size, patch, channels, hidden, dropout, context)
+        super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=Pool(hidden, classes, context)))
+        self._after = arrange(context, sequence_split=False)
+
+    def criterion(self) -> CrossEntropyLoss:
+        """The loss of this model's logits."""
+        return CrossEntropyLoss(arrangement=self._after)
+
+
+class PatchEmbedding(nn.Module):
+    """Whole images -> the vectors of this rank's patches and of their positions."""
+
+    def __init__(
+        self, size: int, patch: int, channels: int, hidden: int, dropout: float, context: ParallelContext | None
+    ) -> None:
+        super().__init__()
+        if size % patch:
+            raise ConfigError(f"images of size={size} cannot be cut into patches of {patch}; choose a divisor")
+        self.patch, self._here = patch, arrange(context)
+        self.project = Linear(channels * patch**2, hidden, split="row", input_is_parallel=False, arrangement=self._here)
+        self.positions = Embedding((size // patch) ** 2, hidden, arrangement=self._here)
+        self.dropout = Dropout(dropout, arrangement=self._here)
+
+    def forward(self, images: Tensor) -> Tensor:
+        context = self._here.context
+        patches = F.unfold(images, self.patch, stride=self.patch).transpose(1, 2)
+        every = torch.arange(patches.size(1), device=images.device).expand(patches.shape[:2])
+        mine, places = (split_sequence(x, context=context) for x in (patches, every))
+        entered = partition_input(mine, arrangement=self._here)
+        return self.dropout(self.project(entered) + self.positions(places))
+
+
+class Pool(nn.Module):
+    """The last norm, the mean over all patches, and the logits of an image."""
+
+    def __init__(self, hidden: int, classes: int, context: ParallelContext | None) -> None:
+        super().__init__()
+        self._here = arrange(context)
+        self.norm = LayerNorm(hidden, arrangement=self._here)
+        self.classifier = Classifier(hidden, classes, bias=True, arrangement=arrange(context, sequence_split=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gather_tensor_sequence(self.norm(x), arrangement=self._here)
+        return self.classifier(gather_sequence(x, context=self._here.context).mean(1))

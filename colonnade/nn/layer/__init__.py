@@ -1,0 +1,36 @@
+"""Layers that follow the context's tensor mode: written once, on an `Arrangement` of activations and weights."""
+
+from __future__ import annotations
+
+from colonnade.nn.layer.arrangement import ARRANGEMENT, Arrangement, Whole, arrange
+from colonnade.nn.layer.attention import SelfAttention
+from colonnade.nn.layer.dropout import Dropout
+from colonnade.nn.layer.embedding import Embedding, HiddenParameter, PositionEmbedding
+from colonnade.nn.layer.entry import gather_output, gather_sequence, partition_input
+from colonnade.nn.layer.linear import Classifier, Linear
+from colonnade.nn.layer.loss import CrossEntropyLoss
+from colonnade.nn.layer.mlp import MLP
+from colonnade.nn.layer.norm import LayerNorm, RMSNorm
+from colonnade.nn.layer.spread import Spread
+
+__all__ = [
+    "ARRANGEMENT",
+    "Arrangement",
+    "Classifier",
+    "CrossEntropyLoss",
+    "Dropout",
+    "Embedding",
+    "HiddenParameter",
+    "LayerNorm",
+    "Linear",
+    "MLP",
+    "PositionEmbedding",
+    "RMSNorm",
+    "SelfAttention",
+    "Spread",
+    "Whole",
+    "arrange",
+    "gather_output",
+    "gather_sequence",
+    "partition_input",
+]

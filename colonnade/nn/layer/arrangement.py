@@ -1,0 +1,192 @@
+"""Arrangement: what one tensor mode does with activations and weights. The layers are written once, on top of it.
+
+An activation has one of two spreads: *outer* between blocks, *inner* inside one. A "column" weight leads from
+outer to inner, a "row" weight back. A tensor mode of one's own is a subclass, registered by the mode's name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
+from colonnade.errors import ConfigError, PlacementError
+from colonnade.nn.layer.spread import Spread, cut, size_of
+from colonnade.parallel.placement import Replicate, Shard, Spec
+from colonnade.registry import Registry
+
+Split = Literal["column", "row"]
+Side = Literal["outer", "inner"]
+
+ARRANGEMENT = Registry("arrangement", home="colonnade.nn.layer.arrangements")
+"""Arrangements by tensor mode: '1d', '2d', '2.5d', '3d', and yours."""
+
+
+class Arrangement(ABC):
+    """How a tensor mode splits activations and weights, and how it multiplies them.
+
+    Weights are [out, in] as torch has them, or [parts, out, in]: parts that are split alike, such as query, key
+    and value. A subclass sets `outer` and `inner` and says the rest in four methods.
+    """
+
+    outer: Spread
+    inner: Spread
+    uneven = False
+    """Whether a weight may be cut into uneven parts."""
+
+    def __init__(self, context: ParallelContext, sequence_split: bool = False) -> None:
+        self.context = context
+        if sequence_split and not self.splits_sequence:
+            raise ConfigError(
+                f"sequence_split=True: {type(self).__name__} splits activations already; sequence splitting is for "
+                f"mode '1d', whose activations between blocks are whole"
+            )
+        self.sequence_split = sequence_split
+
+    splits_sequence = False
+    """Whether `sequence_split=True` means something here."""
+
+    @abstractmethod
+    def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
+        """The modes that cut the out and the in dimension of a weight, outermost first."""
+
+    @abstractmethod
+    def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
+        """x times the transposed weight: from the source's spread to the target's."""
+
+    @abstractmethod
+    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
+        """The rows of a weight of so many rows, lying as a "column" one, for whole tokens; in the outer spread."""
+
+    @property
+    def summed(self) -> tuple[ParallelMode, ...]:
+        """The modes on which weights are whole and each rank sees other rows of the batch."""
+        return ()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+        """The product, and the bias in the target's spread."""
+        y = self.product(x, weight, split)
+        return y if bias is None else y + bias
+
+    def source(self, split: Split) -> Spread:
+        """The spread that a weight takes."""
+        return self.outer if split == "column" else self.inner
+
+    def target(self, split: Split) -> Spread:
+        """The spread that a weight gives."""
+        return self.inner if split == "column" else self.outer
+
+    def side(self, side: Side) -> Spread:
+        """A spread by its name."""
+        return self.outer if side == "outer" else self.inner
+
+    def weight_placement(self, split: Split, parts: int = 1) -> dict[ParallelMode, Spec]:
+        """The placement of a weight."""
+        out_modes, in_modes = self.weight_modes(split)
+        first = 0 if parts == 1 else 1
+        placed: dict[ParallelMode, Spec] = {mode: Shard(first) for mode in out_modes}
+        placed.update({mode: Shard(first + 1) for mode in in_modes})
+        placed.update({mode: Replicate(owes="sum") for mode in self.summed})
+        return placed
+
+    def take_weight(self, whole: Tensor, split: Split, unit: int = 1) -> Tensor:
+        """This rank's block of a whole weight. The dimension that is inside is cut in multiples of `unit`."""
+        out_modes, in_modes = self.weight_modes(split)
+        block = self._take(whole, -2, out_modes, unit if split == "column" else 1, "out_features")
+        return self._take(block, -1, in_modes, unit if split == "row" else 1, "in_features")
+
+    def take_along_hidden(self, whole: Tensor, side: Side, unit: int = 1) -> Tensor:
+        """This rank's part of a parameter whose last dimension is the hidden one."""
+        mode = self.side(side).hidden
+        return whole if mode is None else self._take(whole, -1, (mode,), unit, "features")
+
+    def first_row(self, rows: int) -> int:
+        """Where this rank's rows of a "column" weight with so many rows begin."""
+        start, length = 0, rows
+        for mode in self.weight_modes("column")[0]:
+            sizes = self._sizes(length, mode, 1, "rows")
+            at = self.context.get_local_rank(mode)
+            start, length = start + sum(sizes[:at]), sizes[at]
+        return start
+
+    def hidden_sizes(self, length: int, side: Side, unit: int = 1) -> tuple[int, ...]:
+        """The lengths of the hidden parts of an activation."""
+        mode = self.side(side).hidden
+        return (length,) if mode is None else self._sizes(length, mode, unit, "features")
+
+    def is_split(self, side: Side) -> bool:
+        """Whether ranks hold different parts of an activation."""
+        return any(size_of(mode, self.context) > 1 for mode in self.side(side).modes)
+
+    def __deepcopy__(self, memo: Any) -> Arrangement:
+        """The same: a copy of a module is in the same world."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'sequence_split=True' if self.sequence_split else ''})"
+
+    def _take(self, x: Tensor, dim: int, modes: tuple[ParallelMode, ...], unit: int, what: str) -> Tensor:
+        for mode in modes:
+            sizes = self._sizes(x.shape[dim], mode, unit, what)
+            at = self.context.get_local_rank(mode)
+            x, unit = x.narrow(dim, sum(sizes[:at]), sizes[at]), 1
+        return x
+
+    def _sizes(self, length: int, mode: ParallelMode, unit: int, what: str) -> tuple[int, ...]:
+        return cut(length, mode, self.context, what, unit, even=not self.uneven)
+
+
+class Whole(Arrangement):
+    """No tensor parallelism: every rank has whole weights and activations."""
+
+    outer = Spread()
+    inner = Spread()
+    splits_sequence = True
+
+    def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
+        return (), ()
+
+    def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
+        return F.linear(x, weight.flatten(0, -2))
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+        return F.linear(x, weight.flatten(0, -2), bias)
+
+    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
+        return F.embedding(tokens, weight, padding)
+
+
+def arrange(context: ParallelContext | None = None, sequence_split: bool | None = None) -> Arrangement:
+    """The arrangement of the context's tensor mode; `Whole` where there is none.
+
+    `sequence_split` left out is `parallel.tensor.sequence_split` of the config, and False if that is not set.
+    """
+    context = context or global_context
+    tensor = (context.config.get("parallel") or {}).get("tensor") if context.is_launched else None
+    section: Mapping[str, Any] = tensor if isinstance(tensor, Mapping) else {}
+    wanted = section.get("sequence_split", False) if sequence_split is None else sequence_split
+    mode = str(section.get("mode") or "").lower()
+    if not mode or mode not in ARRANGEMENT:
+        return Whole(context, bool(wanted))
+    built = ARRANGEMENT.get_module(mode)(context, bool(wanted))
+    if not isinstance(built, Arrangement):
+        raise PlacementError(f"the arrangement of mode {mode!r} is {built!r}; inherit colonnade.nn.layer.Arrangement")
+    return built
+
+
+def masked_rows(tokens: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:
+    """The rows of `weight` for the tokens that are among start, start + 1, ...; zeros for the others."""
+    rows = len(weight)
+    if rows == 0:
+        return weight.new_zeros((*tokens.shape, weight.shape[1])) + weight.sum()
+    local = tokens - start
+    outside = (local < 0) | (local >= rows)
+    inside = padding - start if padding is not None and 0 <= padding - start < rows else None
+    found = F.embedding(local.masked_fill(outside, 0), weight, inside)
+    return found.masked_fill(outside.unsqueeze(-1), 0.0)

@@ -1,0 +1,137 @@
+"""Linear and Classifier: affine maps whose weight is split as the context's tensor mode has it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
+from colonnade.nn.layer.spread import Width, respread
+from colonnade.parallel.placement import Spec, place
+
+Own = TypeVar("Own", bound="Linear")
+
+
+class Linear(nn.Module):
+    """y = x A^T + b, as torch.nn.Linear, with this rank's block of A.
+
+    `split="column"` takes the outer spread to the inner one (and to the outer one with `gather_output=True`),
+    `split="row"` the inner one to the outer one (the outer one to the outer one with `input_is_parallel=False`).
+    `parts` weights in one, [parts, out, in], are split alike; the output is theirs one after another. The side
+    that is inside a block is cut in multiples of `unit` (a head, say). Every rank draws the same whole weights
+    and keeps its block: the weights do not depend on the mode.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        split: Split = "column",
+        gather_output: bool = False,
+        input_is_parallel: bool = True,
+        parts: int = 1,
+        unit: int = 1,
+        arrangement: Arrangement | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        source: nn.Linear | None = None,
+    ) -> None:
+        super().__init__()
+        _check(split, gather_output, input_is_parallel, parts)
+        self.arrangement = arrangement or arrange()
+        self.in_features, self.out_features, self.parts, self.unit = in_features, out_features, parts, unit
+        self.split, self.gather_output, self.input_is_parallel = split, gather_output, input_is_parallel
+        whole = source or nn.Linear(in_features, parts * out_features, bias, device, dtype)
+        self.weight = self._own_weight(whole.weight)
+        self.bias = self._own_bias(whole.bias) if whole.bias is not None else None
+
+    @classmethod
+    def from_module(cls: type[Own], module: nn.Linear, *, parts: int = 1, **options: Any) -> Own:
+        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as of the class."""
+        if module.out_features % parts:
+            raise ConfigError(f"out_features={module.out_features} cannot be {parts} equal parts")
+        if parts > 1:
+            options["parts"] = parts
+        features = module.in_features, module.out_features // parts
+        return cls(*features, module.bias is not None, source=module, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = self.arrangement
+        if self.split == "row" and not self.input_is_parallel:
+            x = respread(x, here.outer, here.inner, here.context, Width(self.in_features, self.unit, here.uneven))
+        y = here.linear(x, self.weight, None if self.bias is None else self.bias.flatten(), self.split)
+        if self.gather_output:
+            y = respread(y, here.inner, here.outer, here.context, Width(self.out_features, self.unit, here.uneven))
+        return y
+
+    def extra_repr(self) -> str:
+        parts = f"{self.parts} x " if self.parts > 1 else ""
+        return f"{self.in_features}, {parts}{self.out_features}, split={self.split!r}, {self.arrangement}"
+
+    def _own_weight(self, whole: Tensor) -> nn.Parameter:
+        shape = (self.parts, self.out_features, self.in_features) if self.parts > 1 else tuple(whole.shape)
+        block = self.arrangement.take_weight(whole.detach().view(shape), self.split, self.unit)
+        return own(block, self.arrangement.weight_placement(self.split, self.parts), shape, whole.requires_grad)
+
+    def _own_bias(self, whole: Tensor) -> nn.Parameter:
+        shape = (self.parts, self.out_features) if self.parts > 1 else tuple(whole.shape)
+        side, unit = ("inner", self.unit) if self.split == "column" else ("outer", 1)
+        part = self.arrangement.take_along_hidden(whole.detach().view(shape), side, unit)  # type: ignore[arg-type]
+        placed = self.arrangement.target(self.split).along_hidden()
+        return own(part, placed, shape, whole.requires_grad)
+
+
+class Classifier(Linear):
+    """The last layer: from hidden to the logits of classes or of a vocabulary, which stay split.
+
+    `CrossEntropyLoss` takes them so; `gather_output(logits, side="inner")` gives whole ones. `weight` of an
+    `Embedding` may be given to tie the two: in every mode they lie in the same way.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        weight: nn.Parameter | None = None,
+        arrangement: Arrangement | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        source: nn.Linear | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, bias, arrangement=arrangement, device=device, dtype=dtype, source=source
+        )
+        if weight is not None:
+            if weight.shape != self.weight.shape:
+                raise ConfigError(
+                    f"a weight of shape {tuple(weight.shape)} cannot be tied to a classifier whose own has the shape "
+                    f"{tuple(self.weight.shape)}; give the weight of Embedding({out_features}, {in_features})"
+                )
+            self.weight = weight
+
+
+def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], trained: bool) -> nn.Parameter:
+    """A parameter of this rank: a block of a whole of this shape, with its placement."""
+    parameter = nn.Parameter(block.clone(memory_format=torch.contiguous_format), requires_grad=trained)
+    if placed:
+        place(parameter, placed, shape)
+    return parameter
+
+
+def _check(split: str, gather_output: bool, input_is_parallel: bool, parts: int) -> None:
+    if split not in ("column", "row"):
+        raise ConfigError(f"Linear(split={split!r}): allowed are 'column' and 'row'")
+    if split == "row" and gather_output:
+        raise ConfigError("Linear(split='row', gather_output=True): a row weight gives whole results already")
+    if split == "column" and not input_is_parallel:
+        raise ConfigError("Linear(split='column', input_is_parallel=False): a column weight takes whole inputs already")
+    if parts > 1 and (split == "row" or gather_output):
+        raise ConfigError(f"Linear(parts={parts}): several weights in one are for split='column', gather_output=False")

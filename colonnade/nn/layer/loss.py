@@ -1,0 +1,118 @@
+"""CrossEntropyLoss on logits that are split: along the classes, along the batch, or not at all."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.nn.layer.entry import gather_output, partition_input
+from colonnade.nn.layer.spread import size_of
+from colonnade.parallel import collectives
+from colonnade.parallel.collectives import members_of, wire
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class CrossEntropyLoss(nn.Module):
+    """torch.nn.CrossEntropyLoss of the logits of a `Classifier`, classes last, and whole labels.
+
+    Every rank of the tensor group gets the loss of the whole batch. Logits never travel: two small all-reduces of
+    some numbers per sample do. Half-precision logits are summed in fp32.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        arrangement: Arrangement | None = None,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ConfigError(f"reduction={reduction!r}: allowed are 'mean', 'sum' and 'none'")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ConfigError(f"label_smoothing={label_smoothing}: a share of the whole, from 0 to 1")
+        self.arrangement = arrangement or arrange()
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+
+    @classmethod
+    def from_module(cls, module: nn.CrossEntropyLoss, *, arrangement: Arrangement | None = None) -> CrossEntropyLoss:
+        """The same loss as a torch.nn.CrossEntropyLoss."""
+        if module.weight is not None:
+            raise ConfigError("class weights are not supported; leave out `weight`")
+        reduction: Reduction = module.reduction  # type: ignore[assignment]
+        return cls(module.ignore_index, reduction, module.label_smoothing, arrangement=arrangement)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Logits [batch, ..., classes] in the inner spread, labels [batch, ...] whole."""
+        context, inner = self.arrangement.context, self.arrangement.inner
+        mine = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
+        if mine.shape != logits.shape[:-1]:
+            raise ConfigError(
+                f"labels of shape {tuple(labels.shape)} (here {tuple(mine.shape)}) do not fit logits of shape "
+                f"{tuple(logits.shape)} here: labels are whole and have the dimensions of the logits but the last"
+            )
+        counted = mine != self.ignore_index
+        losses = self._each(_exact(logits), mine.masked_fill(~counted, 0), inner.hidden)
+        losses = losses.masked_fill(~counted, 0.0)
+        if self.reduction == "none":
+            return gather_output(losses, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
+        total = losses.sum()
+        if inner.batch is not None:
+            total = collectives.reduce(total, inner.batch, context=context)
+        return total if self.reduction == "sum" else total / (labels != self.ignore_index).sum()
+
+    def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None) -> Tensor:
+        """The loss of every sample."""
+        if mode is None or size_of(mode, self.arrangement.context) == 1:
+            losses = F.cross_entropy(
+                logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=self.label_smoothing
+            )
+            return losses.view(labels.shape)
+        return self._each_split(logits, labels, mode)
+
+    def _each_split(self, logits: Tensor, labels: Tensor, mode: ParallelMode) -> Tensor:
+        largest, start, classes = self._largest(logits, mode)
+        shifted = logits - largest.unsqueeze(-1)
+        local = labels - start
+        inside = (local >= 0) & (local < logits.shape[-1])
+        hit = _picked(shifted, local.masked_fill(~inside, 0)).masked_fill(~inside, 0.0)
+        sums = [shifted.exp().sum(-1), hit, *([shifted.sum(-1)] if self.label_smoothing else [])]
+        found = collectives.reduce(torch.stack(sums, -1), mode, context=self.arrangement.context).unbind(-1)
+        partition = found[0].log()
+        loss = partition - found[1]
+        if self.label_smoothing:
+            loss = torch.lerp(loss, partition - found[2] / classes, self.label_smoothing)
+        return loss
+
+    def _largest(self, logits: Tensor, mode: ParallelMode) -> tuple[Tensor, Tensor, Tensor]:
+        """Of every sample the largest logit; the number of my first class; and how many there are.
+
+        Each rank's number of classes travels with the largest logits, so nobody waits for an answer of its own.
+        """
+        members = members_of(mode, self.arrangement.context)
+        assert members is not None
+        values = logits.detach()
+        width = values.shape[-1]
+        mine = values.amax(-1).flatten() if width else values.sum(-1).flatten() - torch.inf
+        widths = mine.new_zeros(members.size)
+        widths[members.at] = width
+        everyone = wire.all_reduce(torch.cat([mine, widths]), members, dist.ReduceOp.MAX)
+        largest, widths = everyone[: len(mine)].view(logits.shape[:-1]), everyone[len(mine) :].long()
+        return largest, widths[: members.at].sum(), widths.sum()
+
+
+def _picked(values: Tensor, index: Tensor) -> Tensor:
+    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1) if values.shape[-1] else values.sum(-1)
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

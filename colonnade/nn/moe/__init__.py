@@ -1,0 +1,16 @@
+"""Mixtures of experts: routers, experts split over the expert mode, and the layer that sends tokens between them."""
+
+from colonnade.nn.moe.experts import Experts
+from colonnade.nn.moe.layer import MoE, Statistics, auxiliary_loss
+from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter, balance_experts
+
+__all__ = [
+    "Experts",
+    "MoE",
+    "Routing",
+    "Statistics",
+    "SwitchRouter",
+    "TopKRouter",
+    "auxiliary_loss",
+    "balance_experts",
+]

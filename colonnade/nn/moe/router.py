@@ -1,0 +1,201 @@
+"""Routers: which experts a token goes to and with which weights, and what keeps the experts equally busy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.nn.moe.scope import Scope, counted
+from colonnade.parallel.placement import Replicate, place
+
+Over = Literal["batch", "rank"]
+"""What a capacity or an auxiliary loss is taken over: the tokens of all ranks together, or each rank's own."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one rank go. Assignments lie choice by choice: all first choices, then all second ones."""
+
+    experts: Tensor
+    """(choices, tokens): the chosen experts."""
+    weights: Tensor
+    """(choices, tokens): what an expert's output is multiplied by."""
+    counts: Tensor
+    """(choices, experts): how many tokens chose each expert."""
+    limits: Tensor | None
+    """(experts): how many of this rank's assignments each expert takes, the first ones; None: all."""
+    loss: Tensor | None
+    """The auxiliary losses, weighted and added up; None where there are none."""
+
+
+class TopKRouter(nn.Module):
+    """Sends each token to the `k` experts with the highest scores.
+
+    `score`: "softmax" over the experts, or "sigmoid" of each. `normalize`: the weights of a token's experts add up to
+    one. `capacity`: an expert takes at most capacity x (assignments / experts) of them and the rest are dropped, by
+    order: first choices before second ones, then in the order of ranks and tokens; None drops nothing. `balance_loss`
+    and `z_loss`: the weights of the auxiliary losses. `over`: whether capacity and losses are those of the joined
+    batch, as in one process, or each rank's own. `bias_rate`: step of the bias that balances without a loss; see
+    balance_experts. `noise`: relative noise on the router's input in training.
+    """
+
+    steps: Tensor
+    load: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        k: int = 2,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        capacity: float | None = None,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.0,
+        over: Over = "batch",
+        bias_rate: float = 0.0,
+        noise: float = 0.0,
+        context: ParallelContext | None = None,
+    ) -> None:
+        super().__init__()
+        _check(experts, k, score, capacity, over, noise)
+        self.experts, self.k, self.score, self.normalize = experts, k, score, normalize
+        self.capacity, self.balance_loss, self.z_loss, self.over = capacity, balance_loss, z_loss, over
+        self.bias_rate, self.noise = bias_rate, noise
+        self.scope = Scope.of(context)
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        nn.init.normal_(self.weight, std=hidden**-0.5)
+        if self.scope.shares_tokens:
+            place(self.weight, {ParallelMode.TENSOR: Replicate(owes="sum")})
+        # Whole numbers: they stay exact when the model is cast to half precision.
+        self.register_buffer("steps", torch.zeros(experts, dtype=torch.int64))
+        self.register_buffer("load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+
+    @property
+    def bias(self) -> Tensor:
+        """What is added to the scores for the choice alone."""
+        return self.steps.double() * self.bias_rate
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is an auxiliary loss to add to the loss."""
+        return self.training and bool(self.balance_loss or self.z_loss)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route tokens (tokens, hidden)."""
+        logits = self._logits(x)
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        with torch.no_grad():
+            # The bias decides who is chosen, and only that.
+            ranking = scores + self.bias if self.bias_rate else scores
+            experts = ranking.topk(self.k, dim=-1).indices
+            counts = counted(experts.T.contiguous(), self.experts)
+            if self.training and self.bias_rate:
+                self.load += counts.sum(0)
+            limits = self._limits(counts) if self.capacity is not None else None
+        weights = scores.gather(1, experts)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        loss = self._loss(logits, scores, counts) if self.has_loss else None
+        return Routing(experts.T.contiguous(), weights.T, counts, limits, loss)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """In at least float32: who is chosen must not hang on a rounding."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.training and self.noise:
+            x = x * torch.empty_like(x).uniform_(1 - self.noise, 1 + self.noise)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight.to(x.dtype))
+
+    def _limits(self, counts: Tensor) -> Tensor:
+        """How many of this rank's assignments to each expert lie below the capacity: a prefix of them, by order."""
+        everyone, at = self.scope.gathered(counts) if self.over == "batch" else (counts.unsqueeze(0), 0)
+        share = everyone.sum().double() * (float(self.capacity or 0) / self.experts)
+        # How many come before mine at each choice: all of earlier choices, and those of earlier ranks at this one.
+        total = everyone.sum(0)
+        before = total.cumsum(0) - total + everyone[:at].sum(0)
+        room = (share.ceil().to(torch.int64) - before).clamp(min=0)
+        return torch.minimum(counts, room).sum(0)
+
+    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+        """balance_loss x experts x sum(share of assignments x mean probability), and z_loss x mean(logsumexp^2)."""
+        probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        z = logits.logsumexp(-1).square().sum().reshape(1)
+        chosen = counts.sum(0).to(logits.dtype)
+        sums = torch.cat([probabilities.sum(0), z, chosen, chosen.new_tensor([len(logits)])])
+        sums = self.scope.summed(sums) if self.over == "batch" else sums
+        probability, z, chosen, tokens = sums.split([self.experts, 1, self.experts, 1])
+        tokens = tokens.detach().clamp(min=1)
+        share = chosen.detach() / (tokens * self.k)
+        balance = self.experts * (share * probability / tokens).sum()
+        return self.balance_loss * balance + self.z_loss * (z / tokens).squeeze(0)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, k={self.k}, capacity={self.capacity}, over={self.over!r}"
+
+
+class SwitchRouter(TopKRouter):
+    """Sends each token to one expert and multiplies what comes back by its probability."""
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        *,
+        capacity: float | None = None,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.0,
+        over: Over = "batch",
+        bias_rate: float = 0.0,
+        noise: float = 0.0,
+        context: ParallelContext | None = None,
+    ) -> None:
+        super().__init__(
+            hidden,
+            experts,
+            1,
+            normalize=False,
+            capacity=capacity,
+            balance_loss=balance_loss,
+            z_loss=z_loss,
+            over=over,
+            bias_rate=bias_rate,
+            noise=noise,
+            context=context,
+        )
+
+
+def balance_experts(model: nn.Module) -> None:
+    """After an optimizer step: move the bias of every router that has a bias_rate. Collective over the batch's ranks.
+
+    An expert that took more than its share since the last call loses `bias_rate`, one that took less gains it.
+    """
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter) and module.bias_rate]
+    if not routers:
+        return
+    with torch.no_grad():
+        loads = routers[0].scope.summed(torch.cat([router.load for router in routers]))
+        for router, load in zip(routers, loads.split([router.experts for router in routers]), strict=True):
+            router.steps += (load.sum() - load * router.experts).sign()
+            router.load.zero_()
+
+
+def _check(experts: int, k: int, score: str, capacity: float | None, over: str, noise: float) -> None:
+    problems = [
+        (not 1 <= k <= experts, f"k={k}: a token goes to between 1 and all {experts} experts"),
+        (score not in ("softmax", "sigmoid"), f"score={score!r}: allowed are 'softmax' and 'sigmoid'"),
+        (over not in ("batch", "rank"), f"over={over!r}: allowed are 'batch' and 'rank'"),
+        (capacity is not None and not capacity > 0, f"capacity={capacity}: a factor above 0, or None to drop nothing"),
+        (not 0 <= noise < 1, f"noise={noise}: from 0 to below 1"),
+    ]
+    for wrong, message in problems:
+        if wrong:
+            raise ConfigError(f"router: {message}")

@@ -1,0 +1,76 @@
+"""Whom a mixture of experts talks to: who holds which experts, who splits them, and whose tokens make one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
+from colonnade.parallel.collectives import all_gather, copy, reduce
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The groups of this rank, as a mixture of experts sees them. Without groups it is one process.
+
+    `distinct`: the modes whose ranks have tokens of their own, slowest first. `tensor`: the ranks of the tensor group
+    have the same tokens. They split either the inside of each expert or, where the expert group reaches across them
+    (`shares_tokens`), the tokens.
+    """
+
+    context: ParallelContext
+    expert: int
+    expert_place: int
+    tensor: int
+    shares_tokens: bool
+    distinct: tuple[ParallelMode, ...]
+
+    @staticmethod
+    def of(context: ParallelContext | None) -> Scope:
+        context = global_context if context is None else context
+        expert = _ranks(ParallelMode.EXPERT, context)
+        same = [axis for axis in context.layout.axes if axis.name == "tensor" and axis.data == "same"]
+        tensor = _ranks(ParallelMode.TENSOR, context) if same else []
+        distinct = [axis.mode for axis in context.layout.axes if axis.data == "distinct" and axis.size > 1]
+        place = expert.index(context.get_global_rank())
+        return Scope(context, len(expert), place, len(tensor) or 1, len({*expert} & {*tensor}) > 1, tuple(distinct))
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum over all tokens of the batch; its gradient reaches the tokens of every rank."""
+        if self.shares_tokens:
+            # These ranks have one loss between them, so a gradient is that of this loss and not of their sum.
+            x = reduce(x, ParallelMode.TENSOR, context=self.context)
+        for mode in self.distinct:
+            x = copy(reduce(x, mode, context=self.context), mode, context=self.context)
+        return x
+
+    def gathered(self, x: Tensor) -> tuple[Tensor, int]:
+        """(everybody's x, stacked in the order of their tokens in the batch; this rank's place among them)."""
+        modes = [*self.distinct, ParallelMode.TENSOR] if self.shares_tokens else list(self.distinct)
+        rows, at, before = x.unsqueeze(0), 0, 1
+        for mode in reversed(modes):
+            size = self.context.get_world_size(mode)
+            at += before * self.context.get_local_rank(mode)
+            before *= size
+            rows = all_gather(rows, mode, 0, [len(rows)] * size, context=self.context)
+        return rows, at
+
+    def __deepcopy__(self, memo: Any) -> Scope:
+        """The same: a copy of a module is in the same world."""
+        return self
+
+
+def _ranks(mode: ParallelMode, context: ParallelContext) -> list[int]:
+    return context.get_ranks_in_group(mode) if context.is_initialized(mode) else [context.get_global_rank()]
+
+
+def counted(choices: Tensor, experts: int) -> Tensor:
+    """How often each expert occurs in each row of (rows, choices): (rows, experts), without waiting for the device."""
+    counts = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
+    return counts.scatter_add_(1, choices, torch.ones_like(choices)) if prod(choices.shape) else counts

@@ -1,0 +1,70 @@
+"""Ulysses attention: all-to-all from split sequences to split heads, attention over whole sequences, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import LayoutError
+from colonnade.nn.sequence.parts import parts_of, sequence_place
+from colonnade.nn.sequence.ring import check_heads
+from colonnade.parallel.collectives import all_to_all
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    lengths: Sequence[int] | None = None,
+    context: ParallelContext | None = None,
+) -> Tensor:
+    """softmax(q k^T) v over the whole sequence, of which every rank of the sequence group has a contiguous part.
+
+    As ring_attention; but each rank attends over whole sequences for its share of the heads, so the number of heads
+    (of k and v too) is a multiple of the number of ranks, and memory is that of whole sequences.
+    """
+    check_heads(q, k, v)
+    size, at = sequence_place(context)
+    grouped = q.size(1) != k.size(1)
+    if size == 1:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    for name, tensor in (("q", q), ("k and v", k)):
+        if tensor.size(1) % size:
+            raise LayoutError(
+                f"ulysses attention: {name} have {tensor.size(1)} heads, which {size} ranks cannot share evenly; use a "
+                f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads"
+            )
+    all_lengths = parts_of(q.size(2), lengths, False, context).lengths
+    q, k, v = (_to_heads(tensor, all_lengths, context) for tensor in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return _to_sequence(out, all_lengths, at, context)
+
+
+def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext | None) -> Tensor:
+    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width)."""
+    batch, heads, length, width = x.shape
+    share = heads // len(lengths)
+    rows = x.permute(1, 2, 0, 3).reshape(heads * length, batch * width)
+    sizes = [share * other for other in lengths]
+    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [share * length] * len(lengths), sizes, context=context)
+    parts = [part.view(share, -1, batch, width) for part in arrived.split(sizes)]
+    return torch.cat(parts, 1).permute(2, 0, 1, 3)
+
+
+def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext | None) -> Tensor:
+    """(batch, heads / ranks, whole length, width) -> (batch, heads, length here, width)."""
+    batch, share, _, width = x.shape
+    parts = x.permute(1, 2, 0, 3).split(list(lengths), 1)
+    rows = torch.cat([part.reshape(-1, batch * width) for part in parts])
+    sizes = [share * other for other in lengths]
+    mine = [share * lengths[at]] * len(lengths)
+    arrived = all_to_all(rows, ParallelMode.SEQUENCE, sizes, mine, context=context)
+    return arrived.view(share * len(lengths), lengths[at], batch, width).permute(2, 0, 1, 3)

@@ -1,0 +1,136 @@
+"""The user's optimizer, turned to pieces: the same class and options, over this rank's slices instead of parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colonnade.errors import GradientError
+from colonnade.optim.blocks import flattened
+from colonnade.optim.zero.bucket import Piece
+from colonnade.parallel.dtensor import local_part
+
+_OWN_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def turned_to(optimizer: Optimizer, pieces: Sequence[Piece]) -> Optimizer:
+    """An optimizer like this one over `pieces`, which takes over its state; the original's is given up.
+
+    Step hooks are shared with the original, hooks of state dictionaries are not: they are for whole parameters.
+    """
+    inner = _twin(
+        optimizer, [[piece.value for piece in pieces if piece.member.group == at] for at in _groups(optimizer)]
+    )
+    for name in _OWN_HOOKS:
+        setattr(inner, name, OrderedDict())
+    for piece in pieces:
+        held = optimizer.state.get(piece.member.parameter)
+        if held:
+            inner.state[piece.value] = {name: cut(value, piece, name) for name, value in held.items()}
+    optimizer.state.clear()
+    return inner
+
+
+def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Take over the options that the groups have now (a scheduler changes them)."""
+    for mine, theirs in zip(inner.param_groups, groups, strict=True):
+        for key, value in theirs.items():
+            if key != "params":
+                mine[key] = value
+
+
+def cut(value: Any, piece: Piece, name: str) -> Any:
+    """What a piece keeps of something that was kept for its whole parameter, or for just this piece."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    whole, held = piece.member.local, local_part(value).detach()
+    if name != "step" and held.shape == whole.shape:
+        if held.stride() != whole.stride():
+            held = torch.empty_like(whole, dtype=held.dtype).copy_(held)
+        return flattened(held)[piece.start : piece.stop].to(piece.value.device, copy=True)
+    return held.clone()
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
+
+    Found out by trying: two steps on a small matrix, whole and in two halves.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 6, generator=numbers, dtype=torch.float64)
+    halves = [half.clone() for half in whole.view(-1).chunk(2)]
+    name = type(optimizer).__name__
+    try:
+        for step in range(2):
+            grad = torch.randn(4, 6, generator=numbers, dtype=torch.float64)
+            if step == 0:
+                first, second = _trial(optimizer, [whole]), _trial(optimizer, halves)
+            whole.grad = grad
+            for half, part in zip(halves, grad.view(-1).chunk(2), strict=True):
+                half.grad = part.clone()
+            first.step()
+            second.step()
+    except Exception as error:
+        raise GradientError(
+            f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
+            f"Use AdamW, SGD or the like, or zero stage 3 or 0."
+        ) from error
+    if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
+        raise GradientError(
+            f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: it steps otherwise on half of a "
+            f"matrix than on the whole. Use AdamW, SGD or the like, or turn zero off."
+        )
+
+
+def _trial(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
+    """The optimizer's first group alone, on small tensors of the host, without hooks."""
+    trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])
+    trial.param_groups = trial.param_groups[:1]
+    group = trial.param_groups[0]
+    for option in ("fused", "foreach", "capturable", "differentiable"):
+        if option in group:
+            group[option] = False
+    for option, value in group.items():
+        if isinstance(value, Tensor):
+            group[option] = float(value)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(trial, name, OrderedDict())
+    # Some make their state when they are built: a sample of it, of the new shapes.
+    sample: dict[str, Any] = next((held for held in optimizer.state.values() if held), {})
+    like = next((p for p, held in optimizer.state.items() if held), None)
+    for parameter in parameters:
+        trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
+    return trial
+
+
+def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
+    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape and value.numel():
+        return torch.full_like(parameter, float(local_part(value).flatten()[0]))
+    return torch.zeros(()) if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _twin(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:
+    """A second object of the same class with the same attributes, over other tensors, without state."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler puts there a method that steps the original
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    return twin
+
+
+def _groups(optimizer: Optimizer) -> range:
+    return range(len(optimizer.param_groups))

@@ -1,0 +1,99 @@
+"""The `zero` section of a config, and those options of `sync` that sharding takes up, read into records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from colonnade.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What is sharded (`stage`) and how.
+
+    Stages 1 and 2 read `reduce_scatter` (False, stage 1 only: every rank gets the whole gradient back),
+    `offload`, `bucket_mb`, `master_weights` and `prefetch` (gather parameters during the next forward pass).
+    Stage 3 reads `offload`, `prefetch` (how many modules are gathered ahead), `replicate` (the axis, beside
+    data, over which shards are replicas), `wrap` (patterns of module names) and `reshard` (give
+    parameters back after their forward pass).
+    """
+
+    stage: int = 0
+    reduce_scatter: bool = True
+    offload: bool = False
+    bucket_mb: float | None = None
+    prefetch: int = 0
+    master_weights: bool = True
+    replicate: str | None = None
+    wrap: tuple[str, ...] = ()
+    reshard: bool = True
+
+    @classmethod
+    def read(cls, given: Any) -> ZeroSettings:
+        """From the value of the `zero` key: nothing, a stage, or a dict."""
+        if given is None or isinstance(given, int):
+            return cls(stage=int(given or 0))
+        values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        if "offload" in values:
+            values["offload"] = _offload(values["offload"])
+        if "prefetch" in values:
+            values["prefetch"] = int(values["prefetch"])
+        if "wrap" in values:
+            wrap = values["wrap"]
+            values["wrap"] = (wrap,) if isinstance(wrap, str) else tuple(wrap)
+        settings = cls(**values)
+        settings._check(values)
+        return settings
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        only = {3: ("replicate", "wrap", "reshard"), 1: ("reduce_scatter",)}
+        for stage, keys in only.items():
+            for key in keys:
+                if key in given and self.stage != stage and not (key == "reduce_scatter" and self.reduce_scatter):
+                    raise ConfigError(f"zero.{key}={given[key]!r} is for stage {stage}, not for stage {self.stage}")
+        if self.stage == 3:
+            for key in ("bucket_mb", "master_weights"):
+                if key in given:
+                    raise ConfigError(f"zero.{key} is for stages 1 and 2: at stage 3, FSDP2 groups by module")
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How gradients travel: as `sync` says, as far as a sharded sum can."""
+
+    shared_memory: bool | Literal["auto"] = "auto"
+    overlap: bool = True
+    wire: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    fixed_order: bool = False
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of `dtype` are added: never narrower; fp16 would overflow in its own."""
+        wanted = self.reduce_dtype or (torch.float32 if dtype is torch.float16 else dtype)
+        return wanted if wanted.itemsize > dtype.itemsize else dtype
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of `dtype` are sent: never wider."""
+        return self.wire if self.wire is not None and self.wire.itemsize < dtype.itemsize else dtype
+
+
+def refuse_options(options: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse options of `sync` that a sharded sum cannot follow."""
+    for name in names:
+        if options.get(name):
+            raise ConfigError(
+                f"sync.{name}={options[name]!r} cannot be done at zero stage 1 or 2, where no rank has a whole bucket; "
+                f"leave it out, or turn zero off"
+            )
+
+
+def _offload(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if value == "cpu":
+        return True
+    raise ConfigError(f"zero.offload={value!r}; allowed are True, False and 'cpu'")

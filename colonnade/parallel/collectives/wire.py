@@ -1,0 +1,183 @@
+"""The wire under the collectives: plain tensors in and out over one group, without gradients, on gloo and NCCL.
+
+Every call goes through a function of this file, which takes care of what the backends do not: non-contiguous
+tensors (gloo corrupts them in silence), uneven parts, old and new names. Each call can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+
+# torch 2.13 and 2.14 warn about the older names; 2.11 has only those.
+_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks that take part in a call: this rank's group of a mode."""
+
+    mode: ParallelMode
+    group: Any
+    ranks: tuple[int, ...]
+    at: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that was made: what, over which mode, and the bytes that each rank received from the others."""
+
+    op: str
+    mode: ParallelMode
+    received: int
+
+
+_recorders: list[list[Call]] = []
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """The list of the calls that this process makes inside the block, backward passes included.
+
+    `received` is what a bandwidth-optimal algorithm brings to one rank: for an all-reduce of n bytes over p
+    ranks 2n(p-1)/p, for the others (p-1) parts, for a broadcast or a reduction to one rank n(p-1)/p on average.
+    """
+    calls: list[Call] = []
+    _recorders.append(calls)
+    try:
+        yield calls
+    finally:
+        # By identity: two lists of equal calls are equal.
+        _recorders[:] = [known for known in _recorders if known is not calls]
+
+
+def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
+    """This rank's group of `mode`, or None where there is nobody to talk to."""
+    mode = ParallelMode(mode)
+    if not context.is_initialized(mode):
+        return None
+    ranks = context.get_ranks_in_group(mode)
+    if len(ranks) == 1:
+        return None
+    return Members(mode, context.get_group(mode), tuple(ranks), context.get_local_rank(mode))
+
+
+def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum of everybody's tensor, or what else `op` says."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
+    dist.all_reduce(total, op, group=members.group)
+    return total
+
+
+def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Everybody's part, one after another along `dim`; `sizes` are the parts' lengths."""
+    longest = max(sizes)
+    mine = _padded(x, dim, longest).contiguous()
+    _note("all_gather", members, (sum(sizes) - sizes[members.at]) * _bytes_per_slice(x, dim))
+    gathered = mine.new_empty((members.size, *mine.shape))
+    _all_gather_flat(gathered.flatten(0, 1), mine, group=members.group)
+    if dim == 0 and min(sizes) == longest:
+        return gathered.flatten(0, 1)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
+
+
+def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part along `dim` of the sum of everybody's tensor."""
+    longest, mine = max(sizes), sizes[members.at]
+    _note("reduce_scatter", members, (members.size - 1) * mine * _bytes_per_slice(x, dim))
+    parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
+    stacked = x.contiguous() if dim == 0 and min(sizes) == longest else torch.cat(parts)
+    total = x.new_empty(parts[0].shape)
+    _reduce_scatter_flat(total, stacked, group=members.group)
+    return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
+
+
+def own_part(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of x along `dim`; nothing is sent."""
+    return x.narrow(dim, sum(sizes[: members.at]), sizes[members.at]).contiguous()
+
+
+def all_to_all(x: Tensor, members: Members, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows by destination out, rows by origin in."""
+    arrived = x.new_empty((sum(receive), *x.shape[1:]))
+    _note("all_to_all", members, (sum(receive) - receive[members.at]) * _bytes_per_slice(x, 0))
+    dist.all_to_all_single(arrived, x.contiguous(), list(receive), list(send), group=members.group)
+    return arrived
+
+
+def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tensor:
+    """What the rank `shift` places before this one holds, a tensor of `shape`; mine goes as far ahead."""
+    arrived = x.new_empty(tuple(shape))
+    _note("ring", members, _bytes(arrived))
+    onward = members.ranks[(members.at + shift) % members.size]
+    origin = members.ranks[(members.at - shift) % members.size]
+    work = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x.contiguous(), onward, group=members.group),
+            dist.P2POp(dist.irecv, arrived, origin, group=members.group),
+        ]
+    )
+    for request in work:
+        request.wait()
+    return arrived
+
+
+def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) -> Tensor:
+    """The tensor of the member at `source`, on all of them; it has this shape."""
+    _note("broadcast", members, _bytes(x) * (members.size - 1) // members.size)
+    sent = x.contiguous() if members.at == source else x.new_empty(tuple(shape))
+    dist.broadcast(sent, members.ranks[source], group=members.group)
+    return sent
+
+
+def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
+    """The sum of everybody's tensor, on the member at `target`; elsewhere nothing of use. Uses x up."""
+    _note("reduce", members, _bytes(x) * (members.size - 1) // members.size)
+    total = x.contiguous()
+    dist.reduce(total, members.ranks[target], group=members.group)
+    return total
+
+
+def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
+    """What every member says, as integers; the answer is waited for."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    everyone = mine.new_empty((members.size, len(numbers)))
+    _all_gather_flat(everyone.flatten(), mine, group=members.group)
+    return everyone.tolist()
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _note(op: str, members: Members, received: int) -> None:
+    for calls in _recorders:
+        calls.append(Call(op, members.mode, received))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _bytes_per_slice(x: Tensor, dim: int) -> int:
+    return (x.numel() // x.shape[dim] if x.shape[dim] else 0) * x.element_size()

@@ -1,0 +1,33 @@
+"""The trainer: a training loop with hooks, over any engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from colonnade._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colonnade.trainer._records import StepRecord as StepRecord
+    from colonnade.trainer.errors import HookError as HookError
+    from colonnade.trainer.errors import TrainerError as TrainerError
+    from colonnade.trainer.hooks._base import BaseHook as BaseHook
+    from colonnade.trainer.timer import MultiTimer as MultiTimer
+    from colonnade.trainer.trainer import Trainer as Trainer
+
+_NAMES = {
+    "BaseHook": "colonnade.trainer.hooks._base",
+    "HookError": "colonnade.trainer.errors",
+    "MultiTimer": "colonnade.trainer.timer",
+    "StepRecord": "colonnade.trainer._records",
+    "Trainer": "colonnade.trainer.trainer",
+    "TrainerError": "colonnade.trainer.errors",
+}
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    return lazy_names(__name__, name, _NAMES)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

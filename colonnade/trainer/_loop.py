@@ -1,0 +1,279 @@
+"""The loop of `fit`: epochs, batches, steps, and what the ranks tell each other between two steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from colonnade.checkpoint.collect import set_random_state
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.trainer._feed import Feed
+from colonnade.trainer._lengths import Lengths, moves_together, read_lengths
+from colonnade.trainer._reach import speaks
+from colonnade.trainer._records import Draft, finished, sums_of
+from colonnade.trainer._test import run_test
+from colonnade.trainer._weigh import Scale, weighed
+from colonnade.trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from colonnade.trainer.trainer import Trainer
+
+_NO_BATCH = object()
+
+
+class _Over(Exception):
+    """The loop ends after this step: raised inside `Engine.batches` by ranks that have no batch of their own."""
+
+
+class Loop:
+    """One `fit`. Between two steps the ranks add up a few numbers on the host (`_gate`): who holds an error, who has
+    a batch, who wants to stop, and the loss of the step before. So all of them go on, or all stop, or all raise."""
+
+    def __init__(
+        self, trainer: Trainer, loader: Iterable[Any], test_loader: Iterable[Any] | None, test_interval: int
+    ) -> None:
+        self._trainer = trainer
+        self._engine = trainer.engine
+        self._hooks = trainer._hooks
+        self._context = trainer.context
+        self._test_loader, self._test_interval = test_loader, test_interval
+        self.feed = Feed(loader, trainer.context)
+        lengths = read_lengths(loader, self._context)
+        trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
+        # Ranks that run out go on without batches, where the engine can do that; else all must have equally many.
+        self._even = moves_together(lengths, self._context) or _divides(lengths, self._engine.accumulation)
+        self._counts_samples = speaks(self._context, pipeline=True)
+        # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
+        self._lag = 1 if self._context.device.type == "cuda" else 0
+        self._waiting: deque[Draft] = deque()
+        self._scale = Scale(None)
+        self.resumed: Any = None
+        """What a LoadCheckpointHook has found: (states of the hooks, random streams of the step)."""
+
+    def run(self) -> None:
+        """Train; errors that all ranks know of end it in order, others at once."""
+        self._engine.train()
+        with weighed(self._engine) as self._scale:
+            try:
+                self._train()
+            except _Agreed as agreed:
+                self._trainer.failed = True
+                self._hooks.call("after_train")
+                raise agreed.error from agreed.error.__cause__
+        self._hooks.call("after_train")
+        self._trainer.agree()
+
+    def settle(self) -> None:
+        """Finish the records of all steps. Collective."""
+        self._put_in_line()
+        while self._waiting:
+            draft = self._waiting.popleft()
+            self._finish(draft, self._trainer._exchange.sum(sums_of(draft)))
+
+    # -- epochs -------------------------------------------------------------------------------------------
+
+    def _train(self) -> None:
+        trainer = self._trainer
+        self._call("before_train")
+        if self.resumed is not None and (trainer._steps_in_epoch == 0 or trainer.epoch_done):
+            set_random_state(self._load_hook_states(), self._context)
+        while not self._is_over():
+            if not trainer.epoch_done:
+                self._train_epoch()
+            if trainer.stopping and (trainer._wants_exit or not trainer.epoch_done):
+                break
+            if self._test_loader is not None and (trainer.cur_epoch + 1) % self._test_interval == 0:
+                run_test(trainer, self._test_loader, self._agree)
+                self._agree_to_stop()
+            if not trainer.epoch_done:
+                break
+            trainer.cur_epoch += 1
+        if trainer.stopping:
+            trainer.logger.info(f"stopped after step {trainer.cur_step}: {trainer.stop_reason}")
+
+    def _is_over(self) -> bool:
+        trainer = self._trainer
+        too_far = trainer.max_epochs is not None and trainer.cur_epoch >= trainer.max_epochs
+        return trainer.stopping or too_far or self._enough_steps()
+
+    def _enough_steps(self) -> bool:
+        return self._trainer.max_steps is not None and self._trainer.cur_step >= self._trainer.max_steps
+
+    def _train_epoch(self) -> None:
+        trainer = self._trainer
+        trainer.time("start", "Train-epoch")
+        self._call("before_train_epoch")
+        then = self._load_hook_states() if self.resumed is not None else None
+        trainer._book.restart()
+        ended = self._train_batches(then)
+        self._agree()
+        trainer.epoch_done = ended
+        if ended and trainer._steps_in_epoch == 0:
+            raise ConfigError(f"epoch {trainer.cur_epoch} had no batches on any rank; there is nothing to train on")
+        self.settle()
+        trainer.time("stop", "Train-epoch")
+        if not trainer.stopping or ended:
+            self._call("after_train_epoch")
+            self._agree_to_stop()
+
+    def _train_batches(self, then: Any) -> bool:
+        """Learn from every batch of the epoch; whether the loop came to its end."""
+        fetched = self._fetched(then)
+        batches = self._even_batches(fetched) if self._even else self._engine.batches(fetched, self._no_batch)
+        # Closed at once: what the engine keeps while ranks may run out must not outlive the loop.
+        with closing(fetched), closing(batches):  # type: ignore[type-var]
+            try:
+                for batch in batches:
+                    self._pass(batch)
+            except _Over:
+                return False
+        return True
+
+    # -- batches ------------------------------------------------------------------------------------------
+
+    def _pass(self, batch: Any) -> None:
+        """Learn from one batch."""
+        trainer, engine = self._trainer, self._engine
+        self._hooks.call("before_train_iter")
+        trainer.time("start", "Train-step")
+        engine.zero_grad()
+        output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=trainer.returns_output)
+        trainer.batch_weight = self._scale.weigh(engine, loss)
+        stepped = engine.step()
+        trainer.time("stop", "Train-step")
+        trainer._book.add_pass(*trainer.batch_weight, engine.schedule.batch_size if self._counts_samples else 0)
+        self._after_pass(stepped, output, label, loss)
+
+    def _no_batch(self) -> None:
+        """A step of the others was made, in which this rank took part without a batch."""
+        self._trainer.batch_weight = (None, 0.0)
+        self._after_pass(True, None, None, None)
+
+    def _after_pass(self, stepped: bool, output: Any, label: Any, loss: Tensor | None) -> None:
+        trainer = self._trainer
+        trainer.step_done = stepped
+        if stepped:
+            trainer._cur_step += 1
+            trainer._steps_in_epoch += 1
+            trainer._book.end_step(trainer.cur_step, trainer.cur_epoch, self._rate(), self._engine.grad_norm)
+        self._hooks.call("after_train_iter", output, label, loss)
+        if stepped:
+            self._between_steps()
+
+    def _between_steps(self) -> None:
+        if self._trainer.stopping or self._enough_steps():
+            self._agree()
+            raise _Over
+        if not self._even:
+            self._gate(has_batch=True)
+        self._put_in_line()
+
+    def _put_in_line(self) -> None:
+        draft = self._trainer._book.draft()
+        if draft is not None:
+            self._waiting.append(draft)
+
+    def _even_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Batches that all ranks have; raises on all of them when one has run out before the others."""
+        while True:
+            batch = next(iterator, _NO_BATCH)
+            if not self._gate(has_batch=batch is not _NO_BATCH):
+                return
+            yield batch
+
+    def _fetched(self, then: Any) -> Iterator[Any]:
+        """The batches of the loader; its error is held, and looks like its end."""
+        trainer = self._trainer
+        try:
+            yield from self.feed.open(trainer.cur_epoch, trainer._steps_in_epoch * self._engine.accumulation, then)
+        except Exception as error:
+            told = TrainerError(
+                f"the training data loader failed in epoch {trainer.cur_epoch}, after step {trainer.cur_step}: "
+                f"{type(error).__name__}: {error}"
+            )
+            told.__cause__ = error
+            self._hooks.hold(told)
+
+    # -- between steps ------------------------------------------------------------------------------------
+
+    def _gate(self, has_batch: bool) -> bool:
+        """Tell each other what matters before the next step; whether there are batches for it. Collective."""
+        trainer = self._trainer
+        draft = self._waiting.popleft() if len(self._waiting) > self._lag else None
+        mine = (self._hooks.held is not None, has_batch, not has_batch, bool(trainer._wants_stop), trainer._wants_exit)
+        errors, have, have_not, stops, exits, *sums = trainer._exchange.sum([*map(float, mine), *sums_of(draft)])
+        if draft is not None:
+            self._finish(draft, sums)
+        if errors:
+            self._agree()
+        self._note_stop(stops, exits)
+        if have and have_not:
+            self._raise_uneven(has_batch)
+        return bool(have)
+
+    def _agree_to_stop(self) -> None:
+        """The same at the end of an epoch, where there is no next batch to ask for. Collective."""
+        trainer = self._trainer
+        stops, exits = trainer._exchange.sum([float(bool(trainer._wants_stop)), float(trainer._wants_exit)])
+        self._note_stop(stops, exits)
+
+    def _note_stop(self, stops: float, exits: float) -> None:
+        trainer = self._trainer
+        if stops and not trainer.stopping:
+            trainer.stopping = True
+            trainer.stop_reason = trainer._wants_stop or "asked for by another rank"
+        trainer._wants_exit = trainer._wants_exit or bool(exits)
+
+    def _raise_uneven(self, has_batch: bool) -> None:
+        error = TrainerError(
+            f"this rank ran out of batches in epoch {self._trainer.cur_epoch} after step {self._trainer.cur_step} while "
+            f"others had more, and this layout needs all of them in every pass. Give all ranks equally many batches."
+        )
+        if not has_batch:
+            self._hooks.hold(error)
+        self._agree()
+
+    def _finish(self, draft: Draft, sums: list[float]) -> None:
+        self._hooks.call("on_record", finished(draft, sums))
+
+    def _load_hook_states(self) -> Any:
+        """Give the hooks their states of the checkpoint; returns the random streams it had."""
+        states, then = self.resumed
+        self.resumed = None
+        self._hooks.load_state_dict(states)
+        self._agree()
+        return then
+
+    def _call(self, point: str) -> None:
+        self._hooks.call(point)
+        self._agree()
+
+    def _agree(self) -> None:
+        try:
+            self._trainer.agree()
+        except ColonnadeError as error:
+            raise _Agreed(error) from None
+
+    def _rate(self) -> Tensor | float | None:
+        groups = self._engine.optimizer.param_groups
+        return groups[0].get("lr") if groups else None
+
+
+class _Agreed(Exception):
+    """Carries an error that every rank has raised at the same point, so that they may still talk to each other."""
+
+    def __init__(self, error: ColonnadeError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _steps(lengths: Lengths, accumulation: int) -> int | None:
+    return -(-lengths.longest // accumulation) if lengths.longest is not None else None
+
+
+def _divides(lengths: Lengths, accumulation: int) -> bool:
+    return lengths.known and lengths.equal and (lengths.longest or 0) % accumulation == 0

@@ -1,0 +1,224 @@
+"""Trainer: an engine, a loader and hooks as one call. It trains, evaluates and predicts, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+from torch import Tensor
+
+from colonnade.constants import STOPPED_IN_ORDER
+from colonnade.context.agree import agreed_errors
+from colonnade.engine.engine import Engine
+from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.errors import ConfigError
+from colonnade.logging import DistributedLogger, get_dist_logger
+from colonnade.trainer._hooks import HookLike, HookList
+from colonnade.trainer._loop import Loop
+from colonnade.trainer._predict import predict
+from colonnade.trainer._progress import ProgressHook
+from colonnade.trainer._reach import Exchange, alone
+from colonnade.trainer._records import RecordBook
+from colonnade.trainer._test import run_test
+from colonnade.trainer._weigh import Weight
+from colonnade.trainer.hooks._base import BaseHook
+from colonnade.trainer.timer import MultiTimer
+
+
+class Trainer:
+    """Trains the model of an engine.
+
+    `states` is a dict that hooks share; metrics are in `states["metrics"]["train"]` and `["test"]`. A step is an
+    optimizer step, of `gradient_accumulation` batches; `cur_step` counts those that have been made, `cur_epoch` the
+    epochs that are over. All methods are called by every rank together.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        timer: MultiTimer | None = None,
+        logger: DistributedLogger | None = None,
+        schedule: BaseSchedule | None = None,
+    ) -> None:
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                f"a Trainer takes the engine that initialize() returns first, not a {type(engine).__name__}"
+            )
+        self.engine = engine
+        self.context = engine.context
+        self.timer = timer
+        self.logger = logger or get_dist_logger()
+        if schedule is not None:
+            schedule.pre_processing(engine)
+            engine._schedule = schedule
+        self.states: dict[str, Any] = {"metrics": {"train": {}, "test": {}}}
+        self.max_epochs: int | None = None
+        self.max_steps: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.step_done = False
+        """Whether the last batch ended an optimizer step."""
+        self.epoch_done = False
+        """Whether all batches of the epoch have been learnt from."""
+        self.stopping = False
+        """Whether all ranks have agreed to stop after the step that is being made."""
+        self.stop_reason = ""
+        self.failed = False
+        self.batch_weight: Weight = (None, 0.0)
+        """The last batch's (sum of the loss, weight), where this rank has its loss."""
+        self.returns_output = True
+        """Whether hooks get outputs and labels."""
+        self._cur_epoch = self._cur_step = self._steps_in_epoch = 0
+        self._hooks = HookList(self, [])
+        self._exchange = Exchange(self.context)
+        self._book = RecordBook()
+        self._loop: Loop | None = None
+        self._wants_stop = ""
+        self._wants_exit = False
+
+    # -- what a user calls --------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Iterable[HookLike] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Train until `epochs` epochs or `max_steps` steps have been made, counted from the start of the run.
+
+        Evaluates on `test_dataloader` after every `test_interval` epochs. Hooks are objects, or dicts as in a config.
+        Ranks may have different numbers of batches. An error of a hook or a loader on one rank is raised on all.
+        After a stop by a signal (`StopOnSignal`) it ends with SystemExit(75), when everything has been cleaned up.
+        """
+        self._set_limits(epochs, max_steps, test_interval)
+        self.returns_output = return_output_label
+        self._attach([*(hooks or ()), *([ProgressHook()] if display_progress else [])])
+        loop = Loop(self, train_dataloader, test_dataloader, test_interval)
+        self._run(loop)
+        if self._wants_exit:
+            raise SystemExit(STOPPED_IN_ORDER)
+
+    def evaluate(
+        self,
+        dataloader: Iterable[Any],
+        hooks: Iterable[HookLike] | None = None,
+        return_output_label: bool = True,
+    ) -> dict[str, float]:
+        """Run over test data; returns the metrics over all ranks' samples. `hooks` are those of `fit` unless given."""
+        if hooks is not None or not self._hooks.hooks:
+            self._attach(hooks if hooks is not None else self._default_hooks())
+        self.returns_output = return_output_label
+        run_test(self, dataloader, self.agree)
+        return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"]["test"].items()}
+
+    def predict(self, dataloader: Iterable[Any]) -> Any:
+        """The outputs for all samples of a loader, joined in the order of the dataset, on the host of every rank.
+
+        With a sampler, samples are in the order of their indices and none is there twice. Loaders without indices
+        are joined rank after rank.
+        """
+        return predict(self, dataloader)
+
+    def request_stop(self, reason: str, leave: bool = False) -> None:
+        """Stop all ranks after the step that comes next; with `leave` the process exits with code 75."""
+        self._wants_stop = self._wants_stop or reason
+        self._wants_exit = self._wants_exit or leave
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Add numbers to the record of the step that was just made; tensors are read one step later."""
+        self._book.add(values)
+
+    def settle(self) -> None:
+        """Finish the record of every step so far now, rather than one step later. Collective."""
+        if self._loop is not None:
+            self._loop.settle()
+
+    # -- where it is --------------------------------------------------------------------------------------
+
+    @property
+    def cur_epoch(self) -> int:
+        """The number of the epoch, from 0; may be set before `fit`, which then begins there."""
+        return self._cur_epoch
+
+    @cur_epoch.setter
+    def cur_epoch(self, epoch: int) -> None:
+        self._cur_epoch, self._steps_in_epoch, self.epoch_done = epoch, 0, False
+
+    @property
+    def cur_step(self) -> int:
+        """How many optimizer steps have been made."""
+        return self._cur_step
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether `fit` is running: an evaluation may be one of its own, or one that was asked for."""
+        return self._loop is not None
+
+    @property
+    def hooks(self) -> list[BaseHook]:
+        """The hooks in the order in which they are called."""
+        return self._hooks.hooks
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the run will have at most, if that is known."""
+        by_epochs = None
+        if self.max_epochs is not None and self.steps_per_epoch is not None:
+            by_epochs = self.max_epochs * self.steps_per_epoch
+        known = [limit for limit in (self.max_steps, by_epochs) if limit is not None]
+        return min(known) if known else None
+
+    def time(self, action: Literal["start", "stop"], name: str) -> None:
+        """Start or stop a timer, if the trainer has timers."""
+        if self.timer is not None:
+            (self.timer.start if action == "start" else self.timer.stop)(name)
+
+    def agree(self) -> None:
+        """Raise on every rank what any rank holds; returns if none does. Collective."""
+        with self._together():
+            if self._hooks.held is not None:
+                raise self._hooks.held
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _set_limits(self, epochs: int | None, max_steps: int | None, test_interval: int) -> None:
+        if epochs is None and max_steps is None:
+            raise ConfigError("fit needs epochs= or max_steps=, or it would never end")
+        for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is a whole number from 1 on, not {value!r}")
+        self.max_epochs, self.max_steps = epochs, max_steps
+
+    def _attach(self, hooks: Iterable[HookLike]) -> None:
+        """Take these hooks; what is wrong with one is said on every rank, before anything has begun."""
+        self._hooks.close()
+        self.states["metrics"] = {"train": {}, "test": {}}
+        with self._together():
+            self._hooks = HookList(self, hooks)
+        self._hooks.call("after_hook_is_attached")
+        try:
+            self.agree()
+        except BaseException:
+            self._hooks.close()
+            raise
+
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if alone(self.context) else agreed_errors(self.context)
+
+    def _default_hooks(self) -> list[HookLike]:
+        return [{"type": "LossHook"}] if self.engine.criterion is not None else []
+
+    def _run(self, loop: Loop) -> None:
+        self.failed = self.stopping = self._wants_exit = False
+        self._wants_stop = self.stop_reason = ""
+        self._loop = loop
+        try:
+            loop.run()
+        finally:
+            self._hooks.close()
+            self._loop = None

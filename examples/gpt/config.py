@@ -1,0 +1,12 @@
+"""A small GPT on two pipeline stages, with as many replicas of the pipeline as there are ranks for."""
+
+parallel = dict(pipeline=2)
+schedule = dict(type="OneFOneB", num_microbatches=4)
+clip_grad_norm = 1.0
+seed = 7
+
+WIDTH, HEADS, LAYERS, LENGTH = 128, 4, 4, 96
+BATCH_SIZE = 16
+STEPS = 150
+LEARNING_RATE, WARM_UP = 3e-3, 15
+SAVE_EVERY = 50

@@ -1,0 +1,28 @@
+"""Text that ships with Python: the language reference, as `help("if")` shows it, in characters."""
+
+from pydoc_data.topics import topics
+
+import torch
+from torch.utils.data import Dataset
+
+
+def reference():
+    """The topics one after another, in plain ASCII."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return text.encode("ascii", "ignore").decode()
+
+
+class Characters(Dataset):
+    """Pieces of a text: `length` characters, and the ones that follow them."""
+
+    def __init__(self, text, alphabet, length):
+        number = {character: at for at, character in enumerate(alphabet)}
+        self.numbers = torch.tensor([number[character] for character in text])
+        self.length = length
+
+    def __len__(self):
+        return (len(self.numbers) - 1) // self.length
+
+    def __getitem__(self, at):
+        start = at * self.length
+        return self.numbers[start : start + self.length], self.numbers[start + 1 : start + self.length + 1]

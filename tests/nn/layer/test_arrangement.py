@@ -1,0 +1,180 @@
+"""How layers find their mode; what they start from; what they refuse; and a tensor mode of one's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import colonnade.nn
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, PlacementError
+from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
+from colonnade.parallel import collectives
+from colonnade.parallel.placement import placement_of
+from colonnade.testing import gather_weights, run_world
+
+
+def tensor(size: int, mode: str, **more: object) -> dict[str, object]:
+    return {"parallel": {"tensor": {"size": size, "mode": mode, **more}}}
+
+
+def test_without_a_world_layers_are_torchs_own_in_weights_and_results():
+    torch.manual_seed(3)
+    ours = colonnade.nn.Linear(4, 6)
+    torch.manual_seed(3)
+    plain = nn.Linear(4, 6)
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(ours.weight, plain.weight)
+    assert torch.equal(ours(x), plain(x))
+    assert isinstance(ours.arrangement, Whole)
+    assert not placement_of(ours.weight).modes
+
+
+def test_names_are_there_and_slips_are_not():
+    assert {"Linear", "Embedding", "LayerNorm", "Classifier", "CrossEntropyLoss", "partition_input"} <= set(
+        dir(colonnade.nn)
+    )
+    assert colonnade.nn.lr_scheduler.CosineAnnealingLR
+    with pytest.raises(AttributeError, match="Lineer"):
+        colonnade.nn.Lineer  # noqa: B018
+
+
+class Parts(nn.Module):
+    def __init__(self, arrangement: Arrangement) -> None:
+        super().__init__()
+        self.embedding = colonnade.nn.Embedding(8, 8, arrangement=arrangement)
+        self.norm = colonnade.nn.LayerNorm(8, arrangement=arrangement)
+        self.attention = colonnade.nn.SelfAttention(8, 2, arrangement=arrangement)
+        self.mlp = colonnade.nn.MLP(8, 16, arrangement=arrangement)
+        self.position = colonnade.nn.PositionEmbedding(4, 8, arrangement=arrangement)
+
+
+def _start(config: dict[str, object]) -> dict[str, Tensor]:
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        torch.manual_seed(11)
+        return gather_weights(Parts(arrange(gpc)), gpc)
+
+
+@pytest.mark.parametrize("config", [tensor(2, "1d"), pytest.param(tensor(4, "2d"), marks=pytest.mark.slow)], ids=str)
+def test_the_first_weights_do_not_depend_on_the_mode(config):
+    torch.manual_seed(11)
+    plain = dict(Parts(Whole(ParallelContext())).named_parameters())
+    found = run_world(config["parallel"]["tensor"]["size"], _start, config).values[0]
+    assert set(found) == set(plain)
+    for name, parameter in plain.items():
+        assert torch.equal(found[name], parameter.double()), name
+
+
+def _refused(config: dict[str, object]) -> list[str]:
+    messages = []
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        for build in (
+            lambda: colonnade.nn.Linear(4, 7, arrangement=here),
+            lambda: colonnade.nn.LayerNorm(5, arrangement=here),
+            lambda: colonnade.nn.SelfAttention(12, 3, arrangement=here),
+            lambda: colonnade.nn.partition_input(torch.zeros(3, 2, 4), arrangement=here),
+            lambda: arrange(gpc, sequence_split=True),
+        ):
+            with pytest.raises((PlacementError, ConfigError)) as caught:
+                build()
+            messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.slow
+def test_what_a_square_cannot_split_is_said_when_it_is_built():
+    messages = run_world(4, _refused, tensor(4, "2d")).values[0]
+    wanted = ("out_features of size 7", "features of size 5", "features of size 3 x 4", "batch of size 3", "mode '1d'")
+    for message, part in zip(messages, wanted, strict=True):
+        assert part in message, message
+
+
+def _refused_by_lines() -> list[str]:
+    messages = []
+    with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:
+        here, split = arrange(gpc), arrange(gpc, sequence_split=True)
+        for build in (
+            lambda: colonnade.nn.SelfAttention(4, 1, arrangement=here),
+            lambda: colonnade.nn.partition_input(torch.zeros(2, 3, 4), arrangement=split),
+            lambda: colonnade.nn.Linear(4, 4, split="rows", arrangement=here),
+            lambda: colonnade.nn.Linear(4, 4, split="row", gather_output=True, arrangement=here),
+            lambda: colonnade.nn.Classifier(4, 6, weight=nn.Parameter(torch.zeros(6, 4)), arrangement=here),
+            lambda: colonnade.nn.Embedding.from_module(nn.Embedding(4, 4, max_norm=1.0), arrangement=here),
+            lambda: colonnade.nn.CrossEntropyLoss(arrangement=here)(
+                torch.zeros(3, 2), torch.zeros(4, dtype=torch.int64)
+            ),
+        ):
+            with pytest.raises((PlacementError, ConfigError)) as caught:
+                build()
+            messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_split_is_said_when_it_is_built():
+    messages = run_world(2, _refused_by_lines).values[0]
+    wanted = (
+        "take fewer ranks",
+        "sequence of size 3",
+        "'column' and 'row'",
+        "whole results",
+        "Embedding(6, 4)",
+        "max_norm",
+        "do not fit",
+    )
+    for message, part in zip(messages, wanted, strict=True):
+        assert part in message, message
+
+
+def _copied() -> None:
+    with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:
+        layer = colonnade.nn.MLP(4, 8, arrangement=arrange(gpc))
+        again = copy.deepcopy(layer)
+        assert again.up.arrangement is layer.up.arrangement
+        assert placement_of(again.up.weight) == placement_of(layer.up.weight)
+        x = torch.randn(2, 3, 4)
+        assert torch.equal(layer(x), again(x))
+
+
+def test_a_copy_of_a_layer_lives_in_the_same_world():
+    run_world(2, _copied)
+
+
+class Halves(Arrangement):
+    """A mode of one's own: column weights split as in 1d, results always whole."""
+
+    outer = inner = Spread()
+
+    def weight_modes(self, split):
+        return ((ParallelMode.PARALLEL_1D,), ()) if split == "column" else ((), ())
+
+    def product(self, x, weight, split):
+        if split == "row":
+            return F.linear(x, weight)
+        y = F.linear(collectives.copy(x, ParallelMode.PARALLEL_1D, context=self.context), weight)
+        return collectives.gather(y, ParallelMode.PARALLEL_1D, context=self.context)
+
+    def embed(self, tokens, weight, rows, padding):
+        raise NotImplementedError
+
+
+def _own_mode() -> None:
+    ARRANGEMENT.remove("1d")
+    ARRANGEMENT.register_module("1d")(Halves)
+    with launch(tensor(2, "1d"), context=ParallelContext(), verbose=False) as gpc:
+        plain = nn.Linear(4, 6, bias=False)
+        layer = colonnade.nn.Linear.from_module(plain, arrangement=arrange(gpc))
+        assert layer.weight.shape == (3, 4)
+        x = torch.randn(2, 3, 4)
+        assert torch.allclose(layer(x), plain(x))
+        assert torch.equal(gather_weights(layer, gpc)["weight"], plain.weight.double())
+
+
+def test_an_arrangement_of_ones_own_is_found_by_its_mode():
+    run_world(2, _own_mode)

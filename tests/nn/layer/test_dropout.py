@@ -1,0 +1,47 @@
+"""Masks agree where ranks hold the same activation, differ where each holds its part, and come back after a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.nn.layer import Dropout, SelfAttention, arrange
+from colonnade.testing import run_world
+
+
+def _masks() -> dict[str, Tensor]:
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "seed": 5}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        whole, split = arrange(gpc), arrange(gpc, sequence_split=True)
+        ones = torch.ones(64, 64)
+        found = {
+            "outer": Dropout(0.25, arrangement=whole)(ones),
+            "inner": Dropout(0.25, side="inner", arrangement=whole)(ones),
+            "sequence": Dropout(0.25, arrangement=split)(ones),
+            "outer again": Dropout(0.25, arrangement=whole)(ones),
+        }
+        state = gpc.streams.state_dict()
+        found["next"] = Dropout(0.25, side="inner", arrangement=whole)(ones)
+        gpc.streams.load_state_dict(state)
+        found["repeated"] = Dropout(0.25, side="inner", arrangement=whole)(ones)
+        assert Dropout(0.25, arrangement=whole).eval()(ones) is ones
+        torch.manual_seed(1)
+        attention = SelfAttention(8, 2, dropout=0.5, arrangement=whole)
+        found["attention"] = attention(torch.randn(2, 16, 8)).detach()
+        return found
+
+
+def test_masks_agree_on_whole_activations_and_differ_on_parts():
+    first, second = run_world(2, _masks).values
+    for name in ("outer", "outer again", "attention"):
+        assert torch.equal(first[name], second[name]), name
+    for name in ("inner", "sequence", "next"):
+        assert not torch.equal(first[name], second[name]), name
+    assert not torch.equal(first["outer"], first["outer again"])
+    assert torch.equal(first["next"], first["repeated"])
+    for name, mask in first.items():
+        if name != "attention":
+            assert abs((mask == 0).double().mean().item() - 0.25) < 0.03, name
+            assert set(mask.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}, name

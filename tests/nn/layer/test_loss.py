@@ -1,0 +1,77 @@
+"""The split cross entropy against torch's: every reduction, huge logits, half precision, everything ignored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ConfigError
+from colonnade.nn.layer import Arrangement, CrossEntropyLoss, arrange, gather_output, partition_input
+from colonnade.testing import run_world
+
+CLASSES = 10
+
+
+def _case(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(4, 6, CLASSES, generator=generator, dtype=torch.float64)).to(dtype)
+    labels = torch.randint(0, CLASSES, (4, 6), generator=generator)
+    labels[1, :4] = -1
+    return logits, labels
+
+
+def _both(logits: Tensor, labels: Tensor, here: Arrangement, **options: object) -> tuple[list[Tensor], list[Tensor]]:
+    """[loss, gradient] of torch's and of ours, on whole logits."""
+    found = []
+    for ours in (False, True):
+        x = logits.clone().requires_grad_()
+        if ours:
+            part = partition_input(x, side="inner", arrangement=here)
+            loss = CrossEntropyLoss(ignore_index=-1, arrangement=here, **options)(part, labels)
+        else:
+            exact = x.float() if x.dtype is torch.bfloat16 else x
+            loss = nn.CrossEntropyLoss(ignore_index=-1, **options)(exact.flatten(0, 1), labels.flatten())
+            loss = loss.view(labels.shape) if loss.dim() else loss
+        loss.backward(torch.linspace(1, 2, loss.numel()).to(loss.dtype).view(loss.shape))
+        found.append([loss.detach(), x.grad])
+    return found[0], found[1]
+
+
+def _compared(config: dict[str, object]) -> None:
+    with launch({"parallel": config}, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        for scale, dtype in ((1.0, torch.float64), (1e4, torch.float64), (3.0, torch.float32), (3.0, torch.bfloat16)):
+            tolerance = 1e-12 if dtype is torch.float64 else 1e-5 if dtype is torch.float32 else 1e-2
+            for options in ({}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.3}):
+                wanted, found = _both(*_case(scale, dtype), here, **options)
+                for one, other in zip(wanted, found, strict=True):
+                    torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance * 1e-2)
+        logits, labels = _case(1.0, torch.float64)
+        part = partition_input(logits, side="inner", arrangement=here)
+        assert torch.equal(gather_output(part, side="inner", features=CLASSES, arrangement=here), logits)
+        nothing = CrossEntropyLoss(ignore_index=-1, arrangement=here)(part, torch.full_like(labels, -1))
+        assert nothing.isnan()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (2, {"tensor": {"size": 2, "mode": "1d"}}),
+        pytest.param(3, {"tensor": {"size": 3, "mode": "1d"}}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": {"size": 4, "mode": "2d"}}, marks=pytest.mark.slow),
+    ],
+)
+def test_equals_torchs(ranks, config):
+    run_world(ranks, _compared, config)
+
+
+def test_refuses_what_it_does_not_do():
+    with pytest.raises(ConfigError, match="class weights"):
+        CrossEntropyLoss.from_module(nn.CrossEntropyLoss(weight=torch.ones(3)))
+    with pytest.raises(ConfigError, match="'average'"):
+        CrossEntropyLoss(reduction="average")
+    with pytest.raises(ConfigError, match=r"label_smoothing=1\.5"):
+        CrossEntropyLoss(label_smoothing=1.5)

@@ -1,0 +1,62 @@
+"""The bytes that each rank receives in forward and backward of a linear layer are the closed form of its mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.nn.layer import Linear, arrange, partition_input
+from colonnade.parallel.collectives import recorded
+from colonnade.testing import run_world
+
+M, K, N = 32, 16, 24  # rows of x, its width, the width of the result
+BYTES = 8
+
+
+def _received(config: dict[str, object], split: str, sequence_split: bool) -> int:
+    with launch({"parallel": {"tensor": config}}, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc, sequence_split)
+        layer = Linear.from_module(nn.Linear(K, N, bias=False).double(), split=split, arrangement=here)
+        side = "outer" if split == "column" else "inner"
+        x = partition_input(torch.randn(M // 4, 4, K, dtype=torch.float64), side=side, arrangement=here)
+        x = x.detach().requires_grad_()
+        with recorded() as calls:
+            layer(x).square().sum().backward()
+        return sum(call.received for call in calls)
+
+
+def closed_form(config: dict[str, object], split: str) -> float:
+    """Bytes that arrive at one rank; x is M x K, the weight N x K, the result M x N."""
+    size, depth = int(config["size"]), int(config.get("depth", 1))
+    moving = K if split == "column" else N  # the side of x or of the result that a square's rows pass on
+    if config["mode"] == "1d":
+        return BYTES * 2 * (size - 1) / size * M * moving
+    if config["mode"] == "3d":
+        p = round(size ** (1 / 3))
+        return BYTES * 2 * (p - 1) / p**3 * (M * K + N * K + M * N)
+    q = round((size / depth) ** 0.5)
+    return BYTES * 3 * (q - 1) / q**2 * (M / depth * moving + N * K)
+
+
+CONFIGS = [
+    (2, {"size": 2, "mode": "1d"}),
+    pytest.param(4, {"size": 4, "mode": "2d"}),
+    pytest.param(8, {"size": 8, "mode": "2.5d", "depth": 2}, marks=pytest.mark.slow),
+    pytest.param(8, {"size": 8, "mode": "3d"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("split", ["column", "row"])
+@pytest.mark.parametrize(("ranks", "config"), CONFIGS)
+def test_the_volume_is_the_closed_form(ranks, config, split):
+    received = run_world(ranks, _received, config, split, False).values
+    assert list(received) == [closed_form(config, split)] * ranks
+
+
+@pytest.mark.parametrize("split", ["column", "row"])
+def test_a_split_sequence_moves_as_many_bytes(split):
+    config = {"size": 2, "mode": "1d"}
+    assert list(run_world(2, _received, config, split, True).values) == [closed_form(config, split)] * 2

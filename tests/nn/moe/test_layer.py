@@ -1,0 +1,300 @@
+"""MoE layers equal loops over tokens: in one process, and trained through the engine on many ranks, to 1e-10."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, LayoutError, ScheduleError
+from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
+from colonnade.parallel.collectives import recorded
+from colonnade.testing import run_world
+from tests.nn.moe.naive import HIDDEN, Naive, Net, alone, batch
+from tests.nn.sequence.training import close, give_weights, numbers, train
+
+EXPERTS = 4
+ROUTERS: dict[str, tuple[type[TopKRouter], dict[str, Any]]] = {
+    "switch": (SwitchRouter, {"z_loss": 0.01}),
+    "top 2": (TopKRouter, {"k": 2, "z_loss": 0.1, "balance_loss": 0.3}),
+    "top 2, drops": (TopKRouter, {"k": 2, "capacity": 0.6}),
+    "switch, drops": (SwitchRouter, {"capacity": 0.8}),
+    "sigmoid, bias": (TopKRouter, {"k": 2, "score": "sigmoid", "balance_loss": 0.0, "bias_rate": 0.05}),
+    "all, not normalized": (TopKRouter, {"k": EXPERTS, "normalize": False}),
+}
+by_router = pytest.mark.parametrize("router", ROUTERS)
+
+
+def _moe(router: str, context: ParallelContext, experts: int = EXPERTS, **settings: Any) -> MoE:
+    kind, options = ROUTERS[router]
+    made = kind(HIDDEN, experts, **options, context=context)
+    return MoE(HIDDEN, experts, made, inner=settings.pop("inner", 8), context=context, **settings)
+
+
+# -- one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False}], ids=str)
+@by_router
+def test_in_one_process_it_is_a_loop_over_tokens(router, settings):
+    plain = Naive(_moe(router, alone(), **settings))
+    give_weights(plain)
+    x = numbers(7, 3, HIDDEN, seed=3).requires_grad_()
+    results = []
+    for model in (plain, _same(plain)):
+        out = model(x)
+        loss = model.loss if isinstance(model, Naive) else auxiliary_loss(model)
+        parameters = [parameter for _, parameter in sorted(model.named_parameters())]
+        grads = torch.autograd.grad((out**2).sum() + 5 * loss, [x, *parameters], allow_unused=True)
+        results.append([out, torch.as_tensor(loss), *grads])
+        if isinstance(model, Naive):
+            dropped = len(model.dropped)
+        else:
+            assert model.moe.statistics.dropped.item() == dropped
+            assert (dropped > 0) == ("drops" in router)
+            assert model.moe.statistics.assignments.sum().item() == 21 * model.moe.router.k
+    for expected, found in zip(*results, strict=True):
+        close(found, torch.zeros_like(found) if expected is None else expected, 1e-12)
+
+
+def _same(plain: Naive) -> Net:
+    model = Net(copy.deepcopy(plain.moe))
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+def test_second_derivatives_are_those_of_the_loop():
+    plain = Naive(_moe("top 2, drops", alone()))
+    give_weights(plain)
+    seconds = []
+    for model in (plain, _same(plain)):
+        x = numbers(4, HIDDEN, seed=3).requires_grad_()
+        (first,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad((first**2).sum(), x)[0])
+    close(*seconds, 1e-12)
+
+
+def test_auxiliary_losses_are_taken_once_and_not_made_in_evaluation():
+    model = nn.Sequential(_moe("switch", alone()), _moe("switch", alone()))
+    x = torch.randn(5, HIDDEN)
+    model(x)
+    each = [layer.loss for layer in model]
+    assert auxiliary_loss(model) == sum(each)
+    assert auxiliary_loss(model) == 0.0
+    model.eval()
+    model(x)
+    assert auxiliary_loss(model) == 0.0
+
+
+def test_no_tokens_at_all_give_gradients_of_zero():
+    model = _moe("top 2, drops", alone())
+    out = model(torch.randn(0, HIDDEN))
+    assert out.shape == (0, HIDDEN)
+    (out.sum() + auxiliary_loss(model)).backward()
+    assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
+
+
+def test_weights_start_the_same_whatever_the_layout():
+    torch.manual_seed(3)
+    whole = Experts(HIDDEN, 5, EXPERTS, context=alone())
+    for found in run_world(2, _started).values:
+        assert torch.equal(found["up"], whole.up[found["at"] * 2 :][:2])
+        assert torch.equal(found["down_bias"], whole.down_bias[found["at"] * 2 :][:2])
+
+
+def _started() -> dict[str, Any]:
+    with launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        torch.manual_seed(3)
+        experts = Experts(HIDDEN, 5, EXPERTS, context=gpc)
+        at = gpc.get_local_rank(ParallelMode.EXPERT)
+        return {"at": at, "up": experts.up.detach(), "down_bias": experts.down_bias.detach()}
+
+
+def test_slips_are_told():
+    with pytest.raises(ConfigError, match="k=5: a token goes to between 1 and all 4"):
+        TopKRouter(HIDDEN, 4, 5)
+    with pytest.raises(ConfigError, match="capacity=0"):
+        SwitchRouter(HIDDEN, 4, capacity=0)
+    with pytest.raises(ConfigError, match="the router knows 4 experts, but there are 8"):
+        MoE(HIDDEN, 8, SwitchRouter(HIDDEN, 4))
+
+
+def _refused() -> tuple[str, str]:
+    with (
+        launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(LayoutError) as uneven,
+    ):
+        Experts(HIDDEN, 8, 3, context=gpc)
+    config = {"parallel": {"pipeline": 2}, "schedule": {"type": "GPipe", "num_microbatches": 2}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        moe = _moe("switch", gpc)
+        with pytest.raises(ScheduleError) as lost:
+            moe(torch.randn(3, HIDDEN))
+        _, loss = moe(torch.randn(3, HIDDEN), torch.zeros(()))
+        assert loss.item() > 0
+    return str(uneven.value), str(lost.value)
+
+
+def test_experts_that_do_not_fit_and_losses_that_a_pipeline_would_lose_are_refused():
+    uneven, lost = run_world(2, _refused).values[0]
+    assert "3 experts cannot lie evenly on the 2 ranks" in uneven
+    assert "y, loss = moe(x, loss)" in lost
+
+
+# -- many ranks -------------------------------------------------------------------------------------------
+
+
+def _parts(gpc: ParallelContext) -> tuple[int, int]:
+    """(how many ranks have tokens of their own, this one's place among them)"""
+    data, at = gpc.data_parallel_size, gpc.get_local_rank(ParallelMode.DATA)
+    if not gpc.is_initialized(ParallelMode.SEQUENCE):
+        return data, at
+    size = gpc.get_world_size(ParallelMode.SEQUENCE)
+    return data * size, at * size + gpc.get_local_rank(ParallelMode.SEQUENCE)
+
+
+def _trained(
+    parallel: dict[str, Any], router: str, rows: tuple[int, ...], empty: int = 0, **settings: Any
+) -> dict[str, Any]:
+    """Three steps, ranks with other numbers of tokens each; the first `empty` experts are never chosen."""
+    with launch({"parallel": parallel, "clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
+        parts, mine = _parts(gpc)
+        model, plain = Net(_moe(router, gpc, **settings)), Naive(_moe(router, alone(), **settings))
+        for each in (model, plain):
+            each.moe.router.steps[:empty] = -1000
+
+        def run(engine: Any, step: int) -> None:
+            x, y = batch(mine, step, rows[mine])
+            squares = (engine(x) - y) ** 2
+            # (sum, count): the auxiliary loss is a mean, so it counts once for every element.
+            engine.backward((squares.sum() + auxiliary_loss(model) * squares.numel(), squares.numel()))
+            outputs.append(model.moe.statistics.dropped)
+
+        def loss_of(plain: Naive, step: int) -> Tensor:
+            batches = [batch(part, step, rows[part]) for part in range(parts)]
+            x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+            loss = F.mse_loss(plain(x), y) + plain.loss
+            dropped.append(len(plain.dropped))
+            return loss
+
+        outputs: list[Tensor] = []
+        dropped: list[int] = []
+        engine = train(gpc, model, plain, run, loss_of, after=balance_experts)
+        assert torch.equal(model.moe.router.steps, plain.moe.router.steps)
+        rows_of = {row.parameter: row for row in engine.ledger().rows}
+        return {
+            "mine": [value.item() for value in outputs],
+            "plain": dropped,
+            "handler": rows_of["moe.experts.up"].done_by if "moe.experts.up" in rows_of else None,
+            "shape": tuple(model.moe.experts.up.shape),
+        }
+
+
+@by_router
+def test_experts_on_two_of_two_ranks_equal_one_process(router):
+    """Experts, router, drops by the order of the joined batch, auxiliary losses of the joined batch, bias."""
+    found = run_world(2, _trained, {"expert": 2}, router, (5, 3)).values
+    assert found[0]["shape"] == (2, HIDDEN, 8)
+    assert found[0]["handler"] == "MoeGradientHandler"
+    for step, dropped in enumerate(found[0]["plain"]):
+        assert sum(rank["mine"][step] for rank in found) == dropped
+        assert (dropped > 0) == ("drops" in router)
+
+
+@pytest.mark.parametrize(
+    ("size", "router", "rows"),
+    [
+        (2, "top 2", (2, 5, 1, 4)),
+        (4, "top 2, drops", (3, 2, 4, 1)),
+        pytest.param(4, "switch", (1, 2, 3, 1), marks=pytest.mark.slow),
+        pytest.param(2, "switch, drops", (3, 2, 4, 1), marks=pytest.mark.slow),
+        pytest.param(4, "sigmoid, bias", (3, 2, 4, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_experts_inside_four_data_ranks_equal_one_process(size, router, rows):
+    """With expert 2 the twins' gradients are summed over 2 ranks and divided by all that sent tokens."""
+    assert run_world(4, _trained, {"expert": size}, router, rows).values[0]["shape"][0] == EXPERTS // size
+
+
+@pytest.mark.parametrize("empty", [1, 2])
+def test_experts_without_a_token_and_ranks_without_one(empty):
+    """Expert 0, or both experts of rank 0, never get a token; rank 1 has none to send."""
+    run_world(2, _trained, {"expert": 2}, "sigmoid, bias", (4, 0), empty)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False}, {"inner": 7}], ids=str)
+def test_experts_split_over_tensor_too(settings):
+    shape = run_world(2, _trained, {"tensor": {"size": 2, "mode": "1d"}}, "top 2", (4,), **settings).values[0]["shape"]
+    assert shape == (EXPERTS, HIDDEN, 4)
+
+
+def test_an_expert_group_across_tensor_ranks_shares_the_tokens_among_them():
+    parallel = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "over": "data*tensor"}}
+    found = run_world(2, _trained, parallel, "top 2, drops", (4,)).values
+    assert found[0]["shape"] == (2, HIDDEN, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["top 2", "top 2, drops"])
+@pytest.mark.parametrize(
+    ("parallel", "rows", "shape"),
+    [
+        ({"tensor": {"size": 2, "mode": "1d"}, "expert": 2}, (3, 2, 4, 1), (2, HIDDEN, 4)),
+        ({"tensor": {"size": 4, "mode": "1d"}, "expert": {"size": 2, "over": "data*tensor"}}, (3, 2), (2, HIDDEN, 8)),
+        ({"sequence": 2, "expert": 2, "tensor": {"size": 2, "mode": "1d"}}, (3, 1, 2, 4), (2, HIDDEN, 4)),
+    ],
+    ids=str,
+)
+def test_expert_by_tensor_by_data_on_eight_ranks(parallel, rows, shape, router):
+    assert run_world(8, _trained, parallel, router, rows, timeout=100).values[0]["shape"] == shape
+
+
+def _waits() -> list[str]:
+    with launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        moe = _moe("top 2, drops", gpc)
+        with recorded() as calls:
+            out = moe(torch.randn(4, HIDDEN, requires_grad=True))
+            (out.sum() + auxiliary_loss(moe)).backward()
+        return [f"{call.op} {call.mode.name}" for call in calls]
+
+
+def test_what_is_sent():
+    """Counts for the capacity, sums for the losses, one exchange of sizes; rows there and back; and backward."""
+    forward = ["all_gather DATA", "all_reduce DATA", *["all_to_all EXPERT"] * 3]
+    backward = ["all_to_all EXPERT", "all_to_all EXPERT", "all_reduce DATA"]
+    for calls in run_world(2, _waits).values:
+        assert calls[:5] == forward
+        assert sorted(calls[5:]) == sorted(backward)
+
+
+def _over_the_rank() -> tuple[float, float]:
+    with launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        settings = {"k": 2, "over": "rank", "capacity": 0.6, "context": gpc}
+        x, _ = batch(gpc.get_global_rank(), 0)
+        routers = [
+            TopKRouter(HIDDEN, EXPERTS, **settings),
+            TopKRouter(HIDDEN, EXPERTS, **{**settings, "context": None}),
+        ]
+        routings = []
+        for router in routers:
+            give_weights(router.double())
+            with recorded() as calls:
+                routings.append(router(x.flatten(0, 1)))
+            assert calls == []
+        assert torch.equal(routings[0].limits, routings[1].limits)
+        routers[0].over = "batch"
+        return routings[0].loss.item(), routers[0](x.flatten(0, 1)).loss.item()
+
+
+def test_a_mean_of_ranks_losses_is_not_the_loss_of_the_joined_batch():
+    """over="rank" needs no communication and is each rank's own loss; over="batch" is the same on all, and another."""
+    (own, joined), (other, same) = run_world(2, _over_the_rank).values
+    assert joined == same
+    assert abs((own + other) / 2 - joined) > 1e-4 * joined

@@ -1,0 +1,109 @@
+"""Ring and Ulysses attention equal torch's own attention in one process, with gradients, for any split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import LayoutError
+from colonnade.nn.sequence import Parts, gather_sequence, ring_attention, ulysses_attention
+from colonnade.parallel.collectives import recorded
+from colonnade.testing import run_world
+from tests.nn.sequence.training import close, numbers
+
+RTOL = 1e-12
+ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+def _inputs(length: int, kv_heads: int) -> list[Tensor]:
+    heads = (4, kv_heads, kv_heads)
+    return [numbers(2, each, length, 3, seed=at).requires_grad_() for at, each in enumerate(heads)]
+
+
+def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext, kv_heads: int = 4, **more: Any):
+    parts = Parts(split, more.get("balanced", False))
+    mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
+    whole = _inputs(sum(split), kv_heads)
+    weight = numbers(2, 4, sum(split), 3, seed=7)
+    truth = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=kv_heads != 4)
+    grads = torch.autograd.grad(truth, whole, weight)
+    local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
+    out = ATTENTION[kind](*local, causal=causal, context=gpc, **more)
+    close(out, truth[:, :, mine], RTOL)
+    for found, expected in zip(torch.autograd.grad(out, local, weight[:, :, mine]), grads, strict=True):
+        close(found, expected[:, :, mine], RTOL)
+    close(gather_sequence(out, 2, lengths=split, balanced=parts.balanced, context=gpc), truth, RTOL)
+
+
+def _all_cases(kind: str, size: int) -> None:
+    with launch({"parallel": {"sequence": size}}, context=ParallelContext(), verbose=False) as gpc:
+        uneven = (5, 1, 0, 3)[:size] if kind == "ring" else (5, 1, 2, 3)[:size]
+        for causal in (False, True):
+            for lengths in ((4,) * size, uneven):
+                _case(kind, causal, lengths, gpc)
+                _case(kind, causal, lengths, gpc, lengths=lengths)
+            if kind == "ring":
+                _case(kind, causal, (4,) * size, gpc, kv_heads=2)
+                for total in (4 * size, 4 * size + 3):
+                    _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_outputs_and_gradients_equal_one_process(kind, size):
+    run_world(size, _all_cases, kind, size)
+
+
+def test_in_one_process_they_are_plain_attention():
+    q, k, v = _inputs(6, 2)
+    truth = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for attention in ATTENTION.values():
+        close(attention(q, k, v, causal=True), truth, RTOL)
+
+
+def _refusals() -> list[str]:
+    said = []
+    with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        three = torch.zeros(1, 3, 4, 2)
+        for call in (
+            lambda: ulysses_attention(three, three, three, context=gpc),
+            lambda: ring_attention(three, three[:, :2], three[:, :2], context=gpc),
+            lambda: ring_attention(three, three[:, :, :2], three[:, :, :2], context=gpc),
+            lambda: ring_attention(three, three, three, lengths=[3, 4, 4], context=gpc),
+        ):
+            with pytest.raises(LayoutError) as error:
+                call()
+            said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent():
+    heads, divisor, keys, lengths = run_world(2, _refusals).values[0]
+    assert "3 heads, which 2 ranks cannot share" in heads
+    assert "as many heads as q or a divisor" in divisor
+    assert "as many keys as queries" in keys
+    assert "lengths=[3, 4, 4]" in lengths
+
+
+def _memory() -> tuple[int, int]:
+    """(elements saved for backward, the longest tensor among them)"""
+    with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        q, k, v = (torch.randn(1, 1, 64, 4, requires_grad=True) for _ in range(3))
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), recorded() as calls:
+            ring_attention(q, k, v, causal=True, lengths=[64, 64], context=gpc)
+        assert calls == []
+        return sum(tensor.numel() for tensor in saved), max(tensor.numel() for tensor in saved)
+
+
+def test_what_is_kept_for_backward_grows_with_the_part_and_not_with_the_sequence():
+    kept, largest = run_world(2, _memory).values[0]
+    assert largest == 64 * 4
+    assert kept == 4 * 64 * 4 + 64  # q, k, v, the output, and one number for each query

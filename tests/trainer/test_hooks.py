@@ -1,0 +1,161 @@
+"""The life cycle of hooks: order, priorities, configs, and what happens when one raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colonnade.errors import ConfigError, RegistryError
+from colonnade.registry import HOOKS
+from colonnade.testing import run_world
+from colonnade.trainer import BaseHook, HookError, Trainer
+from colonnade.trainer._hooks import POINTS, build_hook
+from colonnade.trainer.hooks import LossHook, LRSchedulerHook
+from tests.trainer.runs import PIPELINE, cut, make_trainer
+
+HEARD: list[str] = []
+
+
+class Listener(BaseHook):
+    """Writes down when it is called."""
+
+    def __init__(self, name: str, priority: int = 10) -> None:
+        super().__init__(priority)
+        self.name = name
+
+    def close(self) -> None:
+        HEARD.append(f"{self.name} close")
+
+
+def _heard(point: str) -> Any:
+    return lambda self, trainer, *args: HEARD.append(f"{self.name} {point}")
+
+
+for _point in POINTS:
+    setattr(Listener, _point, _heard(_point))
+
+
+class Failing(BaseHook):
+    """Raises at one point on one rank."""
+
+    def __init__(self, point: str, rank: int, step: int = 2) -> None:
+        super().__init__()
+        setattr(self, point, self._fail)
+        self._rank, self._step = rank, step
+        self.closed = False
+
+    def _fail(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.context.get_global_rank() == self._rank and trainer.cur_step >= self._step:
+            raise ValueError("out of coffee")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def order() -> list[str]:
+    HEARD.clear()
+    trainer = make_trainer({})
+    batches = cut(range(8), 8)
+    hooks = [Listener("late", 20), Listener("first", -1), Listener("tie a"), Listener("tie b")]
+    trainer.fit(batches, epochs=1, test_dataloader=batches[:1], hooks=hooks)
+    assert [hook.name for hook in trainer.hooks] == ["first", "tie a", "tie b", "late"]  # type: ignore[attr-defined]
+    return list(HEARD)
+
+
+def test_hooks_are_called_in_the_order_of_their_priority_along_the_life_cycle():
+    heard = run_world(1, order).values[0]
+    life = [entry.removeprefix("first ") for entry in heard if entry.startswith("first ")]
+    assert life == [
+        "after_hook_is_attached",
+        "before_train",
+        "before_train_epoch",
+        "before_train_iter",
+        "after_train_iter",
+        "on_record",
+        "before_train_iter",
+        "after_train_iter",
+        "on_record",
+        "after_train_epoch",
+        "before_test",
+        "before_test_epoch",
+        "before_test_iter",
+        "after_test_iter",
+        "after_test_epoch",
+        "after_test",
+        "after_train",
+        "close",
+    ]
+    at_start = [entry.rpartition(" ")[0] for entry in heard if entry.endswith("before_train")]
+    assert at_start == ["first", "tie a", "tie b", "late"]
+
+
+def failing(config: dict[str, Any], point: str, rank: int, step: int) -> dict[str, Any]:
+    HEARD.clear()
+    trainer = make_trainer(config)
+    batches = cut(range(24), 24)
+    hook = Failing(point, rank, step)
+    loss = LossHook()
+    try:
+        trainer.fit(batches, epochs=2, test_dataloader=batches[:1], hooks=[hook, Listener("other"), loss])
+    except HookError as error:
+        told = str(error)
+    assert hook.closed
+    loss.state_dict()  # collective, and intact: the ranks still move together
+    return {"told": told, "heard": HEARD[-2:], "step": trainer.cur_step}
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before_train_iter",
+        "after_train_iter",
+        "on_record",
+        *[
+            pytest.param(point, marks=pytest.mark.slow)
+            for point in ("before_train", "before_train_epoch", "after_train_epoch", "after_test_iter")
+        ],
+    ],
+)
+def test_the_error_of_a_hook_is_raised_on_every_rank(point):
+    step = 0 if point in ("before_train", "before_train_epoch") else 2
+    for rank, found in enumerate(run_world(2, failing, {}, point, 1, step).values):
+        assert f"hook Failing failed in {point}" in found["told"]
+        assert "ValueError: out of coffee" in found["told"]
+        assert ("on rank 1" in found["told"]) == (rank == 0)
+        assert found["heard"] == ["other after_train", "other close"]
+
+
+def test_the_error_of_a_hook_of_one_stage_reaches_the_other():
+    for found in run_world(2, failing, PIPELINE, "after_train_iter", 0, 2).values:
+        assert "hook Failing failed in after_train_iter" in found["told"]
+        assert found["step"] == 2
+
+
+def test_an_error_when_hooks_are_attached_begins_nothing():
+    for found in run_world(2, failing, {}, "after_hook_is_attached", 0, 0).values:
+        assert "hook Failing failed in after_hook_is_attached" in found["told"]
+        assert found["heard"] == ["other after_hook_is_attached", "other close"]
+        assert found["step"] == 0
+
+
+def test_hooks_come_from_configs():
+    hook = build_hook({"type": "LossHook", "priority": 3})
+    assert isinstance(hook, LossHook)
+    assert hook.priority == 3
+    with pytest.raises(RegistryError, match="Did you mean 'LossHook'"):
+        build_hook({"type": "LosHook"})
+    with pytest.raises(ConfigError, match="LRSchedulerHook could not be built"):
+        build_hook({"type": "LRSchedulerHook"})
+    with pytest.raises(ConfigError, match="dict"):
+        build_hook({"priority": 3})
+    with pytest.raises(ConfigError, match="inherits BaseHook"):
+        build_hook(LRSchedulerHook)  # type: ignore[arg-type]
+
+
+def test_every_built_in_hook_is_registered_under_its_name():
+    from colonnade.trainer import hooks
+
+    bases = {"BaseHook", "LogByEpochHook"}
+    for name in set(hooks.__all__) - bases:
+        assert HOOKS.get_module(name) is getattr(hooks, name)

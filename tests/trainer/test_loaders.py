@@ -1,0 +1,160 @@
+"""Loaders that differ from rank to rank: handled, or one clear error on every rank, and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.testing import compare, gather_weights, run_world
+from colonnade.trainer import Trainer, TrainerError
+from colonnade.trainer._lengths import Lengths, read_lengths
+from colonnade.trainer.hooks import LossHook, LRSchedulerHook
+from tests.trainer.runs import PIPELINE, cut, make_trainer, model
+
+COUNT = 32
+
+
+class Unsized:
+    """Batches of unknown number."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class Lying(Unsized):
+    """Says that it has more than it gives."""
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Breaking(Lying):
+    """Fails after a few batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._batches[:2]
+        raise OSError("the disk is gone")
+
+
+def shares(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Five batches on rank 0, three on rank 1."""
+    return cut(range(20), COUNT) if rank == 0 else cut(range(20, COUNT), COUNT)
+
+
+def shorter(config: dict[str, Any], kind: str) -> Any:
+    trainer = make_trainer(config, lr=0.1)
+    batches: Any = shares(trainer.context.get_local_rank(ParallelMode.DATA))
+    batches = Unsized(batches) if kind == "unsized" else batches
+    scheduler = torch.optim.lr_scheduler.StepLR(trainer.engine.optimizer, 2, 0.5)
+    trainer.fit(batches, epochs=2, hooks=[LRSchedulerHook(scheduler, by_epoch=False)])
+    return gather_weights(trainer.engine.model, trainer.context), trainer.cur_step, scheduler.last_epoch
+
+
+def truth() -> dict[str, Tensor]:
+    """One process: the mean of the batches that there are at each step."""
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(2):
+        for step in range(5):
+            optimizer.zero_grad()
+            there = [shares(rank)[step] for rank in (0, 1) if step < len(shares(rank))]
+            (sum(F.cross_entropy(plain(x), y) for x, y in there) / len(there)).backward()
+            optimizer.step()
+            scheduler.step()
+    return {name: value.detach() for name, value in plain.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "kind"),
+    [(2, {}, "sized"), (2, {}, "unsized"), pytest.param(4, PIPELINE, "sized", marks=pytest.mark.slow)],
+)
+def test_a_shorter_loader_on_one_rank_is_trained_to_its_end(ranks, config, kind):
+    for weights, steps, scheduled in run_world(ranks, shorter, config, kind).values:
+        compare(truth(), weights, 1e-10)
+        assert (steps, scheduled) == (10, 10)
+
+
+def refused(config: dict[str, Any], kind: str) -> str:
+    trainer = make_trainer(config, lr=0.1)
+    mine: Any = cut(range(20), COUNT)
+    if trainer.context.get_global_rank() == 1:
+        mine = {"short": mine[:3], "lying": Lying(mine[:3]), "breaking": Breaking(mine), "unsized": Unsized(mine[:3])}[kind]
+    elif kind == "unsized":
+        mine = Unsized(mine)
+    try:
+        trainer.fit(mine, epochs=2, hooks=[LossHook()])
+    except (ConfigError, TrainerError) as error:
+        return f"{type(error).__name__} after {trainer.cur_step}: {error}"
+    return f"trained {trainer.cur_step} steps"
+
+
+TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "told"),
+    [
+        (PIPELINE, "short", "ConfigError after 0"),
+        (TENSOR, "short", "ConfigError after 0"),
+        (PIPELINE, "unsized", "TrainerError after 3"),
+        (PIPELINE, "breaking", "TrainerError after 2"),
+        ({}, "breaking", "TrainerError after 2"),
+        ({}, "lying", "TrainerError after 3"),
+    ],
+)
+def test_what_cannot_work_is_an_error_on_every_rank(config, kind, told):
+    values = run_world(2, refused, config, kind).values
+    assert all(value.startswith(told) for value in values), values
+    if kind == "breaking":
+        assert all("OSError: the disk is gone" in value for value in values)
+    if kind == "short":
+        assert all("5 and 3 batches" in value for value in values)
+
+
+def broken_test() -> str:
+    trainer = make_trainer({})
+    mine: Any = cut(range(20), COUNT)
+    try:
+        trainer.evaluate(Breaking(mine) if trainer.context.get_global_rank() == 1 else mine)
+    except TrainerError as error:
+        return str(error)
+    return ""
+
+
+def test_a_test_loader_that_fails_on_one_rank_is_an_error_on_every_rank():
+    assert all("OSError: the disk is gone" in told for told in run_world(2, broken_test).values)
+
+
+def test_lengths_speak_of_ranks():
+    assert read_lengths([1, 2], ParallelContext()) == Lengths((2,))
+    assert not read_lengths(Unsized([]), ParallelContext()).known
+    assert str(Lengths((5, 3))) == "rank 0 has 5, rank 1 has 3"
+    with pytest.raises(ConfigError, match="no batches"):
+        read_lengths([], ParallelContext())
+
+
+def test_fit_without_an_end_is_refused():
+    assert run_world(1, _limits).ok
+
+
+def _limits() -> None:
+    trainer = make_trainer({})
+    for arguments, told in (({}, "epochs= or max_steps="), ({"epochs": 0}, "from 1 on"), ({"max_steps": True}, "from 1 on")):
+        with pytest.raises(ConfigError, match=told):
+            trainer.fit(cut(range(8), 8), **arguments)
+    with pytest.raises(ConfigError, match="no batches"):
+        trainer.fit(Unsized([]), max_steps=3)
+    with pytest.raises(ConfigError, match="engine"):
+        Trainer(trainer)  # type: ignore[arg-type]

@@ -1,0 +1,169 @@
+"""Loss and metrics over uneven data are those of one process on all samples, on any number of ranks and in a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ConfigError
+from colonnade.testing import run_world
+from colonnade.trainer.hooks import AccuracyHook, LossHook, MetricHook
+from colonnade.trainer.metrics import StatefulMetric
+from tests.trainer.runs import PIPELINE, cut, make_trainer, model, samples, uneven
+
+COUNT = 23
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "data 2": (2, {}),
+    "pipeline 2": (2, PIPELINE),
+    "data 2 x pipeline 2": (4, PIPELINE),
+    "data 4": (4, {}),
+}
+
+
+class Margin:
+    """Sums, a maximum and everything it has seen, in the manner of torchmetrics but without it."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.count = torch.zeros((), dtype=torch.float64), 0
+        self.top = torch.full((), -torch.inf, dtype=torch.float64)
+        self.seen: list[Tensor] = []
+
+    def update(self, output: Tensor, label: Tensor) -> None:
+        best = output.softmax(-1).gather(1, label[:, None]).flatten()
+        self.total, self.count = self.total + best.sum(), self.count + len(best)
+        self.top = torch.maximum(self.top, best.max())
+        self.seen.append(best)
+
+    def compute(self) -> float:
+        return float(self.total / self.count + 10 * self.top + 100 * torch.cat(self.seen).median())
+
+
+STATES = {"total": "sum", "count": "sum", "top": "max", "seen": "cat"}
+
+
+def counted(output: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """A criterion that counts some labels only."""
+    counts = label != 0
+    return (F.cross_entropy(output, label, reduction="none") * counts).sum(), counts.sum()
+
+
+def measure(config: dict[str, Any], criterion: str, accumulation: int = 1) -> dict[str, Any]:
+    trainer = make_trainer({**config, "gradient_accumulation": accumulation}, globals().get(criterion, F.cross_entropy))
+    batches = uneven(trainer.context, COUNT)
+    hooks = [LossHook(), AccuracyHook(), MetricHook(Margin, states=STATES)]
+    trainer.fit(batches, epochs=2, hooks=hooks, test_dataloader=batches)
+    found = {
+        f"{kind} {name}": metric.get_accumulated_value()
+        for kind in ("train", "test")
+        for name, metric in trainer.states["metrics"][kind].items()
+    }
+    again = trainer.evaluate(batches)
+    assert again == {name.removeprefix("test "): value for name, value in found.items() if name.startswith("test ")}
+    return {**found, "steps": trainer.cur_step, "lengths": len(batches)}
+
+
+def truth(criterion: str) -> dict[str, float]:
+    x, y = samples(COUNT)
+    output = model()(x).detach()
+    margin = Margin()
+    margin.update(output, y)
+    total, count = counted(output, y)
+    return {
+        "Loss": float(total / count if criterion == "counted" else F.cross_entropy(output, y)),
+        "Accuracy": float((output.argmax(-1) == y).double().mean()),
+        "Margin": margin.compute(),
+    }
+
+
+@pytest.mark.parametrize("criterion", ["mean", "counted"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "4" in n or "x" in n else ()) for n in LAYOUTS])
+def test_metrics_are_those_of_one_process(name, criterion):
+    if criterion == "counted" and "pipeline" in name:
+        pytest.skip("an evaluation of a pipeline does not know the counts; see below")
+    ranks, config = LAYOUTS[name]
+    expected = truth(criterion)
+    found = run_world(ranks, measure, config, criterion).values
+    if ranks > 1 and name != "pipeline 2":
+        assert len({values["lengths"] for values in found}) > 1  # the data is uneven
+    for values in found:
+        for kind in ("train", "test"):
+            for metric, value in expected.items():
+                assert values[f"{kind} {metric}"] == pytest.approx(value, rel=1e-12), (kind, metric)
+    assert len({values["steps"] for values in found}) == 1
+
+
+def test_accumulation_over_uneven_data_counts_every_sample():
+    expected = truth("mean")
+    for values in run_world(2, measure, {}, "mean", accumulation=2).values:
+        assert values["train Loss"] == pytest.approx(expected["Loss"], rel=1e-12)
+        assert values["steps"] == 2 * -(-max(4, values["lengths"]) // 2)
+
+
+def pipeline_counts() -> tuple[float, str, float]:
+    trainer = make_trainer(PIPELINE, counted)
+    batches = cut(range(COUNT - 3), COUNT)
+    trainer.fit(batches, epochs=1, hooks=[LossHook()])
+    loss = trainer.states["metrics"]["train"]["Loss"].get_accumulated_value()
+    try:
+        trainer.evaluate(batches)
+    except Exception as error:
+        told = str(error)
+    weighed = trainer.evaluate(batches, hooks=[LossHook(weight=lambda label: (label != 0).sum())])
+    return loss, told, weighed["Loss"]
+
+
+def test_counts_of_a_pipeline_weigh_in_training_and_are_asked_for_in_an_evaluation():
+    x, y = (part[: COUNT - 3] for part in samples(COUNT))
+    total, count = counted(model()(x), y)
+    for loss, told, weighed in run_world(2, pipeline_counts).values:
+        assert loss == pytest.approx(float(total / count), rel=1e-12)
+        assert "LossHook(weight=)" in told
+        assert weighed == pytest.approx(float(total / count), rel=1e-12)
+
+
+def test_a_metric_that_says_nothing_of_its_state_is_refused_on_several_ranks():
+    told = [outcome.message for outcome in run_world(2, _silent_metric, check=False).outcomes]
+    assert all("Pass states=" in text and "MetricHook" in text for text in told)
+
+
+def _silent_metric() -> None:
+    trainer = make_trainer({})
+    trainer.fit(cut(range(8), 8), epochs=1, hooks=[MetricHook(Margin)])
+
+
+class OfTorchmetrics(Margin):
+    """What torchmetrics' own metrics say of themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sync_on_compute = self._to_sync = True
+        self._computed = None
+        self._reductions = {name: _named(f"dim_zero_{how}") for name, how in STATES.items()}
+
+
+def _named(name: str) -> Any:
+    def reduction() -> None: ...
+
+    reduction.__name__ = name
+    return reduction
+
+
+def test_what_torchmetrics_says_of_its_states_is_read():
+    metric = OfTorchmetrics()
+    stateful = StatefulMetric(metric, ParallelContext())
+    assert stateful._states == STATES
+    assert not metric._to_sync
+    metric._reductions["total"] = _named("dim_zero_mean")
+    with pytest.raises(ConfigError, match="mean"):
+        StatefulMetric(metric, ParallelContext())

@@ -1,0 +1,188 @@
+"""A run that is killed and resumed in the middle of an epoch gives the weights of one that was not, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from colonnade.testing import run_world
+from colonnade.trainer import BaseHook, StepRecord, Trainer
+from colonnade.trainer.hooks import (
+    AccuracyHook,
+    CsvHook,
+    EarlyStopHook,
+    JsonlHook,
+    LoadCheckpointHook,
+    LossHook,
+    LRSchedulerHook,
+    SaveCheckpointHook,
+    StopOnSignal,
+)
+from colonnade.utils import get_dataloader
+from tests.trainer.runs import PIPELINE, dataset, make_trainer
+
+COUNT, STEPS = 40, 14
+"""In batches of 4 on two ranks: 5 steps an epoch; on one rank 10."""
+
+
+class Kill(BaseHook):
+    """Sends a signal to this process when a step has been made."""
+
+    def __init__(self, step: int, number: int, rank: int = 0) -> None:
+        super().__init__(priority=500)
+        self._step, self._number, self._rank = step, number, rank
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if trainer.cur_step == self._step and trainer.context.get_global_rank() == self._rank:
+            os.kill(os.getpid(), self._number)
+
+
+class Steps(BaseHook):
+    """Remembers which steps have been told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        self.told.append(record.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": self.told}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told = state["told"]
+
+
+def loader_of(kind: str, trainer: Trainer) -> Any:
+    data = dataset(COUNT)
+    if kind == "plain":  # shuffles by torch's own random stream
+        return DataLoader(data, batch_size=4, shuffle=True)
+    if kind == "workers":
+        return get_dataloader(data, True, context=trainer.context, batch_size=4, num_workers=2)
+    return get_dataloader(data, True, context=trainer.context, batch_size=4)
+
+
+def train(folder: Path, config: dict[str, Any], kind: str, save: int, kill: tuple[int, int, int] | None) -> Any:
+    """Train with everything that has a state; save into `folder` and go on from what is there."""
+    config = {"clip_grad_norm": 0.1, **config}
+    trainer = make_trainer(config, lr=0.05, dropout=0.3, optimizer=torch.optim.AdamW)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.engine.optimizer, STEPS)
+    steps = Steps()
+    hooks = [
+        LoadCheckpointHook(folder / "steps"),
+        steps,
+        LossHook(),
+        AccuracyHook(),
+        LRSchedulerHook(scheduler, by_epoch=False),
+        EarlyStopHook(patience=50),
+        JsonlHook(folder / "log.jsonl"),
+        CsvHook(folder / "log.csv"),
+        SaveCheckpointHook(save, folder / "steps", save_by_iter=True, background=kind == "background"),
+        StopOnSignal(),
+        *([Kill(*kill)] if kill else []),
+    ]
+    loader = loader_of(kind, trainer)
+    trainer.fit(loader, epochs=9, max_steps=STEPS, test_dataloader=loader_of("test", trainer), hooks=hooks)
+    metrics = {
+        f"{part} {name}": metric.get_accumulated_value()
+        for part in ("train", "test")
+        for name, metric in trainer.states["metrics"][part].items()
+    }
+    weights = {name: value.detach().clone() for name, value in trainer.engine.model.state_dict().items()}
+    return weights, metrics, steps.told, trainer.cur_epoch
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0].keys() == other[0].keys()
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+    assert one[1] == pytest.approx(other[1], rel=1e-12)
+    assert one[2:] == other[2:]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+CASES: dict[str, tuple[int, dict[str, Any], str, int, int]] = {
+    # name: (ranks, config, loader, saved every, killed after)
+    "one": (1, {}, "ours", 2, 5),
+    "one, plain loader": (1, {}, "plain", 3, 11),
+    "one, at the end of an epoch": (1, {}, "ours", 5, 12),
+    "one, background": (1, {}, "background", 2, 7),
+    "one, accumulation": (1, {"gradient_accumulation": 2}, "plain", 3, 4),
+    "data 2": (2, {}, "ours", 2, 5),
+    "data 2, workers": (2, {}, "workers", 3, 8),
+    "pipeline 2": (2, PIPELINE, "ours", 4, 6),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("one", "data 2") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_a_killed_run_resumes_to_the_bit(tmp_path, name):
+    ranks, config, kind, save, kill = CASES[name]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    through = run_world(ranks, train, whole, config, kind, save, None).values
+    dead = run_world(ranks, train, broken, config, kind, save, (kill, signal.SIGKILL, ranks - 1), check=False)
+    assert not dead.ok
+    again = run_world(ranks, train, broken, config, kind, save, None).values
+    for one, other in zip(through, again, strict=True):
+        assert_same(one, other)
+    assert through[0][2] == list(range(1, STEPS + 1))
+    for one, other in zip(steps_of(whole), steps_of(broken), strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+    rows = [line.split(",") for line in (broken / "log.csv").read_text().splitlines()]
+    assert [row[0] for row in rows] == ["step", *map(str, range(1, STEPS + 1))]
+
+
+def test_lines_of_an_epoch_are_there_once(tmp_path):
+    run_world(1, train, tmp_path, {}, "ours", 10, (13, signal.SIGKILL, 0), check=False)
+    before = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(before + '{"kind": "step", "st')  # a line that was being written
+    run_world(1, train, tmp_path, {}, "ours", 10, None)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["epoch"]) for line in lines if line["kind"] != "step"] == [
+        ("train", 0),
+        ("test", 0),
+        ("train", 1),
+        ("test", 1),
+    ]
+    assert [line["step"] for line in steps_of(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_begins_anew_puts_an_older_file_aside(tmp_path):
+    (tmp_path / "log.jsonl").write_text("older\n")
+    run_world(1, train, tmp_path, {}, "ours", 50, None)
+    assert (tmp_path / "log.jsonl.1").read_text() == "older\n"
+    assert len(steps_of(tmp_path)) == STEPS
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):
+    run_world(2, train, tmp_path, {}, "ours", 3, (4, signal.SIGKILL, 0), check=False)
+    weights, _, told, _ = run_world(1, train, tmp_path, {}, "ours", 3, None).values[0]
+    assert told == list(range(1, STEPS + 1))
+    # Saved after 24 of 40 samples: 4 steps of 4 are left of the epoch, not 2 of 8.
+    assert [line["epoch"] for line in steps_of(tmp_path)] == [0] * 3 + [0] * 4 + [1] * 7
+    assert sum(line["samples"] for line in steps_of(tmp_path) if line["epoch"] == 0) == COUNT
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_ends_a_run_in_order_and_it_resumes_to_the_bit(tmp_path, ranks):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    through = run_world(ranks, train, whole, {}, "ours", 50, None).values
+    stopped = run_world(ranks, train, broken, {}, "ours", 50, (6, signal.SIGTERM, ranks - 1), check=False)
+    assert [(outcome.type, outcome.message) for outcome in stopped.outcomes] == [("SystemExit", "75")] * ranks
+    assert [line["step"] for line in steps_of(broken)] == list(range(1, 8))  # the step after the signal, and no more
+    assert [folder.name for folder in (broken / "steps").glob("step-*")] == ["step-00000007"]
+    for one, other in zip(through, run_world(ranks, train, broken, {}, "ours", 50, None).values, strict=True):
+        assert_same(one, other)
