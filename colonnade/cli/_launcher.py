@@ -50,7 +50,6 @@ def launch(job: Job) -> int:
             run_id=_run_id(job),
             max_restarts=job.max_restarts,
             monitor_interval=_POLL_SECONDS,
-            shutdown_timeout=job.grace,
             logs_specs=logs,
             **_rendezvous(job, Path(meeting) / "store"),
         )
@@ -171,6 +170,7 @@ def _set_defaults(job: Job, nproc: int) -> None:
     """Set, in this process whose environment the ranks inherit, what a job on shared cores wants."""
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.grace)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     if job.nnodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -52,6 +52,15 @@ class Precision:
         for module in model if isinstance(model, nn.ModuleList) else [model]:
             module.forward = _autocast(module.forward, device.type, self.dtype)
 
+    def around(self, criterion: Any, device: torch.device) -> Any:
+        """The criterion under the same rule, which takes most losses in fp32 whatever the model's output is."""
+        if self.dtype is None or criterion is None:
+            return criterion
+        if isinstance(criterion, nn.Module):
+            criterion.forward = _autocast(criterion.forward, device.type, self.dtype)
+            return criterion
+        return _autocast(criterion, device.type, self.dtype)
+
     def build_scaler(self, device: torch.device) -> LossScaler | None:
         """The loss scaler of fp16; bf16 has the range of fp32 and needs none."""
         return LossScaler(device, **_scaler_options(self.scaler)) if self.scaler is not None else None
