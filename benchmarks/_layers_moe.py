@@ -1,7 +1,6 @@
-"""What our MoE layer costs: forward and backward over the same written by hand with torch's all_to_all_single.
+"""The case `moe` of layers.py: our MoE layer, and the same written by hand with torch's all_to_all_single.
 
-Two ranks, eight experts, top 2 without drops. `ratio(rounds)` is our time over the other's in the same run, medians of
-turns that alternate.
+Two ranks, eight experts, top 2 without drops; forward and backward.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import interleave
-from _worlds import World
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,22 +98,3 @@ def _timer(layer: nn.Module) -> Callable[[str], float]:
         return time.perf_counter() - begin
 
     return answer
-
-
-def ratio(rounds: int = 40) -> float:
-    """Our time over the hand-written layer's."""
-    worlds = {"ours": World(RANKS, ours), "by hand": World(RANKS, by_hand)}
-    turns = {name: _turn(world.ready()) for name, world in worlds.items()}
-    interleave(turns, 6)
-    medians = interleave(turns, rounds)
-    for world in worlds.values():
-        world.close()
-    return medians["ours"] / medians["by hand"]
-
-
-def _turn(world: World) -> Callable[[], float]:
-    return lambda: max(world.ask("step"))
-
-
-if __name__ == "__main__":
-    print(f"moe {ratio():.3f}, goal <= {GOAL}")

@@ -73,9 +73,16 @@ def _passes(model: nn.Module) -> Callable[[str], float]:
     return step
 
 
+def moe() -> Contest:
+    """Experts over two ranks; theirs is written by hand with all_to_all_single."""
+    import _layers_moe
+
+    return _layers_moe.RANKS, _layers_moe.ours, _layers_moe.by_hand, _layers_moe.GOAL
+
+
 def contests() -> dict[str, Callable[[], Contest]]:
     """Every case by name."""
-    return {"linear1d": linear1d}
+    return {"linear1d": linear1d, "moe": moe}
 
 
 def measure(contest: Contest, rounds: int) -> float:

@@ -7,7 +7,7 @@ this rank alone, and `locate` at what all ranks have said of their sizes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.demand import holding
 from colonnade.parallel.dtensor import effective_placement, local_part
-from colonnade.parallel.placement import Placement, is_dtensor, logical_shape
+from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, placement_of
 
 EXTRA_STATE = "_extra_state"
 Sizes = Mapping[str, Mapping[str, Sequence[int]]]
@@ -30,7 +30,8 @@ class Piece:
     """One tensor of this rank's model, under all the names it has here.
 
     `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
-    the whole. `parts` says for each split dimension: (index of this part, number of parts).
+    the whole. `parts` says for each split dimension: (index of this part, number of parts); `position` for each
+    mode that splits it: this rank's place on it.
     """
 
     label: str
@@ -40,6 +41,7 @@ class Piece:
     holders: tuple[int, ...]
     sharers: tuple[int, ...]
     parts: Mapping[int, tuple[int, int]]
+    position: Mapping[ParallelMode, int] = field(default_factory=dict)
 
     @property
     def local(self) -> Tensor:
@@ -123,6 +125,7 @@ def _piece(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> 
         holders=holding(layout, placement, rank).ranks,
         sharers=holding(layout, anywhere, rank).ranks,
         parts=parts,
+        position={mode: layout.local_rank(mode, rank) for mode in placement.shards},
     )
 
 
@@ -133,8 +136,7 @@ def _may_be_uneven(piece: Piece) -> bool:
 def _located(piece: Piece, everyone: Sequence[Sizes], sizes: Mapping[ParallelMode, int]) -> Located:
     local = tuple(piece.local.shape)
     if is_dtensor(piece.tensor):
-        shape = tuple(piece.tensor.shape)
-        return Located(piece, shape, Box(_dtensor_offset(piece.tensor), local))
+        return _located_dtensor(piece, sizes)
     shape = logical_shape(piece.tensor, piece.placement, sizes)
     offset = [0] * len(local)
     for dim, (at, count) in piece.parts.items():
@@ -143,6 +145,25 @@ def _located(piece: Piece, everyone: Sequence[Sizes], sizes: Mapping[ParallelMod
         else:
             offset[dim] = at * local[dim]
     return Located(piece, shape, Box(tuple(offset), local))
+
+
+def _located_dtensor(piece: Piece, sizes: Mapping[ParallelMode, int]) -> Located:
+    """From its mesh, inside the part that was cut by hand where there is one."""
+    by_hand = placement_of(piece.tensor)
+    shape = logical_shape(piece.tensor, by_hand, sizes)
+    offset = list(_dtensor_offset(piece.tensor))
+    outer: dict[int, tuple[int, int]] = {}
+    for mode, shard in by_hand.shards.items():
+        at, count = outer.get(shard.dim, (0, 1))
+        outer[shard.dim] = (at * sizes[mode] + piece.position[mode], count * sizes[mode])
+    for dim, (at, count) in outer.items():
+        if shape[dim] != count * piece.tensor.shape[dim]:
+            raise CheckpointError(
+                f"{piece.names[0]} is cut by hand into uneven parts ({by_hand}) and sharded by FSDP: where a part lies "
+                f"cannot be told. Cut it evenly, or use zero stage 1 or 2."
+            )
+        offset[dim] += at * piece.tensor.shape[dim]
+    return Located(piece, shape, Box(tuple(offset), tuple(piece.local.shape)))
 
 
 def _uneven_offset(piece: Piece, dim: int, count: int, whole: int, everyone: Sequence[Sizes]) -> int:

@@ -39,7 +39,8 @@ def located_boxes(place: Located, start: int, stop: int, values: Tensor) -> Iter
     local = place.piece.local
     order = list(range(local.dim()))
     if not local.is_contiguous():
-        order.sort(key=lambda dim: -local.stride(dim))
+        strides = local.stride()
+        order.sort(key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(local.dim())]
     done = 0
     for box in boxes_of_range(start, stop, [local.shape[dim] for dim in order]):

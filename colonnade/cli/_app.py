@@ -12,6 +12,7 @@ from typer.core import TyperCommand
 from colonnade.cli._arguments import ScriptCommand
 from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
+from colonnade.cli.new import new
 from colonnade.cli.run import run
 from colonnade.version import __version__
 
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "run": Command(run, ScriptCommand),
     "doctor": Command(doctor),
     "ckpt": Command(ckpt),
+    "new": Command(new),
 }
 
 

@@ -237,6 +237,10 @@ class ParallelContext:
         """Refuse a world whose axes do not multiply to its size; `launch` has already done so."""
         world_axes(self.config, self.world_size)
 
+    def __deepcopy__(self, memo: object) -> ParallelContext:
+        """A copy of a layer lives in the same world."""
+        return self
+
     def __repr__(self) -> str:
         if not self._launched:
             return "ParallelContext(not launched: a world of one)"

@@ -17,7 +17,7 @@ from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper, wants_flat
-from colonnade.engine.zero import shard_optimizer
+from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.settings import ZeroSettings
@@ -54,18 +54,19 @@ def initialize(
     built = _build_model(model, context, schedule)
     precision.apply(built, context.device)
     _compile(built, context.config.get("compile"))
-    chosen = _build_optimizer(optimizer, built)
     check_placements(built, context)
     broadcast_shared(built, context)
     config = context.config
     zero = ZeroSettings.read(config.get("zero"))
+    shard_parameters(built, optimizer, context, zero)
+    chosen = _build_optimizer(optimizer, built)
     chosen = shard_optimizer(chosen, built, context, zero, config.get("flat_step"))
     flat = wants_flat(built, chosen, config.get("flat_step"))
     sync = build_sync(built, chosen, context, _named_handlers(context), dict(config.get("sync") or {}), flat)
     engine = Engine(
         built,
         chosen,
-        criterion,
+        precision.around(criterion, context.device),
         context=context,
         sync=sync,
         stepper=Stepper(

@@ -1,8 +1,9 @@
 """Models to learn from and to test with, each written once: the config alone says how they are split."""
 
+from __future__ import annotations
+
 from colonnade.models.gpt import GPT, LanguageModelLoss
 from colonnade.models.moe_gpt import MoEGPT, MoELoss
-from colonnade.models.transformer import own_stage
 from colonnade.models.vit import ViT
 
-__all__ = ["GPT", "LanguageModelLoss", "MoEGPT", "MoELoss", "ViT", "own_stage"]
+__all__ = ["GPT", "LanguageModelLoss", "MoEGPT", "MoELoss", "ViT"]

@@ -18,7 +18,7 @@ class GPT(nn.Sequential):
     """Token and position embeddings, causal blocks, a norm and a classifier, whose weight may be the embedding's.
 
     Takes whole tokens (batch, length), the same on all ranks of a tensor and of a sequence group, and gives the logits
-    that `criterion()` takes. Layers come one after another, so `own_stage` can cut it for a pipeline.
+    that `criterion()` takes. Layers come one after another, so `colonnade.split` can cut it for a pipeline.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the models share: attention over split heads and split sequences, the block, and the stage of a pipeline."""
+"""What the models share: attention over split heads and split sequences, and the block."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
 from colonnade.errors import ConfigError
 from colonnade.nn.layer import Arrangement, Dropout, LayerNorm, Linear, arrange
 from colonnade.nn.sequence import ring_attention, ulysses_attention
-from colonnade.parallel.placement import Tied, place, placement_of
-from colonnade.parallel.split import Split, split
 
 Over = Literal["ring", "ulysses"]
 """How attention reaches over a split sequence."""
@@ -61,29 +57,3 @@ class Block(nn.Module):
 def is_balanced(causal: bool, over: Over) -> bool:
     """Whether a model's sequences are split into balanced parts: where a ring has a causal mask."""
     return causal and over == "ring"
-
-
-def own_stage(model: nn.Module, context: ParallelContext | None = None, num_chunks: int = 1) -> nn.Module:
-    """This rank's part of a model under a pipeline, weights that several stages share being tied; else the model.
-
-    `num_chunks` stages lie on every rank, going round; they come as an nn.ModuleList.
-    """
-    context = global_context if context is None else context
-    ranks = context.pipeline_parallel_size
-    if ranks == 1:
-        return model
-    stages = split(model, num_stages=ranks * num_chunks)
-    _tie(stages, ranks)
-    at = context.get_local_rank(ParallelMode.PIPELINE)
-    mine = [stages[at + ranks * chunk] for chunk in range(num_chunks)]
-    return mine[0] if num_chunks == 1 else nn.ModuleList(mine)
-
-
-def _tie(stages: Split, ranks: int) -> None:
-    for tie in stages.ties:
-        name, first = tie[0]
-        at = tuple(sorted({stage % ranks for _, stage in tie}))
-        if len(at) > 1:
-            weight = stages[first].get_parameter(name)
-            held = placement_of(weight)
-            place(weight, {**held.modes, ParallelMode.PIPELINE: Tied(at, name)}, held.shape)

@@ -9,7 +9,15 @@ from torch import Tensor
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
-from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, is_dtensor, placement_of
+from colonnade.parallel.placement import (
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    is_dtensor,
+    logical_shape,
+    placement_of,
+)
 
 
 def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placement:
@@ -28,12 +36,19 @@ def _read(parameter: Any, layout: Layout, rank: int) -> Placement:
     What DTensor and FSDP hold over their own mesh is final: they reduce it themselves.
     """
     mesh = parameter.device_mesh
+    by_hand = placement_of(parameter)
     modes: dict[ParallelMode, Spec] = {}
     for dim, spec in enumerate(parameter.placements):
         ranks = _ranks_along(mesh, dim)
         if len(ranks) > 1:
             modes[_mode_of(ranks, layout, rank, modes)] = _spec(spec)
-    return Placement(modes, tuple(parameter.shape))
+    # What was placed by hand before FSDP took it lies outside: a shard of it is what the mesh shares.
+    return Placement({**by_hand.modes, **modes}, _whole_shape(parameter, by_hand, layout, rank))
+
+
+def _whole_shape(parameter: Any, by_hand: Placement, layout: Layout, rank: int) -> tuple[int, ...]:
+    sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
+    return logical_shape(parameter, by_hand, sizes)
 
 
 def _ranks_along(mesh: Any, dim: int) -> list[int]:

@@ -39,12 +39,9 @@ class Feed:
         return iterator
 
     def state_dict(self, batches: int) -> dict[str, Any]:
-        """What it takes to go on after `batches` of this epoch: the same on every rank, as far as that is possible."""
-        size = getattr(self.loader, "batch_size", None)
-        state: dict[str, Any] = {"batches": batches}
-        if _keeps_place(self.loader):
-            state["samples"] = batches * int(size or 0) * self._context.layout.distinct_data
-        return state
+        """What it takes to go on after `batches` of this epoch: the same on every rank, for any number of ranks."""
+        step = self._samples_per_batch()
+        return {"batches": batches, "samples": batches * step if step else None}
 
     def own_state(self) -> dict[str, Any]:
         """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
@@ -55,10 +52,11 @@ class Feed:
         """Take both up again; `own` is None where the layout is another. Returns the batches that are behind."""
         self._began = own["began"] if own else None
         self._loaded = own.get("loader") if own else None
-        if "samples" in state and _keeps_place(self.loader):
-            self._samples = int(state["samples"])
-            return self._samples // (int(self.loader.batch_size) * self._context.layout.distinct_data)
-        return int(state["batches"])
+        step = self._samples_per_batch()
+        if state["samples"] is None or not step:
+            return int(state["batches"])
+        self._samples = int(state["samples"])
+        return self._samples // step
 
     def _continued(self, epoch: int, batches: int) -> Iterator[Any]:
         if self._loaded is not None:
@@ -67,7 +65,7 @@ class Feed:
             return iter(self.loader)
         if _keeps_place(self.loader):
             sampler = self.loader.sampler
-            at = batches * self.loader.batch_size * self._context.layout.distinct_data
+            at = batches * self._samples_per_batch()
             at, self._samples = self._samples or at, None  # of another number of ranks: no whole number of batches
             sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": at})
             return iter(self.loader)
@@ -75,6 +73,11 @@ class Feed:
         for _ in islice(iterator, batches):
             pass
         return iterator
+
+    def _samples_per_batch(self) -> int:
+        """The samples that all ranks take together with one batch each; 0 if that is not known."""
+        size = getattr(self.loader, "batch_size", None)
+        return size * self._context.layout.distinct_data if isinstance(size, int) else 0
 
     def _streams(self) -> dict[str, Any]:
         generator = getattr(self.loader, "generator", None)

@@ -46,7 +46,9 @@ def main():
 
     text = reference()
     alphabet = sorted(set(text))
-    loader = get_dataloader(Characters(text, alphabet, config.LENGTH), True, drop_last=True, batch_size=config.BATCH_SIZE)
+    loader = get_dataloader(
+        Characters(text, alphabet, config.LENGTH), True, drop_last=True, batch_size=config.BATCH_SIZE
+    )
     sizes = (len(alphabet), config.WIDTH, config.HEADS, config.LAYERS, config.LENGTH)
     engine, *_ = colonnade.initialize(
         colonnade.split(gpt(*sizes), num_stages=2),

@@ -44,9 +44,11 @@ class Failing(BaseHook):
         setattr(self, point, self._fail)
         self._rank, self._step = rank, step
         self.closed = False
+        self.raised = 0
 
     def _fail(self, trainer: Trainer, *args: Any) -> None:
         if trainer.context.get_global_rank() == self._rank and trainer.cur_step >= self._step:
+            self.raised += 1
             raise ValueError("out of coffee")
 
     def close(self) -> None:
@@ -97,10 +99,11 @@ def failing(config: dict[str, Any], point: str, rank: int, step: int) -> dict[st
     hook = Failing(point, rank, step)
     loss = LossHook()
     try:
-        trainer.fit(batches, epochs=2, test_dataloader=batches[:1], hooks=[hook, Listener("other"), loss])
+        trainer.fit(batches, epochs=2, test_dataloader=batches[:3], hooks=[hook, Listener("other"), loss])
     except HookError as error:
         told = str(error)
     assert hook.closed
+    assert hook.raised == (trainer.context.get_global_rank() == rank)  # not called again
     loss.state_dict()  # collective, and intact: the ranks still move together
     return {"told": told, "heard": HEARD[-2:], "step": trainer.cur_step}
 

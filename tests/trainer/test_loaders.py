@@ -90,7 +90,9 @@ def refused(config: dict[str, Any], kind: str) -> str:
     trainer = make_trainer(config, lr=0.1)
     mine: Any = cut(range(20), COUNT)
     if trainer.context.get_global_rank() == 1:
-        mine = {"short": mine[:3], "lying": Lying(mine[:3]), "breaking": Breaking(mine), "unsized": Unsized(mine[:3])}[kind]
+        mine = {"short": mine[:3], "lying": Lying(mine[:3]), "breaking": Breaking(mine), "unsized": Unsized(mine[:3])}[
+            kind
+        ]
     elif kind == "unsized":
         mine = Unsized(mine)
     try:
@@ -151,7 +153,11 @@ def test_fit_without_an_end_is_refused():
 
 def _limits() -> None:
     trainer = make_trainer({})
-    for arguments, told in (({}, "epochs= or max_steps="), ({"epochs": 0}, "from 1 on"), ({"max_steps": True}, "from 1 on")):
+    for arguments, told in (
+        ({}, "epochs= or max_steps="),
+        ({"epochs": 0}, "from 1 on"),
+        ({"max_steps": True}, "from 1 on"),
+    ):
         with pytest.raises(ConfigError, match=told):
             trainer.fit(cut(range(8), 8), **arguments)
     with pytest.raises(ConfigError, match="no batches"):

@@ -87,7 +87,9 @@ def truth(criterion: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("criterion", ["mean", "counted"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "4" in n or "x" in n else ()) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if "4" in n or "x" in n else ()) for n in LAYOUTS]
+)
 def test_metrics_are_those_of_one_process(name, criterion):
     if criterion == "counted" and "pipeline" in name:
         pytest.skip("an evaluation of a pipeline does not know the counts; see below")

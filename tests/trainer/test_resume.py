@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
-from colonnade.trainer import BaseHook, StepRecord, Trainer
+from colonnade.trainer import BaseHook, HookError, StepRecord, Trainer
+from colonnade.trainer._feed import Feed
 from colonnade.trainer.hooks import (
     AccuracyHook,
     CsvHook,
@@ -167,13 +175,31 @@ def test_a_run_that_begins_anew_puts_an_older_file_aside(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_goes_on_with_the_samples_that_are_left(tmp_path):
+def test_another_number_of_ranks_goes_on_after_as_many_samples(tmp_path):
     run_world(2, train, tmp_path, {}, "ours", 3, (4, signal.SIGKILL, 0), check=False)
-    weights, _, told, _ = run_world(1, train, tmp_path, {}, "ours", 3, None).values[0]
+    told = run_world(1, train, tmp_path, {}, "ours", 3, None).values[0][2]
     assert told == list(range(1, STEPS + 1))
     # Saved after 24 of 40 samples: 4 steps of 4 are left of the epoch, not 2 of 8.
     assert [line["epoch"] for line in steps_of(tmp_path)] == [0] * 3 + [0] * 4 + [1] * 7
     assert sum(line["samples"] for line in steps_of(tmp_path) if line["epoch"] == 0) == COUNT
+
+
+def taken(state: dict[str, Any] | None, count: int) -> tuple[list[int], dict[str, Any]]:
+    """The samples of `count` batches, from the start of epoch 1 or after `state`."""
+    gpc = launch({}, context=ParallelContext(), verbose=False)
+    loader = get_dataloader(TensorDataset(torch.arange(COUNT)), True, context=gpc, batch_size=4)
+    feed = Feed(loader, gpc)
+    behind = feed.load_state_dict(state, None) if state else 0
+    batches = list(islice(feed.open(1, behind), count))
+    return [int(sample) for (batch,) in batches for sample in batch], feed.state_dict(behind + count)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_no_sample_is_lost_or_seen_twice_on_another_number_of_ranks(before, after):
+    first = run_world(before, taken, None, 2).values
+    rest = run_world(after, taken, first[0][1], 99).values
+    seen = [sample for samples, _ in [*first, *rest] for sample in samples]
+    assert sorted(seen) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -186,3 +212,60 @@ def test_sigterm_ends_a_run_in_order_and_it_resumes_to_the_bit(tmp_path, ranks):
     assert [folder.name for folder in (broken / "steps").glob("step-*")] == ["step-00000007"]
     for one, other in zip(through, run_world(ranks, train, broken, {}, "ours", 50, None).values, strict=True):
         assert_same(one, other)
+
+
+SCRIPT = """
+import sys, time
+import torch
+from torch.utils.data import DataLoader
+from colonnade.trainer import BaseHook
+from colonnade.trainer.hooks import SaveCheckpointHook, StopOnSignal
+from tests.trainer.runs import dataset, make_trainer
+
+class Slow(BaseHook):
+    def after_train_iter(self, trainer, output, label, loss):
+        print("step", trainer.cur_step, flush=True)
+        time.sleep(0.1)
+
+hooks = [Slow(), StopOnSignal(), SaveCheckpointHook(1000, sys.argv[1], save_by_iter=True)]
+make_trainer({}).fit(DataLoader(dataset(400), batch_size=4), epochs=9, hooks=hooks)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_told_to_stop_leaves_with_75_and_a_checkpoint(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "step 3\n":
+            pass
+        process.terminate()
+        rest = process.stdout.read()
+        assert process.wait(30) == 75
+    assert re.findall(r"step (\d+)", rest) in (["4"], ["4", "5"])
+    assert len(list(tmp_path.glob("step-*"))) == 1
+
+
+def handlers() -> list[str]:
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer({})
+    trainer.fit(loader_of("plain", trainer), max_steps=2, hooks=[StopOnSignal(), Kill(9, signal.SIGTERM)])
+    assert signal.getsignal(signal.SIGTERM) == before
+    failed: list[Exception] = []
+    thread = threading.Thread(target=lambda: failed.extend(_in_a_thread(trainer)))
+    thread.start()
+    thread.join()
+    return [str(error) for error in failed]
+
+
+def _in_a_thread(trainer: Trainer) -> list[Exception]:
+    try:
+        trainer.fit(loader_of("plain", trainer), max_steps=4, hooks=[StopOnSignal()])
+    except HookError as error:
+        return [error]
+    return []
+
+
+def test_signal_handlers_are_put_back_and_belong_to_the_main_thread():
+    (told,) = run_world(1, handlers).values[0]
+    assert "main thread" in told

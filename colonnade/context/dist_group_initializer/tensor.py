@@ -13,7 +13,11 @@ from colonnade.registry import DIST_GROUP_INITIALIZER
 
 @DIST_GROUP_INITIALIZER.register_module
 class Initializer_1D(ProcessGroupInitializer):
-    """PARALLEL_1D: the tensor group itself."""
+    """PARALLEL_1D: the tensor group itself. `sequence_split` is for the layers: see `colonnade.nn`."""
+
+    def __init__(self, *args: Any, sequence_split: bool = False) -> None:
+        super().__init__(*args)
+        self.sequence_split = sequence_split
 
     def init_parallel_groups(self) -> ModeGroups:
         return {ParallelMode.PARALLEL_1D: self.grid.groups("tensor")}

@@ -20,6 +20,7 @@ from colonnade.engine.gradient_handler.select import attach_automatic, describe
 from colonnade.engine.gradient_handler.zero import ZeROGradientHandler
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
+from colonnade.parallel.dtensor import local_part
 from colonnade.registry import GRADIENT_HANDLER
 
 
@@ -30,10 +31,19 @@ class GradientSync:
     a gradient. All sums are linear: the order does not change the result.
     """
 
-    def __init__(self, handlers: Sequence[BaseGradientHandler], executor: Executor, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        handlers: Sequence[BaseGradientHandler],
+        executor: Executor,
+        ledger: Ledger,
+        apart: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """`apart`: parameters that neither the executor nor a sharded optimizer sums, so that nobody scales them."""
         self.handlers = list(handlers)
         self.executor = executor
         self.ledger = ledger
+        self._apart = list(apart)
+        self._scale: float | Tensor | None = None
         self._sharded = [handler for handler in handlers if isinstance(handler, ZeROGradientHandler)]
 
     def prepare(self, last: bool) -> None:
@@ -47,15 +57,24 @@ class GradientSync:
         for handler in self.handlers:
             handler.handle_gradient()
         self.executor.finish()
+        self._scale_apart(self._scale)
+        self._scale = None
 
     def set_scale(self, scale: float | Tensor | None) -> None:
         """A further factor on the gradients of this step."""
+        self._scale = scale
         self.executor.set_scale(scale)
         for handler in self._sharded:
             handler.set_scale(scale)
 
     def close(self) -> None:
         self.executor.close()
+
+    def _scale_apart(self, scale: float | Tensor | None) -> None:
+        if scale is not None:
+            for parameter in self._apart:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(scale)
 
 
 def build_sync(
@@ -93,7 +112,21 @@ def build_sync(
     get_dist_logger().info(describe(attached, mine))
     handlers = [*attached, *mine]
     also = [(demand.name, demand.parameter) for demand in demands] if bucket_all else []
-    return GradientSync(handlers, _shared_executor(handlers, context, also, read_options(options)), ledger)
+    executor = _shared_executor(handlers, context, also, read_options(options))
+    return GradientSync(handlers, executor, ledger, _apart(demands, handlers, also))
+
+
+def _apart(
+    demands: Sequence[Demand], handlers: Sequence[BaseGradientHandler], also: Sequence[tuple[str, nn.Parameter]]
+) -> list[nn.Parameter]:
+    """Parameters whose gradients come final by themselves (FSDP), owe nothing, or are a user's handler's."""
+    scaled = {id(parameter) for _, parameter in also}
+    for handler in handlers:
+        if isinstance(handler, PlannedGradientHandler):
+            scaled.update(id(parameter) for reduction in handler.plan() for parameter in reduction.parameters)
+        elif isinstance(handler, ZeROGradientHandler):
+            scaled.update(map(id, handler.scaled()))
+    return [demand.parameter for demand in demands if id(demand.parameter) not in scaled]
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:

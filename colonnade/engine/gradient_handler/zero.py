@@ -36,6 +36,12 @@ class ZeROGradientHandler(BaseGradientHandler):
         if callable(getattr(self._optimizer, "set_scale", None)):
             self._optimizer.set_scale(scale)
 
+    def scaled(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the optimizer multiplies by `set_scale` itself."""
+        if not callable(getattr(self._optimizer, "set_scale", None)):
+            return []
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
     def handle_gradient(self) -> None:
         self._optimizer.sync_grad()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -10,21 +10,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange
 from colonnade.nn.layer.entry import gather_output, partition_input
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of, wire
 
-Reduction = Literal["mean", "sum", "none"]
+Reduction = Literal["mean", "sum", "none", "sum_and_count"]
 
 
 class CrossEntropyLoss(nn.Module):
     """torch.nn.CrossEntropyLoss of the logits of a `Classifier`, classes last, and whole labels.
 
     Every rank of the tensor group gets the loss of the whole batch. Logits never travel: two small all-reduces of
-    some numbers per sample do. Half-precision logits are summed in fp32.
+    some numbers per sample do. Half-precision logits are summed in fp32. `reduction="sum_and_count"` gives (sum,
+    number of labels that count), from which the engine makes the mean over all ranks and micro-batches.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class CrossEntropyLoss(nn.Module):
         arrangement: Arrangement | None = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum", "none"):
-            raise ConfigError(f"reduction={reduction!r}: allowed are 'mean', 'sum' and 'none'")
+        if reduction not in get_args(Reduction):
+            raise ConfigError(f"reduction={reduction!r}: allowed are {listed(get_args(Reduction))}")
         if not 0.0 <= label_smoothing <= 1.0:
             raise ConfigError(f"label_smoothing={label_smoothing}: a share of the whole, from 0 to 1")
         self.arrangement = arrangement or arrange()
@@ -51,7 +52,7 @@ class CrossEntropyLoss(nn.Module):
         reduction: Reduction = module.reduction  # type: ignore[assignment]
         return cls(module.ignore_index, reduction, module.label_smoothing, arrangement=arrangement)
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [batch, ..., classes] in the inner spread, labels [batch, ...] whole."""
         context, inner = self.arrangement.context, self.arrangement.inner
         mine = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
@@ -68,7 +69,10 @@ class CrossEntropyLoss(nn.Module):
         total = losses.sum()
         if inner.batch is not None:
             total = collectives.reduce(total, inner.batch, context=context)
-        return total if self.reduction == "sum" else total / (labels != self.ignore_index).sum()
+        count = (labels != self.ignore_index).sum()
+        if self.reduction == "sum_and_count":
+            return total, count
+        return total if self.reduction == "sum" else total / count
 
     def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None) -> Tensor:
         """The loss of every sample."""

@@ -24,7 +24,7 @@ from colonnade.parallel.collectives.wire import Members
 
 @dataclass(frozen=True)
 class Square:
-    """This rank's row and column of the square; None where the square is a single rank."""
+    """This rank's row and column of the square."""
 
     row: Members
     col: Members

@@ -1,5 +1,7 @@
 """Mixtures of experts: routers, experts split over the expert mode, and the layer that sends tokens between them."""
 
+from __future__ import annotations
+
 from colonnade.nn.moe.experts import Experts
 from colonnade.nn.moe.layer import MoE, Statistics, auxiliary_loss
 from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter, balance_experts

@@ -130,7 +130,7 @@ class TopKRouter(nn.Module):
         probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         z = logits.logsumexp(-1).square().sum().reshape(1)
         chosen = counts.sum(0).to(logits.dtype)
-        sums = torch.cat([probabilities.sum(0), z, chosen, chosen.new_tensor([len(logits)])])
+        sums = torch.cat([probabilities.sum(0), z, chosen, chosen.new_full((1,), len(logits))])
         sums = self.scope.summed(sums) if self.over == "batch" else sums
         probability, z, chosen, tokens = sums.split([self.experts, 1, self.experts, 1])
         tokens = tokens.detach().clamp(min=1)

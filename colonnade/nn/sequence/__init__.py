@@ -1,5 +1,7 @@
 """Sequence parallelism: attention over sequences whose tokens lie on several ranks, and the way there and back."""
 
+from __future__ import annotations
+
 from colonnade.nn.sequence.layer import RingSelfAttention, UlyssesSelfAttention
 from colonnade.nn.sequence.parts import Parts, gather_sequence, sequence_positions, split_sequence
 from colonnade.nn.sequence.ring import ring_attention

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
-from colonnade.nn.layer import Arrangement, CrossEntropyLoss, arrange, gather_output, partition_input
-from colonnade.testing import run_world
+from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, arrange, gather_output, partition_input
+from colonnade.testing import compare, gather_weights, plain_gradients, run_world
 
 CLASSES = 10
 
@@ -66,6 +68,33 @@ def _compared(config: dict[str, object]) -> None:
 )
 def test_equals_torchs(ranks, config):
     run_world(ranks, _compared, config)
+
+
+def _counted() -> None:
+    config = {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}}
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    _, labels = _case(1.0, torch.float64)  # 4 of the first half are ignored, none of the second
+    torch.manual_seed(0)
+    plain = nn.Linear(8, CLASSES).double()
+    wanted = nn.CrossEntropyLoss(ignore_index=-1)(plain(x).flatten(0, 1), labels.flatten())
+    truth = plain_gradients(plain, wanted)
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        head = Classifier.from_module(plain, arrangement=here)
+        criterion = CrossEntropyLoss(ignore_index=-1, reduction="sum_and_count", arrangement=here)
+        engine = initialize(head, torch.optim.SGD(head.parameters(), lr=1.0), criterion, context=gpc)[0]
+        at = gpc.get_local_rank(ParallelMode.DATA)
+        before = gather_weights(head, gpc)
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x.chunk(2)[at]), labels.chunk(2)[at]))
+        engine.step()
+        after = gather_weights(head, gpc)
+        compare(truth, {name: before[name] - after[name] for name in before}, 1e-10)
+        engine.close()
+
+
+def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
+    run_world(4, _counted)
 
 
 def test_refuses_what_it_does_not_do():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -197,7 +198,13 @@ def _trained(
         }
 
 
-@by_router
+@pytest.mark.parametrize(
+    "router",
+    [
+        pytest.param(name, marks=[] if name in ("top 2, drops", "sigmoid, bias") else [pytest.mark.slow])
+        for name in ROUTERS
+    ],
+)
 def test_experts_on_two_of_two_ranks_equal_one_process(router):
     """Experts, router, drops by the order of the joined batch, auxiliary losses of the joined batch, bias."""
     found = run_world(2, _trained, {"expert": 2}, router, (5, 3)).values
@@ -212,7 +219,7 @@ def test_experts_on_two_of_two_ranks_equal_one_process(router):
     ("size", "router", "rows"),
     [
         (2, "top 2", (2, 5, 1, 4)),
-        (4, "top 2, drops", (3, 2, 4, 1)),
+        pytest.param(4, "top 2, drops", (3, 2, 4, 1), marks=pytest.mark.slow),
         pytest.param(4, "switch", (1, 2, 3, 1), marks=pytest.mark.slow),
         pytest.param(2, "switch, drops", (3, 2, 4, 1), marks=pytest.mark.slow),
         pytest.param(4, "sigmoid, bias", (3, 2, 4, 1), marks=pytest.mark.slow),
@@ -223,13 +230,15 @@ def test_experts_inside_four_data_ranks_equal_one_process(size, router, rows):
     assert run_world(4, _trained, {"expert": size}, router, rows).values[0]["shape"][0] == EXPERTS // size
 
 
-@pytest.mark.parametrize("empty", [1, 2])
+@pytest.mark.parametrize("empty", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts_without_a_token_and_ranks_without_one(empty):
     """Expert 0, or both experts of rank 0, never get a token; rank 1 has none to send."""
     run_world(2, _trained, {"expert": 2}, "sigmoid, bias", (4, 0), empty)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False}, {"inner": 7}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"inner": 7}, pytest.param({"gated": True, "bias": False}, marks=pytest.mark.slow)], ids=str
+)
 def test_experts_split_over_tensor_too(settings):
     shape = run_world(2, _trained, {"tensor": {"size": 2, "mode": "1d"}}, "top 2", (4,), **settings).values[0]["shape"]
     assert shape == (EXPERTS, HIDDEN, 4)
@@ -263,6 +272,30 @@ def _waits() -> list[str]:
             out = moe(torch.randn(4, HIDDEN, requires_grad=True))
             (out.sum() + auxiliary_loss(moe)).backward()
         return [f"{call.op} {call.mode.name}" for call in calls]
+
+
+class Ops(TorchDispatchMode):
+    """Writes down the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@by_router
+def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router):
+    """Only the sizes of the all-to-all do, by one tolist() in Traffic.of."""
+    moe = _moe(router, alone())
+    with Ops() as seen:
+        (moe(torch.randn(9, HIDDEN, requires_grad=True)).sum() + auxiliary_loss(moe)).backward()
+        balance_experts(moe)
+    assert "topk" in seen.names
+    waits = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique2", "_unique2", "repeat_interleave"}
+    assert not waits & seen.names
 
 
 def test_what_is_sent():

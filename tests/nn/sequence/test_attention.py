@@ -55,7 +55,7 @@ def _all_cases(kind: str, size: int) -> None:
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_outputs_and_gradients_equal_one_process(kind, size):
     run_world(size, _all_cases, kind, size)

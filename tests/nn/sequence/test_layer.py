@@ -92,11 +92,12 @@ CASES = [
     for lengths in (EVEN, UNEVEN)
     for balanced in ((False, True) if kind == "ring" and lengths is EVEN and causal else (False,))
 ]
+QUICK = [("ring", 2, True, EVEN, True), ("ring", 2, True, UNEVEN, False), ("ulysses", 2, True, UNEVEN, False)]
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "causal", "lengths", "balanced"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == 4 else []) for case in CASES],
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
 def test_trained_layers_equal_one_process(kind, size, causal, lengths, balanced):
     settings = {"balanced": True} if balanced else {}
@@ -105,8 +106,15 @@ def test_trained_layers_equal_one_process(kind, size, causal, lengths, balanced)
     run_world(size, _trained, kind, {"sequence": size}, causal, lengths[:size], settings)
 
 
-@pytest.mark.parametrize("parallel", [{"sequence": 2, "data": 2}, {"tensor": {"size": 2, "mode": "sequence"}}], ids=str)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("ring", {"sequence": 2, "data": 2}),
+        pytest.param("ulysses", {"sequence": 2, "data": 2}, marks=pytest.mark.slow),
+        pytest.param("ring", {"tensor": {"size": 2, "mode": "sequence"}}, marks=pytest.mark.slow),
+        pytest.param("ulysses", {"tensor": {"size": 2, "mode": "sequence"}}, marks=pytest.mark.slow),
+    ],
+)
 def test_so_they_do_beside_data_parallelism_in_either_spelling(kind, parallel):
     """SEQUENCE_DP joins data and sequence; the factor of the loss is that of all four ranks."""
     run_world(4, _trained, kind, parallel, True, (2, 5), {})

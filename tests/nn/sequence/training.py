@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.parallel.placement import placement_of
+from colonnade.parallel.split import Split
 from colonnade.testing import compare, gather_gradients, gather_weights
 
 RTOL = 1e-10
@@ -48,7 +49,7 @@ def close(found: Tensor, truth: Tensor, rtol: float = RTOL) -> None:
 
 def train(
     gpc: ParallelContext,
-    model: nn.Module,
+    model: nn.Module | Split,
     plain: nn.Module,
     run: Callable[[Any, int], None],
     loss_of: Callable[[nn.Module, int], Tensor],
@@ -62,8 +63,10 @@ def train(
     one process's loss on all of it; `after` is called on both models after each step.
     """
     give_weights(plain)
-    take_weights(model, dict(plain.named_parameters()), gpc)
-    engine = initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=EPS), criterion, context=gpc)[0]
+    for module in model if isinstance(model, Split) else [model]:
+        take_weights(module, dict(plain.named_parameters(remove_duplicate=False)), gpc)
+    engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), criterion, context=gpc)[0]
+    model = engine.model
     adamw = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=EPS)
     for step in range(steps):
         engine.zero_grad()

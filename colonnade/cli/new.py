@@ -1,0 +1,139 @@
+"""`colonnade new`: write the beginning of something of the user's own, with a test that passes."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import shlex
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from colonnade.errors import ColonnadeError, ConfigError, RegistryError, listed
+
+_MODE = "my_mode"
+"""What the templates call their parallelism: valid Python as they stand."""
+
+
+class Kind(str, Enum):
+    """What can be begun."""
+
+    parallelism = "parallelism"
+
+
+def new(
+    kind: Annotated[Kind, typer.Argument(help="What to begin: parallelism.")],
+    name: Annotated[str, typer.Argument(help="Its name, as of a Python file: lower_case.")],
+    folder: Annotated[Path, typer.Option("--folder", "-f", help="Where to write.")] = Path("."),
+) -> None:
+    """Write NAME.py and test_NAME.py: a parallelism of your own that works, and its comparison with one process.
+
+    NAME.py holds a mode, its initializer, a layer with placements and a gradient handler. Change them as you like;
+    the test says whether gradients, norm and weights are still those of one process.
+    """
+    _check_name(name)
+    own, test = folder / f"{name}.py", folder / f"test_{name}.py"
+    _check_absent([own, test])
+    templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
+    _check_mode(name)
+    _check_words(name, templates)
+    _check_module(name)
+    for target, template in zip((own, test), templates, strict=True):
+        _write(target, _filled(template, name))
+    typer.echo(f"wrote {own}: a mode, its initializer, a layer with placements, a gradient handler")
+    typer.echo(f"wrote {test}: that it equals one process, on 2 and 4 ranks")
+    typer.echo(f"run the test: python -m pytest {shlex.quote(str(test))}")
+
+
+def _check_name(name: str) -> None:
+    """Refuse what cannot be the name of a Python file and, in upper case, of a mode."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower() or not name[0].isalpha():
+        raise RegistryError(
+            f"{name!r} cannot name a parallelism: it becomes a Python file and a mode, so give a lower-case "
+            f"identifier that begins with a letter and is no keyword, such as {_identifier(name)!r}"
+        )
+
+
+def _check_absent(targets: list[Path]) -> None:
+    there = [str(target) for target in targets if target.exists()]
+    if there:
+        raise ColonnadeError(
+            f"already there, and never overwritten: {listed(there)}. Choose another name or another --folder, or move "
+            f"what is there away."
+        )
+
+
+def _check_mode(name: str) -> None:
+    """Refuse the name of a mode, and one that `parallel` does not take for an axis."""
+    from colonnade.config import parallel_sizes
+    from colonnade.context.parallel_mode import ParallelMode
+
+    for mode in ParallelMode:
+        if name in (mode.value, mode.name.lower()):
+            taken = listed(known.name for known in ParallelMode)
+            raise RegistryError(
+                f"{name!r} is taken by {mode}; choose another name, such as {'my_' + name!r}. The modes are {taken}."
+            )
+    try:
+        parallel_sizes({"parallel": {name: {"size": 2}}})
+    except ConfigError as error:
+        raise RegistryError(f"{name!r} cannot be an axis of `parallel`; choose another name. {error}") from None
+
+
+def _check_words(name: str, templates: list[str]) -> None:
+    """Refuse a name whose classes or constant would be those of Colonnade, or others that the files use."""
+    from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
+
+    used = {*re.findall(r"\w+", " ".join(templates)), *DIST_GROUP_INITIALIZER, *GRADIENT_HANDLER}
+    camel = _camel(name)
+    made = (name.upper(), f"{camel}Initializer", f"{camel}Linear", f"{camel}GradientHandler")
+    if name != _MODE and (clash := [word for word in made if word in used]):
+        raise RegistryError(
+            f"{name!r} would define {listed(clash)}, which is something else already; choose another name, such as "
+            f"{'my_' + name!r}"
+        )
+
+
+def _check_module(name: str) -> None:
+    """Refuse the name of a module that Python finds: the file would hide it, or be hidden by it."""
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin is not None:
+        raise RegistryError(
+            f"Python has a module {name!r} already ({found.origin}); choose another name, such as {'my_' + name!r}"
+        )
+
+
+def _template(file: str) -> str:
+    return files("colonnade.cli").joinpath("_templates").joinpath(file).read_text(encoding="utf-8")
+
+
+def _filled(template: str, name: str) -> str:
+    """The template's text with `name` for its own."""
+    for old, new in ((_MODE, name), (_MODE.upper(), name.upper()), (_camel(_MODE), _camel(name))):
+        template = template.replace(old, new)
+    return template
+
+
+def _write(target: Path, text: str) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ColonnadeError(f"{target} cannot be written: {error.strerror}. Give another --folder.") from error
+
+
+def _camel(name: str) -> str:
+    """ring_norm -> RingNorm"""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _identifier(name: str) -> str:
+    """An allowed name that looks like the given one."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    plain = re.sub(r"[^a-z0-9]+", "_", words).strip("_")
+    return plain if plain[:1].isalpha() and not keyword.iskeyword(plain) else f"my_{plain or 'mode'}"

@@ -1,0 +1,54 @@
+"""What a stage holds and moves, by arithmetic: bytes per rank and per step, for any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from colonnade.optim.zero.build import ROOMS
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes on one rank at the end of a backward pass, by what they are for."""
+
+    parameters: float
+    gradients: float
+    state: float
+    rooms: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.state + self.rooms
+
+
+def bytes_held(
+    stage: int, numel: int, ranks: int, *, width: int = 4, state: int = 8, master: int = 0, largest: int = 0
+) -> HeldBytes:
+    """What each of `ranks` holds of `numel` elements of `width` bytes with `state` bytes of optimizer state each.
+
+    `master` is the width of a master copy (0: none). `largest` is the number of elements of the largest bucket
+    (stage 2, whose buckets take turns in two rooms).
+    """
+    per_rank = numel / ranks
+    gradient_width = master or width
+    return HeldBytes(
+        parameters=width * (per_rank if stage == 3 else numel),
+        gradients={
+            0: width * numel,
+            1: width * numel + (master * per_rank if master else 0),
+            2: gradient_width * per_rank,
+            3: width * per_rank,
+        }[stage],
+        state=(state + master) * (numel if stage == 0 else per_rank),
+        rooms=ROOMS * width * largest if stage == 2 else 0,
+    )
+
+
+def bytes_moved(stage: int, numel: int, ranks: int, *, width: int = 4, passes: int = 1) -> float:
+    """What one rank sends per step of `passes` backward passes, with ring collectives.
+
+    Stages 0 and 1 sum once. Stage 2 sums at every pass (but under a pipeline), and stage 3 gathers parameters
+    twice besides.
+    """
+    once = (ranks - 1) / ranks * numel * width
+    return once * {0: 2, 1: 2, 2: passes + 1, 3: 3 * passes}[stage]

@@ -1,0 +1,242 @@
+"""Stage 3: parameters sharded too, by torch's own FSDP2, each over the ranks that hold it and see distinct data.
+
+What FSDP2 does not know stays with us: parameters that were placed on other modes keep that placement, experts go
+over their expert-data twin and are divided by all who sent tokens, and norm, ledger and checkpoint read it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.parallel.demand import owed
+from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
+
+_DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over which modes a parameter is sharded (the last) and replicated (one before it), and its divisor."""
+
+    modes: tuple[ParallelMode, ...]
+    divisor: int
+
+
+class Sharding:
+    """What `shard_model` has done: the new parameter for each old one, for optimizers that were built before."""
+
+    def __init__(self, old: Mapping[str, nn.Parameter], model: nn.Module, units: int) -> None:
+        self.units = units
+        new = dict(model.named_parameters())
+        self._new = {id(parameter): new[name] for name, parameter in old.items()}
+        self._kept = list(old.values())  # as long as this lives, no other tensor gets one of these ids
+
+    def carry_over(self, optimizer: Any) -> None:
+        """Make an optimizer of the old parameters one of the new; state that it has already is cut as they are."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._new.get(id(parameter), parameter) for parameter in group["params"]]
+        for parameter in [p for p in optimizer.state if id(p) in self._new]:
+            new = self._new[id(parameter)]
+            held = optimizer.state.pop(parameter)
+            optimizer.state[new] = {name: _cut(value, parameter, new, name) for name, value in held.items()}
+
+
+def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:
+    """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
+    old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
+    axis = _replicas(context, settings.replicate)
+    spread = {id(p): _spread(p, context, axis) for p in old.values()}
+    units = _Units(spread, context, settings)
+    roots = list(model) if isinstance(model, nn.ModuleList) else [model]
+    for root in roots:
+        chosen = _chosen(root, settings.wrap)
+        for module in _apart(root, spread, _most(spread, root)):
+            units.shard(module)
+        for module in chosen:
+            units.shard(module)
+        units.shard(root)
+        _prefetch([module for module in root.modules() if module in units.done], settings.prefetch)
+    sharding = Sharding(old, model, len(units.done))
+    for name, parameter in model.named_parameters():
+        if name in old and is_dtensor(parameter):
+            _keep_placement(old[name], parameter, spread[id(old[name])])
+    return sharding
+
+
+class _Units:
+    """Calls `fully_shard`, each parameter once."""
+
+    def __init__(self, spread: Mapping[int, Spread | None], context: ParallelContext, settings: ZeroSettings) -> None:
+        self._spread, self._context, self._settings = spread, context, settings
+        self._meshes: dict[tuple[ParallelMode, ...], Any] = {}
+        self._taken: set[int] = set()
+        self.done: set[nn.Module] = set()
+
+    def shard(self, module: nn.Module) -> None:
+        """Make a module a unit: what of it is not in a unit yet is gathered and given back together."""
+        # Imported here: those who use no stage 3 need not wait for it.
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+        if isinstance(module, FSDPModule) or module in self.done:
+            return
+        mine = {name: p for name, p in module.named_parameters() if id(p) in self._spread and id(p) not in self._taken}
+        wanted = {self._spread[id(p)] for p in mine.values()} - {None}
+        if len(wanted) > 1:
+            _refuse_mixed(mine, self._spread)
+        self._taken.update(map(id, mine.values()))
+        spread = next(iter(wanted), None)
+        if spread is None:
+            return
+        offload = self._settings.offload and self._context.device.type != "cpu"
+        fully_shard(
+            module,
+            mesh=self._mesh(spread.modes),
+            reshard_after_forward=self._settings.reshard,
+            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            ignored_params={p for p in module.parameters() if id(p) not in self._taken or self._left(p)},
+        )
+        self.done.add(module)
+        size = len(self._mesh(spread.modes).mesh.flatten())
+        if spread.divisor != size:
+            module.set_gradient_divide_factor(spread.divisor)  # type: ignore[operator]
+
+    def _left(self, parameter: nn.Parameter) -> bool:
+        """Whether FSDP2 is to leave it alone: nobody else holds it."""
+        return id(parameter) in self._spread and self._spread[id(parameter)] is None
+
+    def _mesh(self, modes: tuple[ParallelMode, ...]) -> Any:
+        if modes not in self._meshes:
+            self._meshes[modes] = self._context.device_mesh(*modes)
+        return self._meshes[modes]
+
+
+def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None:
+    """The mode of the axis that shards are replicas on."""
+    if name is None:
+        return None
+    names = {axis.name: axis.mode for axis in context.layout.axes if axis.data == "distinct" and axis.name != "data"}
+    if name not in names:
+        raise ConfigError(
+            f"zero.replicate={name!r}: no axis beside data whose ranks see distinct data; there are "
+            f"{listed(names) or 'none'}. Add one: parallel = dict({name}=dict(size=2, mode='replica'), ...)."
+            f"{did_you_mean(name, names)}"
+        )
+    return names[name]
+
+
+def _spread(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> Spread | None:
+    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
+    factors = owed(context.layout, placement_of(parameter), context.get_global_rank())
+    over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
+    over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
+    if not over_data:
+        return None
+    both = [*over_axis, over_data[0]]
+    divisor = 1
+    for factor in both:
+        divisor *= factor.divisor
+    return Spread(tuple(factor.mode for factor in both), divisor)
+
+
+def _most(spread: Mapping[int, Spread | None], root: nn.Module) -> Spread | None:
+    """How most elements are spread: so is the root."""
+    counts: dict[Spread | None, int] = {}
+    for parameter in root.parameters():
+        if spread.get(id(parameter)) is not None:
+            key = spread[id(parameter)]
+            counts[key] = counts.get(key, 0) + parameter.numel()
+    dense = [key for key in counts if key is not None and key.modes[-1] is ParallelMode.DATA]
+    return dense[0] if dense else max(counts, key=lambda key: counts[key], default=None)
+
+
+def _apart(module: nn.Module, spread: Mapping[int, Spread | None], usual: Spread | None) -> list[nn.Module]:
+    """The largest modules all of whose parameters are spread alike, and otherwise than usual: the experts."""
+    keys = {spread.get(id(p)) for p in module.parameters() if id(p) in spread} - {None}
+    if not keys or keys == {usual}:
+        return []
+    if len(keys) == 1:
+        return [module]
+    return [found for child in module.children() for found in _apart(child, spread, usual)]
+
+
+def _chosen(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
+    if not patterns:
+        return [module for module in _members(root) if any(True for _ in module.parameters())]
+    named = [(name, module) for name, module in root.named_modules() if name]
+    found = [
+        module
+        for name, module in named
+        if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
+    ]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
+            names = [name for name, _ in named]
+            raise ConfigError(f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}")
+    return list(reversed(found))
+
+
+def _members(module: nn.Module) -> Iterable[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+            yield child
+        else:
+            yield from _members(child)
+
+
+def _prefetch(units: Sequence[Any], ahead: int) -> None:
+    """Let each unit have the next ones gathered while it computes, in both directions."""
+    if not ahead:
+        return
+    for at, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + ahead]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
+
+
+def _keep_placement(old: nn.Parameter, new: Tensor, spread: Spread | None) -> None:
+    """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
+    modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
+    if spread is not None and spread.modes[-1] is not ParallelMode.DATA:
+        modes[ParallelMode.DATA] = Replicate(owes="nothing")
+    if modes:
+        place(old, modes, placement_of(old).shape)
+        copy_placement(old, new)
+
+
+def _refuse_mixed(mine: Mapping[str, nn.Parameter], spread: Mapping[int, Spread | None]) -> None:
+    examples: dict[Spread, str] = {}
+    for name, parameter in mine.items():
+        key = spread[id(parameter)]
+        if key is not None:
+            examples.setdefault(key, name)
+    shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in examples.items())
+    raise PlacementError(
+        f"zero stage 3 gathers a module's parameters together, but these are spread differently: {shown}. Put the "
+        f"experts into a module of their own."
+    )
+
+
+def _cut(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
+    """State of a whole parameter as the new parameter lies."""
+    if not isinstance(value, Tensor) or name == "step" or value.shape != old.shape or not is_dtensor(new):
+        return value
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
+    part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    with torch.no_grad():
+        return DTensor.from_local(
+            part.clone(), new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
+        )

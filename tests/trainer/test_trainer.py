@@ -1,0 +1,237 @@
+"""The trainer as a user calls it: the ancestor's flow, prediction, logs, stops, timers, one rank and several."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import colonnade
+from colonnade.engine.schedule import BaseSchedule
+from colonnade.errors import ConfigError
+from colonnade.logging import get_dist_logger
+from colonnade.testing import run_world
+from colonnade.trainer import BaseHook, HookError, MultiTimer, StepRecord, Trainer, hooks
+from colonnade.utils import get_dataloader
+from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
+
+
+def ancestor() -> dict[str, Any]:
+    """A script in the ancestor's words, with its arguments."""
+    gpc = colonnade.launch({"BATCH_SIZE": 8, "NUM_EPOCHS": 3, "clip_grad_norm": 1.0}, verbose=True)
+    logger = get_dist_logger()
+    train, test = dataset(64), dataset(20)
+    train_dataloader = get_dataloader(train, shuffle=True, batch_size=gpc.config.BATCH_SIZE)
+    test_dataloader = get_dataloader(test, add_sampler=False, batch_size=gpc.config.BATCH_SIZE)
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    lr_scheduler = colonnade.nn.lr_scheduler.CosineAnnealingLR(optimizer, total_steps=gpc.config.NUM_EPOCHS)
+    engine, train_dataloader, test_dataloader, lr_scheduler = colonnade.initialize(
+        net, optimizer, torch.nn.CrossEntropyLoss(), train_dataloader, test_dataloader, lr_scheduler
+    )
+    timer = MultiTimer()
+    trainer = Trainer(engine=engine, timer=timer, logger=logger)
+    hook_list = [
+        hooks.LossHook(),
+        hooks.LRSchedulerHook(lr_scheduler=lr_scheduler, by_epoch=True),
+        hooks.AccuracyHook(accuracy_func=lambda output, label: (output.argmax(-1) == label).sum()),
+        hooks.LogMetricByEpochHook(logger),
+        hooks.LogMemoryByEpochHook(logger),
+        hooks.LogTimingByEpochHook(timer, logger),
+        hooks.LogMetricByStepHook(),
+        hooks.ThroughputHook(ignored_steps=1, tflop_per_step=0.5),
+    ]
+    trainer.fit(
+        train_dataloader=train_dataloader,
+        epochs=gpc.config.NUM_EPOCHS,
+        test_dataloader=test_dataloader,
+        test_interval=1,
+        hooks=hook_list,
+        display_progress=False,
+    )
+    return {
+        "accuracy": trainer.states["metrics"]["test"]["Accuracy"].get_accumulated_value(),
+        "lr": trainer.states["metrics"]["train"]["LR"].get_accumulated_value(),
+        "throughput": trainer.states["metrics"]["train"]["Throughput"].get_accumulated_value(),
+        "step": trainer.states["step_metrics"],
+        "place": (trainer.cur_epoch, trainer.cur_step, trainer.max_epochs, trainer.max_steps, trainer.steps_per_epoch),
+        "timed": len(timer.get_timer("Train-epoch").history),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ancestors_flow(ranks):
+    world = run_world(ranks, ancestor)
+    steps = 8 // ranks
+    for found in world.values:
+        assert found["place"] == (3, 3 * steps, 3, None, steps)
+        assert found["accuracy"] > 0.7
+        assert found["lr"] == pytest.approx(0.0)
+        assert found["throughput"] > 0
+        assert found["timed"] == 3
+        assert math.isfinite(found["step"]["loss"])
+        assert found["step"]["grad_norm"] > 0
+    log = world.stderr[0]
+    assert "epoch 3 train: Loss = " in log
+    assert "epoch 3 test: Loss = " in log
+    assert "MB at most" in log
+    assert ", a step " in log
+    assert all("epoch 3" not in other for other in world.stderr[1:])
+
+
+def predicted(config: dict[str, Any], kind: str) -> Any:
+    trainer = make_trainer(config)
+    data = dataset(19)
+    if kind == "batches":
+        return trainer.predict([x for x, _ in cut(range(8), 19)] if not config else cut(range(8), 19))
+    options = {"shuffle": kind == "shuffled", "add_sampler": kind != "whole"}
+    return trainer.predict(get_dataloader(data, context=trainer.context, batch_size=5, **options))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "kind"),
+    [
+        (1, {}, "sampler"),
+        (1, {}, "batches"),
+        (2, {}, "sampler"),
+        (2, {}, "shuffled"),
+        (2, {}, "whole"),
+        (2, PIPELINE, "batches"),
+        pytest.param(4, PIPELINE, "sampler", marks=pytest.mark.slow),
+    ],
+)
+def test_predictions_are_in_the_order_of_the_samples_on_every_rank(ranks, config, kind):
+    x, _ = samples(19)
+    expected = model()(x).detach()[: 8 if kind == "batches" else None]
+    for found in run_world(ranks, predicted, config, kind).values:
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def random_order() -> None:
+    trainer = make_trainer({})
+    with pytest.raises(ConfigError, match="shuffle=False"):
+        trainer.predict(DataLoader(dataset(8), shuffle=True))
+    assert trainer.engine.training
+    trainer.predict(DataLoader(dataset(8)))
+    assert trainer.engine.training
+
+
+def test_a_loader_of_random_order_cannot_be_predicted_in_order():
+    assert run_world(1, random_order).ok
+
+
+class Told(BaseHook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[StepRecord] = []
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def recorded(config: dict[str, Any], accumulation: int) -> list[StepRecord]:
+    config = {**config, "gradient_accumulation": accumulation, "clip_grad_norm": {"max_norm": 9.0, "per": "layer"}}
+    trainer = make_trainer(config, lr=0.2)
+    told = Told()
+    mine = cut(range(24), 24)
+    ranks = trainer.context.layout.distinct_data
+    mine = mine[trainer.context.get_global_rank() :: 2] if ranks == 2 else mine
+    trainer.fit(mine, epochs=1, hooks=[told, hooks.GradientNormHook()])
+    return told.records
+
+
+def test_records_have_the_loss_and_the_samples_of_all_ranks():
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.2)
+    expected = []
+    for x, y in cut(range(24), 24, size=8):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 9.0)
+        expected.append((loss.item(), norm.item()))
+        optimizer.step()
+    for ranks, config, accumulation in ((2, {}, 1), (2, PIPELINE, 2), (1, {}, 2)):
+        for records in run_world(ranks, recorded, config, accumulation).values:
+            assert [(r.step, r.epoch, r.samples, r.lr) for r in records] == [(at, 0, 8, 0.2) for at in (1, 2, 3)]
+            assert [(r.loss, r.grad_norm) for r in records] == [pytest.approx(pair, rel=1e-9) for pair in expected]
+            norms = [value for name, value in records[0].values.items() if name.startswith("grad_norm/")]
+            assert math.hypot(*norms) == pytest.approx(expected[0][1], rel=1e-9)
+
+
+def scheduled() -> tuple[int, int, int]:
+    trainer = make_trainer({"gradient_accumulation": 2})
+    scheduler = torch.optim.lr_scheduler.StepLR(trainer.engine.optimizer, 100)
+    trainer.fit(cut(range(20), 20), epochs=2, hooks=[hooks.LRSchedulerHook(scheduler, by_epoch=False)])
+    return trainer.cur_step, scheduler.last_epoch, trainer.steps_per_epoch
+
+
+def test_a_step_is_an_optimizer_step_and_the_last_of_an_epoch_may_have_fewer_batches():
+    assert run_world(1, scheduled).values[0] == (6, 6, 3)
+
+
+def stopped_early() -> tuple[int, str]:
+    trainer = make_trainer({}, lr=0.0)
+    batches = cut(range(8), 8)
+    stop = hooks.EarlyStopHook("Accuracy", patience=2)
+    trainer.fit(batches, epochs=50, test_dataloader=batches, hooks=[hooks.AccuracyHook(), stop])
+    return trainer.cur_epoch, trainer.stop_reason
+
+
+def test_a_run_that_does_not_get_better_stops_on_every_rank():
+    for epoch, reason in run_world(2, stopped_early).values:
+        assert epoch == 4
+        assert "Accuracy has not got better for 3 epochs" in reason
+
+
+def many_things() -> None:
+    trainer = make_trainer({})
+    batches = cut(range(16), 16)
+    with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
+        trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])
+    with pytest.raises(HookError, match="return_output_label=True"):
+        trainer.fit(batches, 5, hooks=[hooks.AccuracyHook()], return_output_label=False)
+    with pytest.raises(HookError, match="set clip_grad_norm"):
+        trainer.fit(batches, 5, hooks=[hooks.GradientNormHook()])
+    for needy, package in ((hooks.TensorBoardHook("x"), "tensorboard"), (hooks.WandbHook("x"), "wandb")):
+        if find_spec(package) is not None:
+            continue
+        with pytest.raises(HookError, match=f"pip install {package}, or use JsonlHook"):
+            trainer.fit(batches, 5, hooks=[needy])
+    trainer.cur_epoch = 3
+    trainer.fit(batches, epochs=5, max_steps=trainer.cur_step + 6, hooks=[hooks.LossHook()], return_output_label=False)
+    assert (trainer.cur_epoch, trainer.max_steps) == (4, trainer.cur_step)
+    trainer.fit(batches, epochs=5)  # the two batches that are left
+    assert trainer.cur_epoch == 5
+    assert trainer.steps_per_epoch == 4
+
+
+def test_arguments_and_what_is_missing():
+    assert run_world(1, many_things).ok
+
+
+class Twice(BaseSchedule):
+    """Learns from a batch as if it were there twice."""
+
+    def forward_back_step(self, engine, data_iter, forward_only=False, return_loss=True, return_output_label=True):
+        data, label = self.load_batch(data_iter)
+        loss = engine.criterion(engine(data), label) * 2
+        if not forward_only:
+            engine.backward(loss)
+        return None, None, loss.detach()
+
+
+def own_schedule() -> float:
+    trainer = make_trainer({})
+    trainer = Trainer(trainer.engine, schedule=Twice())
+    return trainer.evaluate(cut(range(8), 8))["Loss"]
+
+
+def test_a_schedule_of_the_users():
+    x, y = samples(8)
+    assert run_world(1, own_schedule).values[0] == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
