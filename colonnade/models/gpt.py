@@ -57,17 +57,21 @@ class TokenEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self._here, self._balanced = arrange(context), is_balanced(True, over)
-        self.tokens = Embedding(vocabulary, hidden, arrangement=self._here)
-        self.positions = Embedding(length, hidden, arrangement=self._here)
+        self.tokens = self._table(vocabulary, hidden)
+        self.positions = self._table(length, hidden)
         self.dropout = Dropout(dropout, arrangement=self._here)
-        for table in (self.tokens, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         context = self._here.context
         every = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
         mine, places = (split_sequence(x, balanced=self._balanced, context=context) for x in (tokens, every))
         return self.dropout(self.tokens(mine) + self.positions(places))
+
+    def _table(self, rows: int, hidden: int) -> Embedding:
+        """Drawn whole, then cut: the first weights do not depend on the layout, and no two ranks draw the same."""
+        whole = nn.Embedding(rows, hidden)
+        nn.init.normal_(whole.weight, std=0.02)
+        return Embedding.from_module(whole, arrangement=self._here)
 
 
 class Head(nn.Module):
