@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types layers clean
+.PHONY: help setup demo test long check lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,11 +22,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-demo: $(READY)  ## start the main job on 4 ranks of this machine
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gradient_handler/train_with_engine.py
+demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeline 2
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gpt/train.py --fresh
 
 test: check  ## everything: `make check`, then the slow tests
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m "slow and not long"
+
+long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills
+	$(BIN)/python -m pytest -q -m long
 
 check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
 	$(BIN)/python -m pytest -q -m "not slow"

@@ -22,3 +22,6 @@ Open: a tensor mode is allowed by being a key here, and by nothing else. Add you
 
 STOPPED_IN_ORDER = 75
 """Exit status of a run that was told to stop, finished its step and saved: start it again (EX_TEMPFAIL)."""
+
+TERMINAL = "COLONNADE_TERMINAL"
+"""Environment variable: the width of the terminal on which a launcher shows what rank 0 prints."""

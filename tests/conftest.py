@@ -34,7 +34,7 @@ SLOW_MODULES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if str(item.path).endswith(SLOW_MODULES):
+        if str(item.path).endswith(SLOW_MODULES) or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -30,7 +31,7 @@ from colonnade.cli._console import Console
 from colonnade.cli._failures import Failure, first_failure, report
 from colonnade.cli._job import Job, cores
 from colonnade.cli._record import read_record
-from colonnade.constants import STOPPED_IN_ORDER
+from colonnade.constants import STOPPED_IN_ORDER, TERMINAL
 
 _POLL_SECONDS = 0.1
 
@@ -172,6 +173,9 @@ def _set_defaults(job: Job, nproc: int) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(job.grace)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    os.environ.pop(TERMINAL, None)
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and job.prefix != "all":
+        os.environ[TERMINAL] = str(shutil.get_terminal_size().columns)
     if job.nnodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler._lane import keep_heap
 from colonnade.engine.gradient_handler._options import SyncOptions
 from colonnade.engine.gradient_handler._party import Party
 from colonnade.engine.gradient_handler._settings import read_options
@@ -49,6 +50,7 @@ def shard_optimizer(
     options: Mapping[str, Any] = context.config.get("sync") or {}
     refuse_options(options, ("callback",))
     chosen = read_options({key: value for key, value in options.items() if key not in _NO_OPTIONS_OF_SUMS})
+    keep_heap()
     means = Means(Party, allocate_shared, get_dist_logger().info)
     sharded = ZeroOptimizer(optimizer, model, context, settings, means, _travel(chosen), flat)
     get_dist_logger().info(

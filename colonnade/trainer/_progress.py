@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from colonnade.constants import TERMINAL
 from colonnade.trainer.hooks._base import BaseHook
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class ProgressHook(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if trainer.context.get_global_rank() == 0:
             stream = self._stream or sys.stdout
-            self._display = Bar(stream) if stream.isatty() else Lines(stream)
+            width = None if stream.isatty() else _width_elsewhere(stream)
+            self._display = Bar(stream, width) if stream.isatty() or width else Lines(stream)
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         if self._display is not None:
@@ -94,14 +97,14 @@ class Lines:
 class Bar:
     """A bar of rich, drawn as rarely as keeps its cost unnoticeable."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, width: int | None = None) -> None:
         console = importlib.import_module("rich.console")
         progress = importlib.import_module("rich.progress")
         self._progress: Any = progress.Progress(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
-            console=console.Console(file=stream, force_terminal=True),
+            console=console.Console(file=stream, force_terminal=True, width=width),
             auto_refresh=False,
         )
         self._progress.start()
@@ -113,8 +116,8 @@ class Bar:
         if now >= self._next or record.step == trainer.total_steps:
             self._progress.update(
                 self._task,
-                total=trainer.steps_per_epoch,
-                completed=_in_epoch(trainer, record),
+                total=trainer.total_steps,
+                completed=record.step,
                 description=_place(trainer, record),
                 numbers=_numbers(trainer, record, speed),
                 refresh=True,
@@ -125,9 +128,10 @@ class Bar:
         self._progress.stop()
 
 
-def _in_epoch(trainer: Trainer, record: StepRecord) -> int:
-    each = trainer.steps_per_epoch
-    return record.step if each is None else record.step - record.epoch * each
+def _width_elsewhere(stream: TextIO) -> int | None:
+    """The width of the launcher's terminal, where a launcher shows there what this stream gets."""
+    told = os.environ.get(TERMINAL, "") if stream is sys.stdout else ""
+    return int(told) if told.isdigit() else None
 
 
 def _place(trainer: Trainer, record: StepRecord) -> str:

@@ -99,9 +99,10 @@ def save_for_ever(folder: Path, delay: float, victim: int, background: bool) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_fifty_kills_at_random_moments_of_a_loop_of_saves(tmp_path):
+@pytest.mark.parametrize("kills", [15, pytest.param(50, marks=pytest.mark.long)])
+def test_kills_at_random_moments_of_a_loop_of_saves(tmp_path, kills):
     pick = random.Random(0)
-    for trial in range(50):
+    for trial in range(kills):
         folder = tmp_path / str(trial)
         victim, background = pick.randrange(2), pick.random() < 0.5
         result = run_world(2, save_for_ever, folder, pick.uniform(0, 0.3), victim, background, check=False)

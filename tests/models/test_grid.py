@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from colonnade.testing import run_world
-from tests.models.grid import GRID, trained
+from tests.models.grid import GRID, Case, trained
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case.ranks > 2 else [], id=str(case)) for case in GRID]
-)
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """Two ranks are quick; of eight ranks only mixes of three modes, and the modes that need so many, once."""
+    if case.ranks <= 2:
+        return []
+    mix = len(case.parallel) >= 3
+    return [pytest.mark.slow if case.ranks == 4 or mix or case.model == "GPT, tied" else pytest.mark.long]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=str(case)) for case in GRID])
 def test_models_equal_one_process(case):
     run_world(case.ranks, trained, case, timeout=100)

@@ -71,9 +71,17 @@ def test_every_layout_by_function_and_by_engine(name: str) -> None:
     judge(by_rank(CASES[name].world, name))
 
 
+ORDERS = (1.0, 3.0, math.inf)
+# One order of each layout in `make test`, another one for its neighbour; all of them in `make long`.
+BY_ORDER = [
+    pytest.param(name, p, marks=[] if at % len(ORDERS) == turn else [pytest.mark.long])
+    for at, name in enumerate(CASES)
+    for turn, p in enumerate(ORDERS)
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "p"), BY_ORDER)
 def test_every_layout_by_engine_for_every_order(name: str, p: float) -> None:
     judge(by_rank(CASES[name].world, name, p))
 

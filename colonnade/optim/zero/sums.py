@@ -62,7 +62,7 @@ class SharedSum:
     def __init__(self, bucket: ShardedBucket, rooms: list[Tensor], prompt: bool) -> None:
         self.prompt = prompt
         self._team = bucket.team
-        self._sum_dtype = bucket.team.travel.sum_dtype(bucket.dtype)
+        self._sum_dtype = _widest(bucket)
         slices = [room[bucket.own][: bucket.used] for room in rooms]
         step = max(4096, _CACHE_BYTES // (len(rooms) * bucket.dtype.itemsize))
         self._spans = [slice(start, min(start + step, bucket.used)) for start in range(0, bucket.used, step)]
@@ -122,7 +122,7 @@ class OrderedSum:
     def __init__(self, bucket: ShardedBucket, room: Tensor) -> None:
         self._team, self._used, self._room = bucket.team, bucket.used, room
         self._wire = bucket.team.travel.wire_dtype(bucket.dtype)
-        self._sum_dtype = bucket.team.travel.sum_dtype(bucket.dtype)
+        self._sum_dtype = _widest(bucket)
         self._work: Any = None
         self._sent = self._received = torch.empty(0)
 
@@ -139,6 +139,12 @@ class OrderedSum:
             total.add_(other)
         self._sent = self._received = torch.empty(0)
         _put(total, into, factor, add)
+
+
+def _widest(bucket: ShardedBucket) -> torch.dtype:
+    """What a sum by hand is taken in: costs nothing where the slice's gradients are wider than what is sent."""
+    wanted = bucket.team.travel.sum_dtype(bucket.dtype)
+    return max(wanted, bucket.grads.dtype, key=lambda dtype: dtype.itemsize) if bucket.used else wanted
 
 
 def _put(total: Tensor, into: Tensor, factor: float, add: bool) -> None:

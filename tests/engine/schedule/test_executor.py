@@ -294,7 +294,9 @@ def test_a_step_that_cannot_run_says_what_to_do() -> None:
         small_executor(loss_fn=loss_of).run([MicroBatch(0), MicroBatch(1)])
     with pytest.raises(ScheduleError, match="needs a loss function"):
         run_small(small_executor())
-    with pytest.raises(GradientError, match=r"one number, not a tensor of shape \(2,\): return its mean, or \(sum, count"):
+    with pytest.raises(
+        GradientError, match=r"one number, not a tensor of shape \(2,\): return its mean, or \(sum, count"
+    ):
         run_small(small_executor(loss_fn=lambda output, label: output.sum(1)))
     with pytest.raises(ScheduleError, match=r"tensor_shape=\(1, 6\) was promised.*stage 0 gave \(2, 6\)"):
         run_small(small_executor(loss_fn=loss_of, tensor_shape=[1, 6]))

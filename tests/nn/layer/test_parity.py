@@ -117,6 +117,11 @@ def run(layout: str, names: list[str], sequence_split: bool = False) -> None:
     run_world(LAYOUTS[layout][0], _run, layout, names, sequence_split, timeout=110)
 
 
+def often(layout: str) -> Any:
+    """As a parameter of a test: what has a smaller or a harder brother goes into `make long`."""
+    return pytest.param(layout, marks=[pytest.mark.long] if layout in ("1d 8", "2.5d 8", "data 2 x 2d 4") else [])
+
+
 @pytest.mark.parametrize("sequence_split", [False, True], ids=["", "sequence split"])
 def test_a_model_equals_one_process(sequence_split):
     run("1d 2", ["model"], sequence_split)
@@ -127,13 +132,13 @@ def test_a_model_on_a_square_equals_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [often(layout) for layout in LAYOUTS])
 def test_every_layer_equals_one_process(layout):
     run(layout, list(CASES))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "1d" in layout])
+@pytest.mark.parametrize("layout", [often(layout) for layout in LAYOUTS if "1d" in layout])
 def test_so_with_the_sequence_split(layout):
     run(layout, list(CASES), True)
 
