@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -54,5 +56,63 @@ class LinearWarmupLR(LambdaLR):
 
         def factor(step: int) -> float:
             return _warm_up(step, warmup_steps) * (1 - _progress(step, warmup_steps, total_steps))
+
+        super().__init__(optimizer, factor, last_epoch)
+
+
+@LR_SCHEDULERS.register_module
+class CosineAnnealingWarmupLR(CosineAnnealingLR):
+    """`CosineAnnealingLR` with the warm-up second among its arguments, as the ancestor has it."""
+
+    def __init__(
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
+    ) -> None:
+        super().__init__(optimizer, total_steps, eta_min, warmup_steps, last_epoch)
+
+
+@LR_SCHEDULERS.register_module
+class MultiStepWarmupLR(LambdaLR):
+    """A linear rise over `warmup_steps`; then times `gamma` at each of the `milestones`, which are steps of the run."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        milestones: Sequence[int] = (),
+        gamma: float = 0.1,
+        last_epoch: int = -1,
+    ) -> None:
+        _check(total_steps, warmup_steps)
+        ordered = sorted(milestones)
+        if ordered and not warmup_steps < ordered[0] <= ordered[-1] <= total_steps:
+            raise ConfigError(
+                f"milestones={list(milestones)} lie after the warm-up of {warmup_steps} and within {total_steps} steps"
+            )
+
+        def factor(step: int) -> float:
+            return _warm_up(step, warmup_steps) * float(gamma ** bisect_right(ordered, step))
+
+        super().__init__(optimizer, factor, last_epoch)
+
+
+@LR_SCHEDULERS.register_module
+class PolynomialWarmupLR(LambdaLR):
+    """A linear rise over `warmup_steps`, then (1 - progress) ** `power` down to `end` times the start value."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end: float = 0.0,
+        power: float = 1.0,
+        last_epoch: int = -1,
+    ) -> None:
+        _check(total_steps, warmup_steps)
+
+        def factor(step: int) -> float:
+            left = (1 - _progress(step, warmup_steps, total_steps)) ** power
+            return _warm_up(step, warmup_steps) * (end + (1 - end) * left)
 
         super().__init__(optimizer, factor, last_epoch)

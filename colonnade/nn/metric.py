@@ -1,0 +1,18 @@
+"""Measures of a batch, as a hook of the trainer takes them: a count over its samples."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Accuracy(nn.Module):
+    """How many samples (or tokens) of a batch have their largest logit at their label; those of `ignore_index` do not count."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    @torch.no_grad()
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return ((logits.argmax(-1) == labels) & (labels != self.ignore_index)).sum()
