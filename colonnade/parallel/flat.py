@@ -38,7 +38,8 @@ class FlatLayout:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.dtype, self.device = _common(tensors)
-        self._like = [tensor.detach() for tensor in tensors]
+        # Shapes and strides only: the tensors themselves would keep memory that they are about to leave.
+        self._like = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         step = max(1, ALIGN_BYTES // self.dtype.itemsize)
         self.spans: list[Span] = []
         end = 0

@@ -122,11 +122,14 @@ def failing(config: dict[str, Any], point: str, rank: int, step: int) -> dict[st
 )
 def test_the_error_of_a_hook_is_raised_on_every_rank(point):
     step = 0 if point in ("before_train", "before_train_epoch") else 2
+    steps = {"before_train": 0, "before_train_epoch": 0, "after_train_iter": 2, "before_train_iter": 3, "on_record": 3}
+    steps |= {"after_train_epoch": 6, "after_test_iter": 6}
     for rank, found in enumerate(run_world(2, failing, {}, point, 1, step).values):
         assert f"hook Failing failed in {point}" in found["told"]
         assert "ValueError: out of coffee" in found["told"]
         assert ("on rank 1" in found["told"]) == (rank == 0)
         assert found["heard"] == ["other after_train", "other close"]
+        assert found["step"] == steps[point]
 
 
 def test_the_error_of_a_hook_of_one_stage_reaches_the_other():

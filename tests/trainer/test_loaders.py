@@ -57,6 +57,9 @@ def shorter(config: dict[str, Any], kind: str) -> Any:
     batches: Any = shares(trainer.context.get_local_rank(ParallelMode.DATA))
     batches = Unsized(batches) if kind == "unsized" else batches
     scheduler = torch.optim.lr_scheduler.StepLR(trainer.engine.optimizer, 2, 0.5)
+    if kind == "in parts":  # the first ends where rank 1 has no batch
+        trainer.fit(batches, max_steps=4, hooks=[LRSchedulerHook(scheduler, by_epoch=False)])
+        assert trainer.cur_step == 4
     trainer.fit(batches, epochs=2, hooks=[LRSchedulerHook(scheduler, by_epoch=False)])
     return gather_weights(trainer.engine.model, trainer.context), trainer.cur_step, scheduler.last_epoch
 
@@ -78,7 +81,12 @@ def truth() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "config", "kind"),
-    [(2, {}, "sized"), (2, {}, "unsized"), pytest.param(4, PIPELINE, "sized", marks=pytest.mark.slow)],
+    [
+        (2, {}, "sized"),
+        (2, {}, "unsized"),
+        (2, {}, "in parts"),
+        pytest.param(4, PIPELINE, "sized", marks=pytest.mark.slow),
+    ],
 )
 def test_a_shorter_loader_on_one_rank_is_trained_to_its_end(ranks, config, kind):
     for weights, steps, scheduled in run_world(ranks, shorter, config, kind).values:

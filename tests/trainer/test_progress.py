@@ -35,7 +35,7 @@ def test_rank_0_of_a_pipeline_shows_the_loss_that_the_last_stage_has():
         world = run_world(2, shown, config, 4, 1)
         found = re.search(r"loss ([0-9.]+)", world.stdout[0])
         assert found is not None
-        assert float(found[1]) == pytest.approx(float(F.cross_entropy(model()(x), y)), rel=1e-3)
+        assert float(found[1]) == pytest.approx(F.cross_entropy(model()(x), y).item(), rel=1e-3)
         assert world.stdout[1] == ""
 
 

@@ -194,9 +194,9 @@ def taken(state: dict[str, Any] | None, count: int) -> tuple[list[int], dict[str
     return [int(sample) for (batch,) in batches for sample in batch], feed.state_dict(behind + count)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
-def test_no_sample_is_lost_or_seen_twice_on_another_number_of_ranks(before, after):
-    first = run_world(before, taken, None, 2).values
+@pytest.mark.parametrize(("before", "batches", "after"), [(2, 3, 4), (4, 2, 2)])
+def test_no_sample_is_lost_or_seen_twice_on_another_number_of_ranks(before, batches, after):
+    first = run_world(before, taken, None, batches).values
     rest = run_world(after, taken, first[0][1], 99).values
     seen = [sample for samples, _ in [*first, *rest] for sample in samples]
     assert sorted(seen) == list(range(COUNT))

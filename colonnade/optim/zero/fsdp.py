@@ -136,7 +136,12 @@ def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None
 
 
 def _spread(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> Spread | None:
-    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
+    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing.
+
+    Scalars and weights that are not contiguous, which FSDP2 cannot shard, stay whole and are summed by our handlers.
+    """
+    if parameter.dim() == 0 or not parameter.is_contiguous():
+        return None
     factors = owed(context.layout, placement_of(parameter), context.get_global_rank())
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
     over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]

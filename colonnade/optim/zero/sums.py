@@ -108,7 +108,7 @@ class ScatterSum:
     def land(self, into: Tensor, factor: float, add: bool) -> None:
         self._work.wait()
         _put(self._out[: self._bucket.used], into, factor, add)
-        self._out = torch.empty(0)
+        self._work, self._out = None, torch.empty(0)  # the work holds on to its tensors too
 
 
 class OrderedSum:
@@ -137,7 +137,7 @@ class OrderedSum:
         total = first.to(self._sum_dtype, copy=True)
         for other in others:
             total.add_(other)
-        self._sent = self._received = torch.empty(0)
+        self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
         _put(total, into, factor, add)
 
 

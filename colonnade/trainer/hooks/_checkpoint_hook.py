@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class SaveCheckpointHook(BaseHook):
     """Saves everything a run needs to go on to the bit, after every `interval` epochs or (`save_by_iter`) steps.
 
-    Also when the run stops because it was asked to, and at its end. Its priority is late, so that the states of
+    Also at the end of the run, when it was asked to stop too. Its priority is late, so that the states of
     other hooks are those after the step. `keep` and `background` are those of the CheckpointManager.
     """
 
@@ -54,13 +54,11 @@ class SaveCheckpointHook(BaseHook):
         self._manager = CheckpointManager(self.checkpoint_dir, trainer.context, self._keep, self._background)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        due = self.save_by_iter and trainer.cur_step % self.interval == 0
-        if trainer.step_done and (due or trainer.stopping):
+        if self.save_by_iter and trainer.step_done and trainer.cur_step % self.interval == 0:
             self._save(trainer)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        due = not self.save_by_iter and (trainer.cur_epoch + 1) % self.interval == 0
-        if trainer.epoch_done and (due or trainer.stopping):
+        if not self.save_by_iter and trainer.epoch_done and (trainer.cur_epoch + 1) % self.interval == 0:
             self._save(trainer)
 
     def after_train(self, trainer: Trainer) -> None:

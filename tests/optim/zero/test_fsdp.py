@@ -1,0 +1,165 @@
+"""Stage 3 is FSDP2 under our engine: hybrid sharding, what is gathered together, prefetch, refusals, given models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
+from colonnade.errors import ColonnadeError
+from colonnade.parallel.placement import Shard, place
+from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler.scenarios import MINE, SplitMoe, numbers
+
+
+class Net(nn.Module):
+    """Layers in a list, and a scalar, which FSDP2 does not take."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count))
+        self.head = nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.gain
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def check(engine: Any, gpc: ParallelContext, part: int, parts: int, steps: int = 4, plain: nn.Module | None = None) -> None:
+    """Train and compare with one process, clipped."""
+    plain = plain or Net()
+    reference = adamw(plain.parameters())
+    for step in range(steps):
+        engine.zero_grad()
+        engine.backward(engine(numbers(3, 6, seed=10 * step + part)).square().mean())
+        engine.step()
+        reference.zero_grad()
+        x = torch.cat([numbers(3, 6, seed=10 * step + other) for other in range(parts)])
+        plain(x).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+        reference.step()
+        assert engine.grad_norm.item() == pytest.approx(norm, rel=1e-10)
+    compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), 1e-10)
+
+
+def units_of(model: nn.Module) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+CHOICES: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
+    ({"wrap": ["layers.*.0", "head"]}, ["", "layers.0.0", "layers.1.0", "layers.2.0", "layers.3.0", "head"]),
+    ({"wrap": "Sequential", "prefetch": 2}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
+    ({"reshard": False, "prefetch": True, "offload": True}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
+]
+
+
+def _choices() -> None:
+    for zero, expected in CHOICES:
+        config = {"zero": {"stage": 3, **zero}, "clip_grad_norm": 0.1}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            engine = initialize(Net(), adamw, context=gpc)[0]
+            assert units_of(engine.model) == expected
+            check(engine, gpc, gpc.get_global_rank(), 2)
+            assert {row.parameter for row in engine.ledger().rows} == {"gain"}
+            engine.close()
+
+
+def test_what_is_gathered_together_and_ahead():
+    run_world(2, _choices)
+
+
+def _hybrid() -> None:
+    config = {
+        "parallel": {"mine": {"size": 2, "mode": "scenario_mine"}},
+        "zero": {"stage": 3, "replicate": "mine"},
+        "clip_grad_norm": 0.1,
+    }
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = Net()
+        engine = initialize(model, adamw(model.parameters()), context=gpc)[0]  # built before: carried over
+        weight: Any = model.head.weight
+        assert [str(spec) for spec in weight.placements] == ["R", "S(0)"]
+        check(engine, gpc, 2 * gpc.get_local_rank(ParallelMode.DATA) + gpc.get_local_rank(MINE), 4)
+        engine.close()
+
+
+def test_hybrid_shards_are_replicas_on_another_axis():
+    run_world(4, _hybrid)
+
+
+def _given() -> None:
+    """A model that is FSDP2's already, and one with a tensor plan of DTensors, are taken as they are."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    for stage in (0, 1, 3):
+        config = {"zero": stage, "clip_grad_norm": 0.1}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = Net()
+            held = {model.gain}
+            fully_shard(model, mesh=gpc.device_mesh(ParallelMode.DATA), ignored_params=held)
+            engine = initialize(model, adamw, context=gpc)[0]
+            check(engine, gpc, gpc.get_global_rank(), 2)
+            engine.close()
+    for stage in (1, 2):
+        config = {"parallel": {"tensor": 2}, "zero": stage, "clip_grad_norm": 0.1}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = pair()
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(model, gpc.device_mesh(ParallelMode.TENSOR), plan)
+            engine = initialize(model, adamw, context=gpc)[0]
+            check(engine, gpc, 0, 1, plain=pair())
+            engine.close()
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def test_models_that_are_parallel_already():
+    run_world(2, _given)
+
+
+def _refusals() -> None:
+    class Mixed(nn.Module):
+        def __init__(self, gpc: ParallelContext) -> None:
+            super().__init__()
+            self.dense = nn.Linear(4, 4)
+            self.experts = place(nn.Parameter(torch.randn(2, 4)), {ParallelMode.EXPERT: Shard(0)})
+
+    with launch({"parallel": {"expert": 2}, "zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+        with pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own"):
+            initialize(SplitMoe(gpc), adamw, context=gpc)
+    for zero, message in [
+        ({"stage": 3, "wrap": "laiers.*"}, "names no module"),
+        ({"stage": 3, "replicate": "mine"}, "no axis beside data"),
+        ({"stage": 3, "bucket_mb": 4}, "for stages 1 and 2"),
+        ({"stage": 2, "replicate": "mine"}, "is for stage 3"),
+        ({"stage": 2, "reduce_scatter": False}, "is for stage 1"),
+        ({"stage": 1, "offload": "disk"}, "allowed are True, False and 'cpu'"),
+    ]:
+        with launch({"zero": zero}, context=ParallelContext(), verbose=False) as gpc:
+            with pytest.raises(ColonnadeError, match=message):
+                initialize(Net(), adamw, context=gpc)
+
+
+def test_refusals_say_what_to_do():
+    run_world(4, _refusals)
