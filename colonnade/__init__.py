@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from colonnade.parallel.placement import place as place
     from colonnade.parallel.placement import placement_of as placement_of
     from colonnade.parallel.split import split as split
+    from colonnade.trainer.trainer import Trainer as Trainer
 
 _NAMES = {
     "Config": "colonnade.config",
@@ -37,6 +38,7 @@ _NAMES = {
     "Replicate": "colonnade.parallel.placement",
     "Shard": "colonnade.parallel.placement",
     "Tied": "colonnade.parallel.placement",
+    "Trainer": "colonnade.trainer.trainer",
     "clip_grad_norm_": "colonnade.optim.clip",
     "get_default_parser": "colonnade._launch",
     "get_dist_logger": "colonnade.logging",

@@ -53,6 +53,14 @@ class ParityError(ColonnadeError, AssertionError):
     """A parallel result that differs from one process."""
 
 
+class TrainerError(ColonnadeError, RuntimeError):
+    """Training cannot go on; raised on every rank."""
+
+
+class HookError(TrainerError):
+    """A hook raised; says which one, at which point of its life cycle, at which step. Raised on every rank."""
+
+
 class CheckpointError(ColonnadeError, RuntimeError):
     """A checkpoint that cannot be written or must not be loaded."""
 

@@ -17,6 +17,7 @@ TOP = [
     "Replicate",
     "Shard",
     "Tied",
+    "Trainer",
     "clip_grad_norm_",
     "get_default_parser",
     "get_dist_logger",

@@ -68,6 +68,7 @@ class Engine:
         """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises."""
         value, count = split_loss(loss)
         self._book.add(count)
+        self._schedule.loss_count = count
         self._begin_pass()
         (value * (self.loss_scale if count is None else self.sum_scale)).backward()
 
@@ -113,6 +114,7 @@ class Engine:
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
+        self._schedule.loss_count = None
         result = self._schedule.forward_back_step(self, data_iter, **kwargs)
         if self._total_passes == before and not kwargs.get("forward_only", False):
             self._end_schedule()
@@ -230,6 +232,11 @@ class Engine:
     @property
     def schedule(self) -> BaseSchedule:
         return self._schedule
+
+    @schedule.setter
+    def schedule(self, schedule: BaseSchedule) -> None:
+        schedule.pre_processing(self)
+        self._schedule = schedule
 
     @property
     def uses_pipeline(self) -> bool:

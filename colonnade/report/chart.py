@@ -87,7 +87,9 @@ class Chart:
         def y(value: float) -> float:
             return TOP + (self.height - TOP - BOTTOM) * (high - scale(value)) / (high - low)
 
-        ticks = [10.0**p for p in range(math.ceil(low), math.floor(high) + 1)] if self.logarithmic else _round(low, high)
+        ticks = (
+            [10.0**p for p in range(math.ceil(low), math.floor(high) + 1)] if self.logarithmic else _round(low, high)
+        )
         return x, y, ticks, [int(at) for at in _round(first, last) if float(at).is_integer()]
 
     def _frame(self, x: Place, y: Place, ticks: list[float], steps: list[int]) -> Iterator[str]:

@@ -8,19 +8,13 @@ from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.trainer._records import StepRecord as StepRecord
-    from colonnade.trainer.errors import HookError as HookError
-    from colonnade.trainer.errors import TrainerError as TrainerError
     from colonnade.trainer.hooks._base import BaseHook as BaseHook
-    from colonnade.trainer.timer import MultiTimer as MultiTimer
     from colonnade.trainer.trainer import Trainer as Trainer
 
 _NAMES = {
     "BaseHook": "colonnade.trainer.hooks._base",
-    "HookError": "colonnade.trainer.errors",
-    "MultiTimer": "colonnade.trainer.timer",
     "StepRecord": "colonnade.trainer._records",
     "Trainer": "colonnade.trainer.trainer",
-    "TrainerError": "colonnade.trainer.errors",
 }
 __all__ = sorted(_NAMES)
 

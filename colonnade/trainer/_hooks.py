@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, HookError, TrainerError
 from colonnade.logging import get_dist_logger
 from colonnade.registry import HOOKS
-from colonnade.trainer.errors import HookError, TrainerError
 from colonnade.trainer.hooks._base import BaseHook
 
 POINTS = (

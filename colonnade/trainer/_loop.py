@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from colonnade.checkpoint.collect import set_random_state
-from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.errors import ColonnadeError, ConfigError, TrainerError
 from colonnade.trainer._feed import Feed
 from colonnade.trainer._lengths import Lengths, moves_together, read_lengths
 from colonnade.trainer._reach import speaks
 from colonnade.trainer._records import Draft, finished, sums_of
 from colonnade.trainer._test import run_test
-from colonnade.trainer._weigh import Scale, weighed
-from colonnade.trainer.errors import TrainerError
+from colonnade.trainer._weigh import weigh
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
@@ -50,20 +49,18 @@ class Loop:
         # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
         self._lag = 1 if self._context.device.type == "cuda" else 0
         self._waiting: deque[Draft] = deque()
-        self._scale = Scale(None)
         self.resumed: Any = None
         """What a LoadCheckpointHook has found: (states of the hooks, random streams of the step)."""
 
     def run(self) -> None:
         """Train; errors that all ranks know of end it in order, others at once."""
         self._engine.train()
-        with weighed(self._engine) as self._scale:
-            try:
-                self._train()
-            except _Agreed as agreed:
-                self._trainer.failed = True
-                self._hooks.call("after_train")
-                raise agreed.error from agreed.error.__cause__
+        try:
+            self._train()
+        except _Agreed as agreed:
+            self._trainer.failed = True
+            self._hooks.call("after_train")
+            raise agreed.error from agreed.error.__cause__
         self._hooks.call("after_train")
         self._trainer.agree()
 
@@ -142,7 +139,7 @@ class Loop:
         trainer.time("start", "Train-step")
         engine.zero_grad()
         output, label, loss = engine.execute_schedule(iter((batch,)), return_output_label=trainer.returns_output)
-        trainer.batch_weight = self._scale.weigh(engine, loss)
+        trainer.batch_weight = weigh(engine.schedule, loss)
         stepped = engine.step()
         trainer.time("stop", "Train-step")
         trainer._book.add_pass(*trainer.batch_weight, engine.schedule.batch_size if self._counts_samples else 0)

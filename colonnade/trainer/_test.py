@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colonnade.engine.engine import Engine
+from colonnade.errors import TrainerError
 from colonnade.trainer._lengths import Lengths, read_lengths
-from colonnade.trainer._weigh import pipeline_counts, weighed
-from colonnade.trainer.errors import TrainerError
+from colonnade.trainer._weigh import weigh
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
@@ -27,7 +27,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
     hooks.call("before_test")
     hooks.call("before_test_epoch")
     trainer.time("start", "Test-epoch")
-    with evaluating(engine), weighed(engine) as scale:
+    with evaluating(engine):
         for batch in batches_of(trainer, loader, lengths):
             hooks.call("before_test_iter")
             trainer.time("start", "Test-step")
@@ -38,8 +38,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
                 return_output_label=trainer.returns_output,
             )
             trainer.time("stop", "Test-step")
-            # What a pipeline's criterion counts is not told outside training.
-            trainer.batch_weight = (None, 0.0) if pipeline_counts(engine) else scale.weigh(engine, loss)
+            trainer.batch_weight = weigh(engine.schedule, loss)
             hooks.call("after_test_iter", output, label, loss)
     trainer.time("stop", "Test-epoch")
     hooks.call("after_test_epoch")

@@ -23,7 +23,7 @@ from colonnade.trainer._records import RecordBook
 from colonnade.trainer._test import run_test
 from colonnade.trainer._weigh import Weight
 from colonnade.trainer.hooks._base import BaseHook
-from colonnade.trainer.timer import MultiTimer
+from colonnade.utils.timer import MultiTimer
 
 
 class Trainer:
@@ -50,8 +50,7 @@ class Trainer:
         self.timer = timer
         self.logger = logger or get_dist_logger()
         if schedule is not None:
-            schedule.pre_processing(engine)
-            engine._schedule = schedule
+            engine.schedule = schedule
         self.states: dict[str, Any] = {"metrics": {"train": {}, "test": {}}}
         self.max_epochs: int | None = None
         self.max_steps: int | None = None

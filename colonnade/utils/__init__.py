@@ -13,9 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import global_context
 from colonnade.utils.sampler import DistinctDataSampler
+from colonnade.utils.timer import MultiTimer
 
 __all__ = [
     "DistinctDataSampler",
+    "MultiTimer",
     "checkpoint",
     "free_port",
     "get_current_device",

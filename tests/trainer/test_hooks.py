@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from colonnade.errors import ConfigError, RegistryError
+from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
-from colonnade.trainer import BaseHook, HookError, Trainer
+from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer._hooks import POINTS, build_hook
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
 from tests.trainer.runs import PIPELINE, cut, make_trainer

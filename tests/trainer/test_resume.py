@@ -19,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import HookError
 from colonnade.testing import run_world
-from colonnade.trainer import BaseHook, HookError, StepRecord, Trainer
+from colonnade.trainer import BaseHook, StepRecord, Trainer
 from colonnade.trainer._feed import Feed
 from colonnade.trainer.hooks import (
     AccuracyHook,

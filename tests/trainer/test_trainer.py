@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 import colonnade
 from colonnade.engine.schedule import BaseSchedule
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, HookError
 from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
-from colonnade.trainer import BaseHook, HookError, MultiTimer, StepRecord, Trainer, hooks
-from colonnade.utils import get_dataloader
+from colonnade.trainer import BaseHook, StepRecord, Trainer, hooks
+from colonnade.utils import MultiTimer, get_dataloader
 from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
 
 

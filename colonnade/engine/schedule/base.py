@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colonnade.engine.schedule.loss import Count
 from colonnade.errors import ScheduleError
 
 StepResult = tuple[Any, Any, Tensor | None]
@@ -26,6 +27,9 @@ class BaseSchedule(ABC):
 
     runs_backward = False
     """Whether it runs the backward passes itself (a pipeline); else it must call `engine.backward` once a step."""
+
+    loss_count: Count | None = None
+    """What the loss of the last batch is a mean over, where the criterion gave (sum, count) and this rank knows."""
 
     def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import loss_value
+from colonnade.engine.schedule.loss import loss_value, split_loss
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 
@@ -31,6 +31,7 @@ class NonPipelineSchedule(BaseSchedule):
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
         if not forward_only:
             engine.backward(loss)
+        self.loss_count = split_loss(loss)[1] if loss is not None else None
         kept = loss_value(loss) if return_loss else None
         return (output, label, kept) if return_output_label else (None, None, kept)
 

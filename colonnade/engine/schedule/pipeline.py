@@ -192,6 +192,7 @@ class PipelineSchedule(BaseSchedule):
             count = shared if self._counts else None
         elif count is not None:
             raise ScheduleError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
+        self.loss_count = count
         if not forward_only:
             engine.note_loss(count, executor.has_last_stage)
         return loss

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from colonnade.optim.zero.team import Flat, Team
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
+from colonnade.parallel.placement import is_dtensor
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -72,6 +73,7 @@ class ShardedBucket:
         self.pieces = self._cut()
         self.used = self.pieces[-1].at + _padded(self.pieces[-1].numel, self.dtype) if self.pieces else 0
         self._versions: list[int] = []
+        self._aside: list[tuple[Tensor, Tensor]] = []
         self.grads = torch.empty(0)
 
     @property
@@ -89,7 +91,11 @@ class ShardedBucket:
         self.flat = flat
         for member, view in zip(self.members, self.layout.views(flat.own[: self.layout.numel]), strict=True):
             view.copy_(member.local)
-            local_part(member.parameter).data = view
+            if is_dtensor(member.parameter):
+                # What made it (FSDP2) knows where its elements lie: they stay there, and are copied in and out.
+                self._aside.append((member.local, view))
+            else:
+                member.parameter.data = view
         mine = flat.own[self.own][: self.used]
         self.has_masters = masters
         self.values = mine.to(device, self.wide, copy=True) if masters else mine
@@ -110,9 +116,17 @@ class ShardedBucket:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take up what somebody wrote into the parameters since the last look (loaded weights, say)."""
+        for local, view in self._aside:
+            view.copy_(local)
         if self.has_masters and self._versions != [piece.member.parameter._version for piece in self.pieces]:
             self.values.copy_(self.flat.own[self.own][: self.used])
             self._note_versions()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The flat parameters of all ranks have come: bring them to parameters that lie elsewhere."""
+        for local, view in self._aside:
+            local.copy_(view)
 
     def gaps(self, room: Tensor) -> list[Tensor]:
         """The padding of a room of this bucket."""

@@ -60,12 +60,10 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     units = _Units(spread, context, settings)
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     for root in roots:
-        chosen = _chosen(root, settings.wrap)
-        for module in _apart(root, spread, _most(spread, root)):
+        chosen, usual = _chosen(root, settings.wrap), _most(spread, root)
+        for module in [*_apart(root, spread, usual), *chosen]:
             units.shard(module)
-        for module in chosen:
-            units.shard(module)
-        units.shard(root)
+        units.shard(root, usual)
         _prefetch([module for module in root.modules() if module in units.done], settings.prefetch)
     sharding = Sharding(old, model, len(units.done))
     for name, parameter in model.named_parameters():
@@ -83,8 +81,11 @@ class _Units:
         self._taken: set[int] = set()
         self.done: set[nn.Module] = set()
 
-    def shard(self, module: nn.Module) -> None:
-        """Make a module a unit: what of it is not in a unit yet is gathered and given back together."""
+    def shard(self, module: nn.Module, usual: Spread | None = None) -> None:
+        """Make a module a unit: what of it is not in a unit yet is gathered and given back together.
+
+        With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
+        """
         # Imported here: those who use no stage 3 need not wait for it.
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
@@ -95,7 +96,7 @@ class _Units:
         if len(wanted) > 1:
             _refuse_mixed(mine, self._spread)
         self._taken.update(map(id, mine.values()))
-        spread = next(iter(wanted), None)
+        spread = next(iter(wanted), usual)
         if spread is None:
             return
         offload = self._settings.offload and self._context.device.type != "cpu"
@@ -194,7 +195,7 @@ def _chosen(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 def _members(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
-        if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+        if isinstance(module, _CONTAINERS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield child
         else:
             yield from _members(child)

@@ -26,8 +26,7 @@ class Gather:
         """Send this rank's slices; those that the next forward pass needs first go first."""
         for bucket in reversed(self.buckets):
             bucket.publish()
-            if not self.team.alone:
-                self._works[id(bucket)] = spread(self.team, bucket.flat, bucket.own)
+            self._works[id(bucket)] = None if self.team.alone else spread(self.team, bucket.flat, bucket.own)
         if self._shares:
             self.team.party.signal(b"p")
             self._told = True
@@ -38,9 +37,11 @@ class Gather:
             self._told = False
             self.team.party.collect()
         for bucket in self.buckets if buckets is None else buckets:
-            work = self._works.pop(id(bucket), None)
-            if work is not None:
-                work.wait()
+            if id(bucket) in self._works:
+                work = self._works.pop(id(bucket))
+                if work is not None:
+                    work.wait()
+                bucket.settle()
 
     @property
     def _shares(self) -> bool:

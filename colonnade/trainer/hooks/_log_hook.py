@@ -15,8 +15,8 @@ from colonnade.trainer.hooks._base import BaseHook
 
 if TYPE_CHECKING:
     from colonnade.trainer._records import StepRecord
-    from colonnade.trainer.timer import MultiTimer
     from colonnade.trainer.trainer import Trainer
+    from colonnade.utils.timer import MultiTimer
 
 
 class LogByEpochHook(BaseHook):

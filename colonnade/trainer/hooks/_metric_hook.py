@@ -91,11 +91,6 @@ class LossHook(_Measures):
             total, count = trainer.batch_weight
             if total is not None:
                 self._metrics[kind].update(total, count)
-            elif loss is not None:
-                raise ConfigError(
-                    "what the (sum, count) criterion of a pipeline counts is not known in an evaluation; give "
-                    "LossHook(weight=), the count of a label"
-                )
         elif loss is not None and label is not None:
             count = self._weight(label)
             self._metrics[kind].update(loss.detach() * count, count)

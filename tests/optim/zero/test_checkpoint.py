@@ -94,7 +94,9 @@ def load(folder: Path, stage: int, dtype: torch.dtype, more: int = 0) -> State:
 
 def same(truth: State, found: State) -> list[str]:
     return [
-        name for name, value in truth.items() if name not in found or not torch.equal(value.float(), found[name].float())
+        name
+        for name, value in truth.items()
+        if name not in found or not torch.equal(value.float(), found[name].float())
     ]
 
 

@@ -13,7 +13,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
-from colonnade.parallel.placement import Shard, place
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine.gradient_handler.scenarios import MINE, SplitMoe, numbers
 
@@ -39,7 +38,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05)
 
 
-def check(engine: Any, gpc: ParallelContext, part: int, parts: int, steps: int = 4, plain: nn.Module | None = None) -> None:
+def check(
+    engine: Any, gpc: ParallelContext, part: int, parts: int, steps: int = 4, plain: nn.Module | None = None
+) -> None:
     """Train and compare with one process, clipped."""
     plain = plain or Net()
     reference = adamw(plain.parameters())
@@ -139,12 +140,6 @@ def test_models_that_are_parallel_already():
 
 
 def _refusals() -> None:
-    class Mixed(nn.Module):
-        def __init__(self, gpc: ParallelContext) -> None:
-            super().__init__()
-            self.dense = nn.Linear(4, 4)
-            self.experts = place(nn.Parameter(torch.randn(2, 4)), {ParallelMode.EXPERT: Shard(0)})
-
     with launch({"parallel": {"expert": 2}, "zero": 3}, context=ParallelContext(), verbose=False) as gpc:
         with pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own"):
             initialize(SplitMoe(gpc), adamw, context=gpc)
@@ -156,9 +151,9 @@ def _refusals() -> None:
         ({"stage": 2, "reduce_scatter": False}, "is for stage 1"),
         ({"stage": 1, "offload": "disk"}, "allowed are True, False and 'cpu'"),
     ]:
-        with launch({"zero": zero}, context=ParallelContext(), verbose=False) as gpc:
-            with pytest.raises(ColonnadeError, match=message):
-                initialize(Net(), adamw, context=gpc)
+        context = ParallelContext()
+        with launch({"zero": zero}, context=context, verbose=False), pytest.raises(ColonnadeError, match=message):
+            initialize(Net(), adamw, context=context)
 
 
 def test_refusals_say_what_to_do():
