@@ -28,6 +28,7 @@ _NAMES = dict.fromkeys(
     ),
     _LAYERS,
 )
+_NAMES["Accuracy"] = "colonnade.nn.metric"
 
 
 def __getattr__(name: str) -> Any:

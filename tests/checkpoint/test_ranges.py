@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +34,7 @@ def test_ranges_of_any_memory_order_tile_the_whole(order, first, second):
     flat = torch.arange(24)
     place: Any = SimpleNamespace(piece=SimpleNamespace(local=local), box=Box((0, 5, 0), tuple(local.shape)))
     cuts = sorted({0, first, second, 24})
-    found = [
-        part
-        for start, stop in zip(cuts, cuts[1:], strict=False)
-        for part in located_boxes(place, start, stop, flat[start:stop])
-    ]
+    found = [part for start, stop in pairwise(cuts) for part in located_boxes(place, start, stop, flat[start:stop])]
     moved = [Box((box.offset[0], box.offset[1] - 5, box.offset[2]), box.shape) for box, _ in found]
     assert tiles(moved, tuple(local.shape))
     for box, (_, values) in zip(moved, found, strict=True):

@@ -140,9 +140,10 @@ def test_models_that_are_parallel_already():
 
 
 def _refusals() -> None:
-    with launch({"parallel": {"expert": 2}, "zero": 3}, context=ParallelContext(), verbose=False) as gpc:
-        with pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own"):
-            initialize(SplitMoe(gpc), adamw, context=gpc)
+    gpc = ParallelContext()
+    mixed = pytest.raises(ColonnadeError, match=r"experts over EXPERT_DATA / 4.*module of their own")
+    with launch({"parallel": {"expert": 2}, "zero": 3}, context=gpc, verbose=False), mixed:
+        initialize(SplitMoe(gpc), adamw, context=gpc)
     for zero, message in [
         ({"stage": 3, "wrap": "laiers.*"}, "names no module"),
         ({"stage": 3, "replicate": "mine"}, "no axis beside data"),

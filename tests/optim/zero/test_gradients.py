@@ -36,9 +36,11 @@ def _freed(passes: int) -> None:
             model = layers(8)
             engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
             alive: list[int] = []
-            model[0].register_full_backward_hook(
-                lambda *_: alive.append(sum(p.grad is not None for p in model.parameters()))
-            )
+
+            def count(*_: Any, model: nn.Module = model, alive: list[int] = alive) -> None:
+                alive.append(sum(p.grad is not None for p in model.parameters()))
+
+            model[0].register_full_backward_hook(count)
             for _ in range(2):
                 engine.zero_grad()
                 for micro in range(passes):

@@ -188,8 +188,8 @@ def _as_an_optimizer() -> None:
         assert calls == ["hook"] * 3
         assert engine.optimizer.param_groups[0] is original.param_groups[0]
         compare(dict(plain.named_parameters()), dict(model.named_parameters()), 1e-12)
+        original.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
         with pytest.raises(ColonnadeError, match="added to the optimizer"):
-            original.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
             engine.optimizer.step()
         engine.close()
 
