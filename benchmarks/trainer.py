@@ -2,8 +2,8 @@
 
 `python benchmarks/trainer.py --json` prints one object last: `ratios`, medians over turns that are interleaved in
 one run, and the `goals`. `trainer` is the time of steps in `fit` to that of the same steps by hand; `save` the time of
-ten steps from the start of a background save on, in which it is written, to that of ten without; `saves` says how much
-one adds, and how many of the ten it is beside.
+the steps from the start of a background save until it is written, to that of as many without; `saves` says how many
+those are and what one save adds to them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from colonnade.trainer._progress import ProgressHook
 
 GOALS = {"trainer": 1.02, "save": 1.10}
 STEPS = 10
-WINDOW = 10
-"""A save may add one step's time to the ten from its start on, during which it is written."""
+PERIOD = 30
+"""Steps from one save to the next; the last third of them is without a save."""
 
 
 class Terminal(io.StringIO):
@@ -100,25 +100,28 @@ class Stamps(BaseHook):
 
 
 def saving(turns: int) -> Callable[[str], dict[str, float]]:
-    """The steps from the start of a save on, and as many after them without one, in turns, in one run."""
+    """The steps beside a save, and steps without one, in turns, in one run."""
     trainer, _ = _trainer()
     with tempfile.TemporaryDirectory() as folder:
-        save = hooks.SaveCheckpointHook(2 * WINDOW, folder, save_by_iter=True, background=True, keep=1)
+        save = hooks.SaveCheckpointHook(PERIOD, folder, save_by_iter=True, background=True, keep=1)
         stamps = Stamps(save)
-        trainer.fit(_batches(), max_steps=2 * WINDOW * (turns + 1), hooks=[stamps, save])
-    times, beside, alone, writing = stamps.times, [], [], []
-    for begin in range(2 * WINDOW - 1, len(times) - 2 * WINDOW, 2 * WINDOW):
-        middle = begin + WINDOW
-        beside.append(times[middle] - times[begin])
-        alone.append(times[middle + WINDOW] - times[middle])
-        writing.append(1 + sum(stamps.busy[begin + 1 : middle]))
-    ratio = statistics.median(one / other for one, other in zip(beside, alone, strict=True))
-    step = statistics.median(alone) / WINDOW
+        trainer.fit(_batches(), max_steps=PERIOD * (turns + 1), hooks=[stamps, save])
+    times, ratios, steps, writing = stamps.times, [], [], []
+    for begin in range(PERIOD - 1, len(times) - PERIOD, PERIOD):
+        # The step that is under way when the last byte is written counts as beside it.
+        beside = 1 + sum(stamps.busy[begin + 1 : begin + PERIOD])
+        quiet = begin + 2 * PERIOD // 3
+        assert beside <= 2 * PERIOD // 3, "a save takes longer than the steps it is given: raise PERIOD"
+        alone = (times[begin + PERIOD] - times[quiet]) / (begin + PERIOD - quiet)
+        ratios.append((times[begin + beside] - times[begin]) / beside / alone)
+        steps.append(alone)
+        writing.append(beside)
+    ratio, step, count = (statistics.median(values) for values in (ratios, steps, writing))
     told = {
         "ratio": ratio,
         "step_ms": 1000 * step,
-        "added_by_a_save_ms": 1000 * step * WINDOW * (ratio - 1),
-        "steps_while_it_is_written": statistics.median(writing),
+        "added_by_a_save_ms": 1000 * step * count * (ratio - 1),
+        "steps_while_it_is_written": count,
     }
     return lambda command: told
 

@@ -47,7 +47,7 @@ _NAMES = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_CHUNK = 1 << 26
+_CHUNK = 1 << 23
 _LONGEST_HEADER = 100_000_000
 
 
@@ -83,8 +83,11 @@ def type_name(tensor: Tensor, what: str) -> str:
     return _NAMES[tensor.dtype]
 
 
-def write_tensors(path: Path, entries: Iterable[Entry]) -> FileRecord:
-    """Write a new file and see it on disk; returns its size and hash, taken from the bytes on their way."""
+def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None] = lambda: None) -> FileRecord:
+    """Write a new file and see it on disk; returns its size and hash, taken from the bytes on their way.
+
+    `rest` is called after each chunk: a thread that has time makes room for others there.
+    """
     # The largest elements first, so that all of them are aligned in the file.
     ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
     digest, size = hashlib.sha256(), 0
@@ -94,6 +97,7 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> FileRecord:
                 chunk = content[start : start + _CHUNK]
                 digest.update(chunk)
                 _write_all(file, chunk)
+                rest()
             size += len(content)
             fault_point("tensor written")
         fault_point("file written")

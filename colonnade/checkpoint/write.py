@@ -33,6 +33,8 @@ from colonnade.errors import CheckpointError
 _POLL = 0.02
 _PATIENCE_AT_EXIT = 60.0
 _PATIENCE_AFTER_ERROR = 5.0
+_REST = 5.0
+_LONGEST_REST = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Save:
     needed: int
     keep: int
 
-    def write(self, mine: RankPart) -> None:
-        """Write this rank's tensors and its note."""
+    def write(self, mine: RankPart, rest: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's tensors and its note; `rest` is called between chunks."""
         with told_of_space(self.staged.parent, self.needed):
             if mine.entries:
-                mine.part.file = write_tensors(self.staged / rank_file(self.rank), mine.entries)
+                mine.part.file = write_tensors(self.staged / rank_file(self.rank), mine.entries, rest)
             leave_part(self.staged, mine.part)
         fault_point("part written")
 
@@ -91,6 +93,29 @@ class Save:
         )
 
 
+class Pace:
+    """Lets training go first: after each piece of work a rest several times as long, until somebody waits.
+
+    Only time on a processor counts as work. A save of 100 MB without rests made the one or two steps beside it 1.29 times
+    as long; with them it is beside four steps, which take 1.07 times as long (`benchmarks/trainer.py`).
+    """
+
+    def __init__(self) -> None:
+        self._hurry = threading.Event()
+        self._before: float | None = None
+
+    def hurry(self) -> None:
+        """No more rests."""
+        self._hurry.set()
+
+    def rest(self) -> None:
+        """Called by the working thread between two pieces of work."""
+        worked = 0.0 if self._before is None else time.thread_time() - self._before
+        if threading.main_thread().is_alive():
+            self._hurry.wait(min(_REST * worked, _LONGEST_REST))
+        self._before = time.thread_time()
+
+
 class Background:
     """Writes one save beside training; `error` is what went wrong on this rank, known after `join`.
 
@@ -103,6 +128,7 @@ class Background:
         self._mine, self._done = mine, done
         self._stop = threading.Event()
         self._reason = ""
+        self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name=f"colonnade-save-{save.step}", daemon=False)
         self._thread.start()
 
@@ -112,7 +138,8 @@ class Background:
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until it has nothing to do."""
+        """Wait until it has nothing to do; it makes haste now."""
+        self._pace.hurry()
         self._thread.join()
 
     def part_error(self) -> str:
@@ -142,7 +169,7 @@ class Background:
 
     def _write(self) -> None:
         try:
-            self.save.write(self._mine)
+            self.save.write(self._mine, self._pace.rest)
         finally:
             self._mine.entries.clear()
         if self.save.rank == 0:

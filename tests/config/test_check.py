@@ -133,11 +133,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero": 4},
-        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch",
+        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
     ),
     (
         {"zero": True},
-        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch",
+        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
     ),
     ({"zero": {"offload": True}}, "zero.stage   is missing; it must be 0, 1, 2 or 3"),
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
