@@ -143,7 +143,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
     (
         {"zero": {"model_config": {}}},
-        "zero.model_config = dict()   is an older form. Write zero = dict(stage=3, bucket_mb=25, "
+        "zero.model_config = dict()   is an older form. Write zero = dict(stage=3, "
         "offload='cpu'); settings of the loss scale go to fp16 = dict(...)",
     ),
     ({"schedule": 3}, "schedule = 3   must be a registered name, or dict(type='Name', ...)"),

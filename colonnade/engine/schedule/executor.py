@@ -131,18 +131,18 @@ class Executor:
         keep_outputs: bool = False,
         backward_scale: float | Tensor = 1.0,
         sum_scale: float | Tensor = 1.0,
+        takes_counts: bool = True,
     ) -> Ran:
         """Run one step. Collective over the pipeline: all its ranks, with the same flags.
 
         Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
         one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies a mean, and
-        `sum_scale` the sum of a (sum, count), for the backward pass only.
+        `sum_scale` the sum of a (sum, count), for the backward pass only; `takes_counts=False` refuses such losses.
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
-        step = Step(
-            self._place, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale, self._counts
-        )
+        scales, forms = (backward_scale, sum_scale), (takes_counts, self._counts)
+        step = Step(self._place, micro_batches, train, with_loss or train, keep_outputs, *scales, *forms)
         try:
             step.run(self._forward_program if forward_only else self._program)
             for link in self._links.values():

@@ -175,6 +175,7 @@ class PipelineSchedule(BaseSchedule):
             keep_outputs=return_output_label,
             backward_scale=engine.loss_scale,
             sum_scale=engine.sum_scale,
+            takes_counts=self._loss_everywhere,
         )
         self.last_order = [str(action) for action in ran.order]
         loss = self._share_loss(engine, executor, ran, forward_only) if with_loss else None
@@ -190,8 +191,6 @@ class PipelineSchedule(BaseSchedule):
             if self._counts is None:  # asked of the device once: a criterion keeps its form
                 self._counts = not bool(shared.isnan())
             count = shared if self._counts else None
-        elif count is not None:
-            raise ScheduleError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
         self.loss_count = count
         if not forward_only:
             engine.note_loss(count, executor.has_last_stage)

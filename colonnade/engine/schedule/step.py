@@ -72,8 +72,10 @@ class Step:
     keep_outputs: bool
     scale: float | Tensor
     sum_scale: float | Tensor
+    takes_counts: bool = True
+    """Whether losses may be given as (sum, count)."""
     counts_before: bool | None = None
-    """Whether earlier losses were given as (sum, count); None: there were none."""
+    """Whether earlier losses were given so; None: there were none."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Of losses given as (sum, count)."""
@@ -136,6 +138,8 @@ class Step:
         if count is not None:
             self.counts[micro_batch.index] = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
         counted = count is not None
+        if counted and not self.takes_counts:
+            raise ScheduleError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
         if self.counts_before is not None and self.counts_before != counted:
             forms = {True: "(sum, count)", False: "a mean"}
             raise ScheduleError(

@@ -107,7 +107,7 @@ class ZeroOptimizer(Optimizer):
         """Step as it is, for loops without an engine, after `sync_grad`."""
         if closure is not None:
             raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step")
-        self.step_divided(torch.ones(1), torch.zeros(()))
+        self.step_divided(*self._slices.as_it_is)
 
     def wait(self) -> None:
         """Every parameter is whole when this returns; only needed where `prefetch` lets the gathers run on."""

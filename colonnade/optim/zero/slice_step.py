@@ -35,6 +35,9 @@ class SliceStep:
         if reason is not None and flat:
             raise GradientError(f"flat_step=True cannot be done: {reason}")
         self._is_flat = reason is None and flat is not False
+        home = self._pieces[0].value.device if self._pieces else torch.device("cpu")
+        self.as_it_is = (torch.ones(1, device=home), torch.zeros((), device=home))
+        """The divisor and the flag of a step that is neither clipped nor dropped."""
 
     def use_slots(self, slot_of: Callable[[str], int]) -> None:
         """Before the first step."""

@@ -19,6 +19,7 @@ from tests.engine.gradient_handler.scenarios import numbers
 from tests.optim.zero.cases import CASES, Way, engine_of, run_steps
 
 State = dict[str, Tensor]
+OFF = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # under DETAIL, gloo of torch 2.11 does not gather DTensors
 
 
 class Small(nn.Module):
@@ -109,7 +110,7 @@ def test_saved_under_stage_2_on_4_ranks_loads_anywhere_bitwise(tmp_path):
         "cube/step",
     ]
     for world, stage in ((2, 0), (2, 3), (1, 0), (2, 1), (3, 2)):
-        for found in run_world(world, load, tmp_path, stage, torch.float32).values:
+        for found in run_world(world, load, tmp_path, stage, torch.float32, env=OFF).values:
             assert same(truth, found) == [], f"stage {stage} on {world} ranks"
 
 
@@ -117,8 +118,8 @@ def test_saved_under_stage_2_on_4_ranks_loads_anywhere_bitwise(tmp_path):
 def test_every_stage_loads_every_other_and_goes_on_alike(tmp_path):
     for saved in (0, 1, 3):
         folder = tmp_path / str(saved)
-        truth = run_world(2, save, folder, saved, torch.float32).values[0]
-        after = [run_world(2, load, folder, stage, torch.float32, 2).values[0] for stage in (0, 1, 2, 3)]
+        truth = run_world(2, save, folder, saved, torch.float32, env=OFF).values[0]
+        after = [run_world(2, load, folder, stage, torch.float32, 2, env=OFF).values[0] for stage in (0, 1, 2, 3)]
         assert same(truth, run_world(2, load, folder, 2, torch.float32).values[1]) == []
         for other in after[1:]:
             for name, value in after[0].items():
