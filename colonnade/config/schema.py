@@ -128,8 +128,7 @@ _FP16 = Section(
 _BF16 = Section({"master_weights": Key(BOOL, "keep fp32 weights for the optimizer")})
 
 _OLD_ZERO = (
-    "is an older form. Write zero = dict(stage=3, offload='cpu'); "
-    "settings of the loss scale go to fp16 = dict(...)"
+    "is an older form. Write zero = dict(stage=3, offload='cpu'); settings of the loss scale go to fp16 = dict(...)"
 )
 _STAGE = choice(0, 1, 2, 3)
 _ZERO = Section(

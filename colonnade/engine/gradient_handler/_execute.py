@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler._options import GroupReduction, SyncOptions
 from colonnade.engine.gradient_handler._reducer import GradientReducer
 from colonnade.engine.gradient_handler._reduction import Reduction
@@ -113,6 +114,7 @@ class Executor:
         return sums
 
     def _with_groups(self, sums: dict[tuple[int, ...], dict[float, list[_Entry]]]) -> list[GroupReduction]:
+        layout = self._context.layout
         return [
             GroupReduction(
                 names=tuple(entry.name for entry in entries),
@@ -120,6 +122,7 @@ class Executor:
                 ranks=ranks,
                 group=self._context.group_of_ranks(ranks) if len(ranks) > 1 else None,
                 divisor=divisor,
+                between_stages=len({layout.local_rank(ParallelMode.PIPELINE, rank) for rank in ranks}) > 1,
             )
             for ranks, by_divisor in sums.items()
             for divisor, entries in by_divisor.items()

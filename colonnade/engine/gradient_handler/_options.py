@@ -32,6 +32,9 @@ class GroupReduction:
     ranks: tuple[int, ...]
     group: ProcessGroup | None
     divisor: float
+    between_stages: bool = False
+    """Whether the ranks are at several pipeline stages: they come to this sum at unlike moments of a step, and one that
+    waited for another in the middle of it would hold up the pipeline. So it is never started early."""
 
 
 @dataclass(frozen=True)

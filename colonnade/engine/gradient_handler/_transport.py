@@ -140,7 +140,7 @@ class SlicedSum:
 def collective_task(bucket: Bucket, party: Party, options: SyncOptions) -> CollectiveTask:
     """The task that reduces `bucket` over the group of `party` as the options say."""
     assert party.group is not None
-    early = options.overlap is not False
+    early = options.overlap is not False and not bucket.reduction.between_stages
     return CollectiveTask(bucket, party, _scheme(bucket, party, options), early)
 
 

@@ -22,6 +22,7 @@ from colonnade.core import global_context
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.block import attend, attend_backward, merge, working
 from colonnade.nn.sequence.parts import Parts, Segment, parts_of, sequence_place
+from colonnade.parallel.collectives.wire import Swap
 
 
 def ring_attention(
@@ -97,26 +98,10 @@ class _Ring:
         mode = ParallelMode.SEQUENCE
         return _Ring(context.get_group(mode), context.get_next_global_rank(mode), context.get_prev_global_rank(mode))
 
-    def pass_on(self, block: Tensor, length: int) -> _Travelling:
+    def pass_on(self, block: Tensor, length: int) -> Swap:
         """Start to send `block` (length in the last dimension but one) and to receive one of `length`."""
         arriving = block.new_empty(*block.shape[:-2], length, block.size(-1))
-        moves = [(dist.isend, block, self._following), (dist.irecv, arriving, self._before)]
-        works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, self._group) for move, tensor, peer in moves])
-        return _Travelling(arriving, block, works)
-
-
-@dataclass(frozen=True)
-class _Travelling:
-    """A block that is on its way here; `sent` must live until it has gone."""
-
-    arriving: Tensor
-    sent: Tensor
-    works: list[Any]
-
-    def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
-        return self.arriving
+        return Swap(block, arriving, self._following, self._before, self._group)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -141,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
         plan, ring = ctx.plan, ctx.ring
         delta = (grad.to(lse.dtype) * out).sum(-1)
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        on_its_way: _Travelling | None = None
+        on_its_way: Swap | None = None
         for other, block, following in _round(k, v, plan, ring):
             found = _gradients(grad, delta, q, block, lse, dq, plan, other)
             if on_its_way is not None:

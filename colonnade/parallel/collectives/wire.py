@@ -126,15 +126,35 @@ def ring(x: Tensor, members: Members, shift: int, shape: Sequence[int]) -> Tenso
     _note("ring", members, _bytes(arrived))
     onward = members.ranks[(members.at + shift) % members.size]
     origin = members.ranks[(members.at - shift) % members.size]
-    work = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x.contiguous(), onward, group=members.group),
-            dist.P2POp(dist.irecv, arrived, origin, group=members.group),
-        ]
-    )
-    for request in work:
-        request.wait()
-    return arrived
+    return Swap(x.contiguous(), arrived, onward, origin, members.group).wait()
+
+
+class Swap:
+    """A tensor on its way to one rank while another comes from one; `wait` gives the one that came."""
+
+    def __init__(
+        self, sent: Tensor, arriving: Tensor, onward: int, origin: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._arriving = arriving
+        # Gloo sends from the memory of the host alone.
+        by_host = arriving.is_cuda and _backend(group, "cuda") == "gloo"
+        # Kept until it has gone.
+        self._sent, self._landing = (
+            (sent.cpu(), torch.empty_like(arriving, device="cpu")) if by_host else (sent, arriving)
+        )
+        moves = [(dist.isend, self._sent, onward), (dist.irecv, self._landing, origin)]
+        self._works = dist.batch_isend_irecv([dist.P2POp(move, tensor, peer, group) for move, tensor, peer in moves])
+
+    def wait(self) -> Tensor:
+        """The tensor that came."""
+        for work in self._works:
+            work.wait()
+        return self._arriving if self._landing is self._arriving else self._arriving.copy_(self._landing)
+
+
+def _backend(group: dist.ProcessGroup | None, device: str) -> str | None:
+    """The name of the backend that moves tensors of this kind of device."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
 
 
 def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) -> Tensor:

@@ -86,6 +86,33 @@ def test_what_is_gathered_together_and_ahead():
     run_world(2, _choices)
 
 
+def _weighted() -> None:
+    """(sum, count) losses are divided once by the count of the world, also where nobody of ours sums gradients."""
+    for parallel, make in (({}, adamw), ({"tensor": 2}, lambda p: torch.optim.Adagrad(p, lr=0.05))):
+        config = {"parallel": parallel, "zero": 3, "gradient_accumulation": 2, "clip_grad_norm": 0.1}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            engine, plain = initialize(Net(), make, context=gpc)[0], Net()
+            reference = make(plain.parameters())
+            data = gpc.data_parallel_size
+            for step in range(3):
+                engine.zero_grad()
+                for micro in range(2):
+                    x = numbers(2 + micro, 6, seed=10 * step + 5 * micro + gpc.get_local_rank(ParallelMode.DATA))
+                    engine.backward((engine(x).square().sum(), 3 * len(x)))
+                    engine.step()
+                parts = [numbers(2 + m, 6, seed=10 * step + 5 * m + part) for m in range(2) for part in range(data)]
+                reference.zero_grad()
+                plain(torch.cat(parts)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), 1e-7)
+            engine.close()
+
+
+def test_weighted_losses():
+    run_world(2, _weighted)
+
+
 def _hybrid() -> None:
     config = {
         "parallel": {"mine": {"size": 2, "mode": "scenario_mine"}},

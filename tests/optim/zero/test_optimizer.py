@@ -293,6 +293,33 @@ def test_a_step_that_is_not_finite_anywhere_is_dropped_everywhere():
     run_world(2, _skip)
 
 
+def _loss_scale() -> list[tuple[dict[str, Tensor], float, int]]:
+    """fp16 with a scale so large that the first steps overflow."""
+    found = []
+    for stage in (0, 1, 2):
+        config = {"zero": stage, "fp16": {"init_scale": 2.0**24}, "clip_grad_norm": 1.0}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.05), context=gpc)[0]
+            for step in range(12):
+                engine.zero_grad()
+                engine.backward(engine(numbers(3, 8, seed=10 * step + gpc.get_global_rank()).float()).float().mean())
+                engine.step()
+            found.append((gather_weights(model, gpc), float(engine.loss_scale), engine.skipped_steps))
+            engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_the_loss_scale_of_fp16_falls_and_steps_alike_at_every_stage():
+    (weights, scale, skipped), *others = run_world(2, _loss_scale).values[0]
+    assert 0 < skipped < 12
+    for other_weights, *numbers_ in others:
+        assert numbers_ == [scale, skipped]
+        compare(weights, other_weights, 1e-3)
+
+
 def _methods(clip: dict[str, Any]) -> list[Any]:
     """Norms and weights under every stage."""
     found = []
