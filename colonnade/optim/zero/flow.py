@@ -24,8 +24,9 @@ class Flow:
     """How far the gradients of a bucket have got in this step and in this pass.
 
     A bucket with `keeps` has a room of its own, in which gradients may lie from the first pass on; else it takes
-    turns with others in `rooms`. One that is `early` is summed as soon as it is full. `anywhere` says of each parameter whether any rank had a gradient at the last
-    step, `late` whether any rank had one beside the room.
+    turns with others in `rooms`. One that is `early` is summed as soon as it is full. `anywhere` says of each
+    parameter whether any rank had a gradient at the last step (`is_whole`: so it was with all), `late` whether any
+    rank had one beside the room.
     """
 
     def __init__(self, bucket: ShardedBucket, rooms: Sequence[Flat], divisor: float, keeps: bool, prompt: bool) -> None:
@@ -42,7 +43,7 @@ class Flow:
         self.expected = set(range(len(self.parameters)))
         self.present = bytearray(len(self.parameters))
         self.anywhere = [True] * len(self.parameters)
-        self.started = self.full = self.landed = self.late = False
+        self.started = self.full = self.landed = self.late = self.is_whole = False
         self._seen: set[int] = set()
 
     @property
@@ -101,6 +102,12 @@ class Flow:
         """One byte per parameter: whether it got a gradient in this step, and one that came too late for the room."""
         late = [LATE | PRESENT if parameter.grad is not None else 0 for parameter in self.parameters]
         return bytes(a | b for a, b in zip(self.present, late, strict=True))
+
+    def take(self, notes: bytes) -> None:
+        """What all ranks together say of this step's gradients."""
+        self.is_whole = notes == bytes([PRESENT]) * len(notes)
+        self.late = not self.is_whole and any(note & LATE for note in notes)
+        self.anywhere = [bool(note & PRESENT) for note in notes]
 
     @torch.no_grad()
     def late_room(self) -> Tensor:

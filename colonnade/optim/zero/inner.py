@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ def turned_to(optimizer: Optimizer, pieces: Sequence[Piece]) -> Optimizer:
     return inner
 
 
-def follow(inner: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Take over the options that the groups have now (a scheduler changes them)."""
-    for mine, theirs in zip(inner.param_groups, groups, strict=True):
+def copy_options(source: Optimizer, target: Optimizer) -> None:
+    """Give the groups of one optimizer the options of the other's (a scheduler, or a step, may have changed them)."""
+    for theirs, mine in zip(source.param_groups, target.param_groups, strict=True):
         for key, value in theirs.items():
             if key != "params":
                 mine[key] = value
@@ -96,8 +96,11 @@ def check_elementwise(optimizer: Optimizer) -> None:
 def _trial(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     """The optimizer's first group alone, on small tensors of the host, without hooks."""
     trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])
-    trial.param_groups = trial.param_groups[:1]
-    group = trial.param_groups[0]
+    # What it changes in place must not be the user's.
+    own = {key: copy.copy(value) for key, value in trial.__dict__.items() if type(value) in (list, dict)}
+    trial.__dict__.update({key: value for key, value in own.items() if key != "param_groups"})
+    group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[0].items()}
+    trial.param_groups = [group]
     for option in ("fused", "foreach", "capturable", "differentiable"):
         if option in group:
             group[option] = False

@@ -15,7 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
 from colonnade.optim.zero.build import build_shards
 from colonnade.optim.zero.gather import GatherAhead
-from colonnade.optim.zero.inner import check_elementwise, follow, turned_to
+from colonnade.optim.zero.inner import check_elementwise, copy_options, turned_to
 from colonnade.optim.zero.settings import Travel, ZeroSettings
 from colonnade.optim.zero.slice_step import SliceStep
 from colonnade.optim.zero.state import FlatShard, ShardedState
@@ -92,10 +92,11 @@ class ZeroOptimizer(Optimizer):
     def step_divided(self, divisor: Tensor, found_inf: Tensor) -> None:
         """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""
         self._check_groups()
-        follow(self._inner, self.param_groups)
+        copy_options(self, self._inner)
         for bucket in self._shards.buckets:
             bucket.refresh()
         self._slices.step(divisor, found_inf)
+        copy_options(self._inner, self)
         for gather in self._shards.gathers:
             gather.begin()
         if self._ahead is None:
@@ -184,7 +185,7 @@ class ZeroOptimizer(Optimizer):
             # In place: the original optimizer, and schedulers, hold these very dictionaries.
             options = {key: value for key, value in theirs.items() if key not in ("params", "param_names")}
             group.update(options)
-        follow(self._inner, self.param_groups)
+        copy_options(self, self._inner)
         self._inner.load_state_dict(self._state.load(states))
 
     def _check_frozen(self) -> None:

@@ -45,6 +45,8 @@ class SliceStep:
 
     def mark_absent(self) -> None:
         """Give every piece its gradient, or None where no rank of the team had one, so that it takes no part."""
+        if self._attached and not self._absent and all(flow.is_whole for flow in self._flows):
+            return
         absent = [not here for flow in self._flows for here in self._present(flow)]
         places = [place for place, missing in enumerate(absent) if missing]
         if places != self._absent or not self._attached:

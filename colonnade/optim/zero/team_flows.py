@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from colonnade.errors import GradientError
-from colonnade.optim.zero.flow import LATE, PRESENT, Flow
+from colonnade.optim.zero.flow import Flow
 from colonnade.optim.zero.gather import Gather, spread
 from colonnade.optim.zero.team import Team
 
@@ -45,8 +45,7 @@ class TeamFlows:
         for flow, at in early:
             flow.land(at)
         for flow, notes in zip(self.flows, self._meet(), strict=True):
-            flow.anywhere = [bool(note & PRESENT) for note in notes]
-            flow.late = any(note & LATE for note in notes)
+            flow.take(notes)
         for flow, at in prompt:
             flow.land(at)
         for flow in self.flows:

@@ -224,6 +224,37 @@ def test_sync_grad_and_step_by_hand():
     run_world(2, _by_hand)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in the group, as some optimizers do, and remembers what it was given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad / group["step"])
+
+
+def _counting() -> None:
+    with launch({"zero": 2}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(3, 3, bias=False).double()
+        engine = initialize(model, lambda p: Counting(p, lr=1.0), context=gpc)[0]
+        assert "step" not in engine.optimizer.param_groups[0], "trying it out must leave no trace"
+        before = model.weight.detach().clone()
+        for _ in range(3):
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(1, 3, dtype=torch.float64)).sum())
+            engine.step()
+        assert engine.optimizer.param_groups[0]["step"] == 3
+        assert torch.allclose(before - model.weight, torch.full((3, 3), 1 + 1 / 2 + 1 / 3, dtype=torch.float64))
+        engine.close()
+
+
+def test_an_optimizer_of_ones_own_that_keeps_count_in_its_groups():
+    run_world(2, _counting)
+
+
 class Neighbours(torch.optim.SGD):
     """Divides each gradient by its norm: what one element gets depends on the others."""
 
