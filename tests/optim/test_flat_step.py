@@ -33,12 +33,13 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 1e-2}
 PATTERNS: list[list[int]] = [[], [1, 2], [], [5], [1, 2], [0, 1, 2, 3, 4, 5, 6], []]
 
 
+# In bf16 torch's plain optimizers round more often than its fused ones and ours, and its fused SGD fails on a CPU.
+COMPARED = [(n, d) for n in MAKERS for d in TOLERANCE if d is not torch.bfloat16 or n in ("adamw", "adam")]
+
+
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "dtype"), COMPARED, ids=str)
 def test_equals_torch(name: str, dtype: torch.dtype, max_norm: float) -> None:
-    if dtype == torch.bfloat16 and name not in ("adamw", "adam"):
-        pytest.skip("torch's plain optimizers round more often, and its fused SGD fails in bf16 on a CPU")
     pair = Pair(MAKERS[name], dtype, max_norm=max_norm)
     for absent in PATTERNS:
         pair.step(absent)
