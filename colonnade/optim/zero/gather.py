@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,18 +63,30 @@ def spread(team: Team, room: Flat, own: slice) -> Any:
 
 
 class GatherAhead:
-    """Lets the gathers run on into the next forward pass: each module waits for the parameters it has itself."""
+    """Lets the gathers run on into the next forward pass: each module waits for the parameters it has itself.
+
+    Only parameters whose module has been called may be late. One that other modules reach for (as in
+    `F.linear(x, self.child.weight)`, with no call of the child) would be read before anyone has waited for it, so
+    `hold_back` waits for its bucket at once.
+    """
 
     def __init__(self, model: nn.Module, gathers: Sequence[Gather]) -> None:
+        self._gathers = list(gathers)
+        self._called: set[int] = set()
         place: dict[int, tuple[Gather, ShardedBucket]] = {}
         for gather in gathers:
             for bucket in gather.buckets:
                 place.update((id(member.parameter), (gather, bucket)) for member in bucket.members)
         self._handles = [model.register_state_dict_pre_hook(self._whole(gathers))]
         for module in model.modules():
-            mine = [place[id(p)] for p in module.parameters(recurse=False) if id(p) in place]
+            mine = {id(p): place[id(p)] for p in module.parameters(recurse=False) if id(p) in place}
             if mine:
-                self._handles.append(module.register_forward_pre_hook(_waiting(mine)))
+                self._handles.append(module.register_forward_pre_hook(self._waiting(mine)))
+
+    def hold_back(self) -> None:
+        """After a step: wait for every bucket with a parameter that no call of its module has announced so far."""
+        for gather in self._gathers:
+            gather.wait([b for b in gather.buckets if any(id(m.parameter) not in self._called for m in b.members)])
 
     def close(self) -> None:
         for handle in self._handles:
@@ -88,10 +100,10 @@ class GatherAhead:
 
         return before
 
+    def _waiting(self, mine: Mapping[int, tuple[Gather, ShardedBucket]]) -> Any:
+        def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._called.update(mine)
+            for gather, bucket in mine.values():
+                gather.wait([bucket])
 
-def _waiting(mine: Sequence[tuple[Gather, ShardedBucket]]) -> Any:
-    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        for gather, bucket in mine:
-            gather.wait([bucket])
-
-    return before
+        return before

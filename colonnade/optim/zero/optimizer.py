@@ -101,6 +101,8 @@ class ZeroOptimizer(Optimizer):
             gather.begin()
         if self._ahead is None:
             self.wait()
+        else:
+            self._ahead.hold_back()
         for optimizer in (self, self._original):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
 
