@@ -253,7 +253,7 @@ def test_two_runs_at_once_do_not_meet(script: Path) -> None:
     assert answers[0]["port"] != answers[1]["port"]
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.long), "raise"])
 def test_a_restart_comes_up_and_is_announced(script: Path, tmp_path: Path, how: str) -> None:
     done = colonnade("run", "--nproc", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs", script, "fail_once", how)
     assert done.returncode == 0, done.stderr
@@ -263,7 +263,7 @@ def test_a_restart_comes_up_and_is_announced(script: Path, tmp_path: Path, how: 
     assert (tmp_path / "logs" / "restart1" / "rank1.stdout").read_text() == '{"sum": 3.0, "try": "1"}\n'
 
 
-@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("placed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_machines_make_one_world(script: Path, placed: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"

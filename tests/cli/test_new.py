@@ -65,8 +65,13 @@ def test_the_written_test_passes(tmp_path):
     [
         ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 hold the same part with different values"),
         ("place(part, {RING_ROWS: Shard(0)}", "place(part, {RING_ROWS: Replicate()}", "PlacementError"),
-        ('"ring_rows", data="same"', '"ring_rows", data="distinct"', "not equal to one process"),
-        ("copy(x, RING_ROWS)", "x", "gradient of x"),
+        pytest.param(
+            '"ring_rows", data="same"',
+            '"ring_rows", data="distinct"',
+            "not equal to one process",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("copy(x, RING_ROWS)", "x", "gradient of x", marks=pytest.mark.long),
     ],
 )
 def test_the_written_test_fails_when_the_parallelism_is_broken(tmp_path, right, wrong, found):

@@ -320,7 +320,7 @@ def test_twenty_worlds_leave_nothing_in_the_parent(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_killed_parent_leaves_no_rank_no_child_and_no_folder(tmp_path: Path, number: signal.Signals) -> None:
     code = (
         "from colonnade.testing import run_world\n"

@@ -50,7 +50,9 @@ def _train(layout: str, folder: Path, resume: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [("2d 4", "1d 2"), ("1d 2", "2d 4"), ("3d 8", "2.5d 8")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("2d 4", "1d 2"), ("1d 2", "2d 4"), pytest.param("3d 8", "2.5d 8", marks=pytest.mark.long)]
+)
 def test_a_run_goes_on_under_another_mode(tmp_path, first, second):
     through = run_world(LAYOUTS[first][0], _train, first, tmp_path, False, timeout=100).values[0]
     resumed = run_world(LAYOUTS[second][0], _train, second, tmp_path, True, timeout=100).values[0]

@@ -22,16 +22,24 @@ def test_data_2(stage):
     run_world(2, check_parity, "data 2", ways)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stages", [(1,), (2,), (3,)], ids=lambda stages: f"stage {stages[0]}")
-def test_every_optimizer_clipped_and_accumulated(name, stages):
-    case = CASES[name]
-    run_world(case.world, check_parity, name, _ways(stages), timeout=110)
+OFTEN = {("data 2", 1), ("data 2 x tensor 2", 2), ("data 2 x pipe 2", 2), ("data 2 x expert 2", 1), ("data 4", 3)}
+"""Every layout and every stage in `make test`; all of both in `make long`."""
+EVERY = [
+    pytest.param(name, stage, marks=pytest.mark.slow if (name, stage) in OFTEN else pytest.mark.long)
+    for name in CASES
+    for stage in (1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), EVERY)
+def test_every_optimizer_clipped_and_accumulated(name, stage):
+    run_world(CASES[name].world, check_parity, name, _ways((stage,)), timeout=110)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name != "data 4" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
 def test_by_collectives_instead_of_shared_memory(name):
     ways = [
         Way(stage, optimizer, 0.3, accumulation, shared_memory=False)
