@@ -38,10 +38,13 @@ def get_dataloader(
     context: ParallelContext | None = None,
     **options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader that gives each rank its share: ranks that see the same data get the same samples."""
+    """A DataLoader that gives each rank its share: ranks that see the same data get the same samples.
+
+    One rank has the same order of samples as several, so that a run may go on with another number of ranks.
+    """
     context = global_context if context is None else context
     sampler = None
-    if add_sampler and context.layout.distinct_data > 1:
+    if add_sampler:
         sampler = DistinctDataSampler(
             dataset,  # type: ignore[arg-type]
             context.layout,
