@@ -127,6 +127,11 @@ class Engine:
         the mean; `after_step` (an LR scheduler's step, say) is called after each of those. The body of the
         loop must call `backward` and `step` once for every batch.
         """
+        if any(hasattr(module, "unshard") for module in self._model.modules()):
+            raise GradientError(
+                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
+                "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2"
+            )
         iterator = iter(loader)
         self._book.uneven = True
         try:

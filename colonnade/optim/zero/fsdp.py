@@ -103,7 +103,8 @@ class _Units:
         fully_shard(
             module,
             mesh=self._mesh(spread.modes),
-            reshard_after_forward=self._settings.reshard,
+            # None: all but the root, whose parameters backward needs at once.
+            reshard_after_forward=None if self._settings.reshard else False,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in self._taken or self._left(p)},
         )

@@ -186,3 +186,16 @@ def _refusals() -> None:
 
 def test_refusals_say_what_to_do():
     run_world(4, _refusals)
+
+
+def _uneven() -> str:
+    with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+        engine = initialize(Net(), adamw, context=gpc)[0]
+        with pytest.raises(ColonnadeError) as error:
+            next(engine.batches([torch.ones(1, 4)] * (1 + gpc.get_global_rank())))
+        engine.close()
+        return str(error.value)
+
+
+def test_a_rank_may_not_run_out_of_batches_under_stage_3():
+    assert all("equally many batches" in said for said in run_world(2, _uneven).values)
