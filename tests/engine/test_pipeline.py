@@ -172,7 +172,7 @@ def test_every_schedule_on_two_ranks_tied_and_accumulated(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "parallel", [{"pipeline": 4}, {"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str
 )

@@ -72,9 +72,9 @@ def test_every_layout_by_function_and_by_engine(name: str) -> None:
 
 
 ORDERS = (1.0, 3.0, math.inf)
-# One order of each layout in `make test`, another one for its neighbour; all of them in `make long`.
+# One order of every other layout in `make test`, another one for the next; all of them in `make long`.
 BY_ORDER = [
-    pytest.param(name, p, marks=[] if at % len(ORDERS) == turn else [pytest.mark.long])
+    pytest.param(name, p, marks=[] if at % (2 * len(ORDERS)) == 2 * turn else [pytest.mark.long])
     for at, name in enumerate(CASES)
     for turn, p in enumerate(ORDERS)
 ]

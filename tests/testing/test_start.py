@@ -128,7 +128,7 @@ def test_a_script_runs_its_own_functions(tmp_path: Path) -> None:
     assert done.stdout.strip() == "['0', '1']", done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told_about_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

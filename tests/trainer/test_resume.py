@@ -135,7 +135,13 @@ CASES: dict[str, tuple[int, dict[str, Any], str, int, int]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("one", "data 2") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [
+        name
+        if name in ("one", "data 2")
+        else pytest.param(name, marks=pytest.mark.long if "workers" in name else pytest.mark.slow)
+        for name in CASES
+    ],
 )
 def test_a_killed_run_resumes_to_the_bit(tmp_path, name):
     ranks, config, kind, save, kill = CASES[name]

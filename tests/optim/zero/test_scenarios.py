@@ -44,7 +44,9 @@ def _train(name: str, ways: list[tuple[int, Any]]) -> list[tuple[dict[str, Tenso
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if at % 2 else []) for at, name in enumerate(SCENARIOS)]
+)
 def test_every_scenario(name):
     ways = [way for way in WAYS if way[0] != 3 or name not in EXPERTS_IN_ROOT]
     (truth, norms), *others = run_world(SCENARIOS[name].world, _train, name, ways).values[0]
@@ -74,7 +76,9 @@ def _chunks(stage: int, name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBV", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", *(pytest.param(n, marks=pytest.mark.long) for n in ("ZBV", "InterleavedZeroBubble"))]
+)
 def test_chunks_of_a_pipeline(name):
     truth, *others = (run_world(4, _chunks, stage, name).values[0] for stage in (0, 1, 2))
     for found in others:
