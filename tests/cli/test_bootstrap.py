@@ -11,6 +11,7 @@ from tests.cli import colonnade
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_a_module_runs_as_main_with_its_arguments(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
@@ -33,6 +34,7 @@ def test_a_script_is_main_and_imports_its_neighbours(tmp_path: Path) -> None:
     assert done.stdout == f"__main__ 7 True ['{tmp_path / 'script.py'}', '--nproc', '3']\n", done.stderr
 
 
+@pytest.mark.long
 def test_a_script_that_cannot_be_compiled_is_shown_once(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("def broken(:\n")
     done = colonnade("run", "-n", 2, tmp_path / "script.py")
@@ -53,6 +55,7 @@ def test_as_colossalai_makes_the_ancestors_name_importable(tmp_path: Path) -> No
     assert plain.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'colossalai'"
 
 
+@pytest.mark.long
 def test_groups_a_script_left_are_destroyed_before_the_interpreter_ends(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import atexit, sys\nimport torch, torch.distributed as dist\n"

@@ -195,7 +195,7 @@ def test_the_first_failing_ranks_traceback_is_last_and_alone(script: Path, tmp_p
     [
         ("exit_on_1", 3, "SystemExit: 3"),
         ("kill_on_1", 137, "killed by SIGKILL"),
-        ("abort", 134, "killed by SIGABRT"),
+        pytest.param("abort", 134, "killed by SIGABRT", marks=pytest.mark.long),
     ],
 )
 def test_exit_codes_are_those_of_the_rank_that_failed_first(script: Path, what: str, status: int, why: str) -> None:
@@ -204,7 +204,9 @@ def test_exit_codes_are_those_of_the_rank_that_failed_first(script: Path, what: 
     assert f"colonnade: rank 1 failed first, exit status {status}: {why}" in done.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.long), (signal.SIGTERM, 143)]
+)
 def test_a_signal_to_the_launcher_ends_every_rank(script: Path, number: signal.Signals, status: int) -> None:
     launcher, pids = started(script, 3)
     assert running(pids) == pids
@@ -239,6 +241,7 @@ def test_a_killed_launcher_leaves_no_rank(script: Path) -> None:
     assert gone_within(3, pids)
 
 
+@pytest.mark.long
 def test_two_runs_at_once_do_not_meet(script: Path) -> None:
     jobs = [
         subprocess.Popen(
@@ -253,7 +256,8 @@ def test_two_runs_at_once_do_not_meet(script: Path) -> None:
     assert answers[0]["port"] != answers[1]["port"]
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.long), "raise"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["kill", "raise"])
 def test_a_restart_comes_up_and_is_announced(script: Path, tmp_path: Path, how: str) -> None:
     done = colonnade("run", "--nproc", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs", script, "fail_once", how)
     assert done.returncode == 0, done.stderr
