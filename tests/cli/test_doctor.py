@@ -27,6 +27,7 @@ def test_this_machine_is_well() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_lines_name_what_is_wrong_and_the_next_step_and_a_bad_one_is_exit_1() -> None:
     env = {**environment(), "WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "no-such-interface"}
     done = subprocess.run(

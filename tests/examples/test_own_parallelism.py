@@ -264,6 +264,7 @@ def test_the_page_shows_the_file_as_it_is():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_trains_and_shows_ledger_loss_norm_and_parity(tmp_path):
     folder = tmp_path / EXAMPLE.name
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("output", "__pycache__"))

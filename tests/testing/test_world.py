@@ -200,6 +200,7 @@ def test_without_check_all_outcomes_come_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_is_still_loading_may_fail_by_itself() -> None:
     result = run_world(2, raise_with, SlowToImport(), check=False, init=None)
     assert [outcome.kind for outcome in result.outcomes] == ["exception", "exception"]

@@ -113,6 +113,7 @@ def test_odd_parameters_with_adamw():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_odd_parameters_with_many_optimizers():
     run_world(2, _odd, list(MAKERS)[1:], timeout=110)
 
