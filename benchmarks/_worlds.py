@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -65,6 +66,24 @@ class World:
                 raise answer
             answers.append(answer)
         return answers
+
+
+def timer(work: Callable[[], None]) -> Callable[[str], float]:
+    """Answers any command with the seconds of the work, which all ranks begin together."""
+    import torch.distributed as dist
+
+    def answer(command: str) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    return answer
+
+
+def turn(world: World) -> Callable[[], float]:
+    """One turn of a contest: the seconds of the slowest rank."""
+    return lambda: max(world.ask("step"))
 
 
 def _rank(rank: int, size: int, port: int, pipe: Connection, serve: Serve, arguments: Sequence[Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import interleave, report
-from _worlds import World
+from _worlds import World, timer, turn
 from step import GPT, Block
 from torch import Tensor, nn
 
@@ -40,7 +39,7 @@ def by_hand() -> Callable[[str], float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return _timer(step)
+    return timer(step)
 
 
 def by_engine() -> Callable[[str], float]:
@@ -57,7 +56,7 @@ def by_engine() -> Callable[[str], float]:
         engine.backward(F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
         engine.step()
 
-    return _timer(step)
+    return timer(step)
 
 
 def stage() -> nn.Module:
@@ -81,7 +80,7 @@ def torch_pipeline() -> Callable[[str], float]:
         else:
             schedule.step(target=y, losses=[])
 
-    return _timer(step)
+    return timer(step)
 
 
 def our_pipeline() -> Callable[[str], float]:
@@ -99,26 +98,12 @@ def our_pipeline() -> Callable[[str], float]:
         engine._reduce()  # without it the engine would record the order of gradients for ever, as in a first step
         engine._end_step()
 
-    return _timer(step)
+    return timer(step)
 
 
 def _batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(ROWS, LENGTH, WIDTH, generator=generator) for _ in range(2))  # type: ignore[return-value]
-
-
-def _timer(step: Callable[[], None]) -> Callable[[str], float]:
-    def answer(command: str) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    return answer
-
-
-def _turn(world: World) -> Callable[[], float]:
-    return lambda: max(world.ask("step"))
 
 
 CONTESTS: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
@@ -137,7 +122,7 @@ def main() -> int:
     for case in arguments.case or CONTESTS:
         size, ours, theirs = CONTESTS[case]
         worlds = {"ours": World(size, ours), "theirs": World(size, theirs)}
-        turns = {name: _turn(world.ready()) for name, world in worlds.items()}
+        turns = {name: turn(world.ready()) for name, world in worlds.items()}
         interleave(turns, 6)
         medians = interleave(turns, arguments.rounds)
         ratios[case] = medians["ours"] / medians["theirs"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _measure import interleave, report
-from _worlds import World
+from _worlds import World, turn
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,16 +89,12 @@ def measure(contest: Contest, rounds: int) -> float:
     """Ours over theirs: the slowest rank of each, medians of turns."""
     size, ours, theirs, _ = contest
     worlds = {"ours": World(size, ours), "theirs": World(size, theirs)}
-    turns = {name: _turn(world.ready()) for name, world in worlds.items()}
+    turns = {name: turn(world.ready()) for name, world in worlds.items()}
     interleave(turns, 6)
     medians = interleave(turns, rounds)
     for world in worlds.values():
         world.close()
     return medians["ours"] / medians["theirs"]
-
-
-def _turn(world: World) -> Callable[[], float]:
-    return lambda: max(world.ask("step"))
 
 
 def main() -> int:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import interleave, report
-from _worlds import World
+from _worlds import World, timer, turn
 from step import GPT
 from torch import Tensor
 
@@ -60,7 +59,7 @@ def by_hand() -> Callable[[str], float]:
             optimizer.step()
             scheduler.step()
 
-    return _timer(epoch)
+    return timer(epoch)
 
 
 def by_trainer() -> Callable[[str], float]:
@@ -81,7 +80,7 @@ def by_trainer() -> Callable[[str], float]:
         ]
         trainer.fit(batches, epochs=trainer.cur_epoch + 1, hooks=watching)
 
-    return _timer(epoch)
+    return timer(epoch)
 
 
 class Stamps(BaseHook):
@@ -146,28 +145,14 @@ def _batches() -> list[tuple[Tensor, Tensor]]:
     return [(tokens, tokens) for tokens in made]
 
 
-def _timer(epoch: Callable[[], None]) -> Callable[[str], float]:
-    def answer(command: str) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        epoch()
-        return time.perf_counter() - begin
-
-    return answer
-
-
 def _contest(rounds: int) -> float:
     worlds = {"ours": World(1, by_trainer), "theirs": World(1, by_hand)}
-    turns = {name: _turn(world.ready()) for name, world in worlds.items()}
+    turns = {name: turn(world.ready()) for name, world in worlds.items()}
     interleave(turns, 2)
     medians = interleave(turns, rounds)
     for world in worlds.values():
         world.close()
     return medians["ours"] / medians["theirs"]
-
-
-def _turn(world: World) -> Callable[[], float]:
-    return lambda: max(world.ask("epoch"))
 
 
 def _beside_a_save(turns: int) -> dict[str, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import interleave, report
-from _worlds import World
+from _worlds import World, timer, turn
 from step import GPT
 from torch import Tensor, nn
 
@@ -49,7 +48,7 @@ def ours(stage: int) -> Callable[[str], float]:
         engine.backward(loss(engine))
         engine.step()
 
-    return _timer(step)
+    return timer(step)
 
 
 def redundancy() -> Callable[[str], float]:
@@ -68,7 +67,7 @@ def redundancy() -> Callable[[str], float]:
         loss(wrapped).backward()
         optimizer.step()
 
-    return _timer(step)
+    return timer(step)
 
 
 def fsdp() -> Callable[[str], float]:
@@ -88,7 +87,7 @@ def fsdp() -> Callable[[str], float]:
         loss(model).backward()
         optimizer.step()
 
-    return _timer(step)
+    return timer(step)
 
 
 CONTESTS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
@@ -96,20 +95,6 @@ CONTESTS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "stage2": ((ours, 2), redundancy),
     "stage3": ((ours, 3), fsdp),
 }
-
-
-def _timer(step: Callable[[], None]) -> Callable[[str], float]:
-    def answer(command: str) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
-
-    return answer
-
-
-def _turn(world: World) -> Callable[[], float]:
-    return lambda: max(world.ask("step"))
 
 
 def main() -> int:
@@ -123,7 +108,7 @@ def main() -> int:
     for case in arguments.case or CONTESTS:
         mine, theirs = CONTESTS[case]
         worlds = {"ours": World(RANKS, *mine), "theirs": World(RANKS, theirs)}
-        turns = {name: _turn(world.ready()) for name, world in worlds.items()}
+        turns = {name: turn(world.ready()) for name, world in worlds.items()}
         interleave(turns, 6)
         medians = interleave(turns, arguments.rounds)
         ratios[case] = medians["ours"] / medians["theirs"]

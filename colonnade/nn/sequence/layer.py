@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from colonnade.nn.sequence.ring import ring_attention
 from colonnade.nn.sequence.ulysses import ulysses_attention
 
 
-class _SelfAttention(nn.Module):
+class _SelfAttention(nn.Module, ABC):
     """Projections to queries, keys and values, attention, and a projection back.
 
     Takes and gives (batch, length here, hidden). The parameters are whole on every rank; what their gradients owe over
@@ -46,8 +47,9 @@ class _SelfAttention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in projected)
         return self.out(self._attend(q, k, v, lengths).transpose(1, 2).flatten(2))
 
+    @abstractmethod
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None) -> Tensor:
-        raise NotImplementedError
+        """Attention over the whole sequence, of this rank's queries."""
 
 
 class RingSelfAttention(_SelfAttention):

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
 
-class _Lines(BaseHook):
+class _Lines(BaseHook, ABC):
     """One file, written on rank 0.
 
     A run that begins anew puts an older file of that name aside, as `<name>.1`; one that is resumed cuts off the
@@ -30,9 +31,9 @@ class _Lines(BaseHook):
         self.path = Path(path)
         self._file: TextIO | None = None
 
+    @abstractmethod
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
         """The lines of an older file that this run will not write again."""
-        raise NotImplementedError
 
     def before_train(self, trainer: Trainer) -> None:
         if trainer.context.get_global_rank() != 0:

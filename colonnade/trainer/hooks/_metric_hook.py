@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Counted = tuple[Tensor | float, Tensor | float]
 
 
-class _Measures(BaseHook):
+class _Measures(BaseHook, ABC):
     """Keeps a train and a test metric under one name, resets and gathers them at the right points."""
 
     def __init__(self, name: str, priority: int) -> None:
@@ -30,9 +31,9 @@ class _Measures(BaseHook):
         self.name = name
         self._metrics: dict[str, Any] = {}
 
+    @abstractmethod
     def make(self, trainer: Trainer, kind: str) -> Metric:
         """The metric of a kind: train or test."""
-        raise NotImplementedError
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         for kind in ("train", "test"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
 
-class _Tracker(BaseHook):
+class _Tracker(BaseHook, ABC):
     """Sends the numbers of every `interval`-th step, and the metrics of every epoch and evaluation."""
 
     package = ""
@@ -27,13 +28,13 @@ class _Tracker(BaseHook):
         self.interval = interval
         self._writer: Any = None
 
+    @abstractmethod
     def open(self, package: Any) -> Any:
         """What to write to, on rank 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, numbers: dict[str, float], step: int) -> None:
         """Give numbers to the tracker."""
-        raise NotImplementedError
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         self._import()
