@@ -21,7 +21,7 @@ from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.micro_batch import MicroBatch
 from colonnade.engine.schedule.misfit import misfit, shown, takes
 from colonnade.engine.schedule.non_pipeline import call_model
-from colonnade.engine.schedule.program import add_transfers, peer_stage
+from colonnade.engine.schedule.program import add_transfers, peer_stage, receive_early
 from colonnade.engine.schedule.step import ForwardHook, LossFunction, Place, Step
 from colonnade.engine.schedule.transfer import Link, PeerFailed
 from colonnade.errors import ScheduleError, listed
@@ -107,10 +107,12 @@ class Executor:
             tensor_shape=None if tensor_shape is None else tuple(tensor_shape),
             accounts=_accounts(dict(zip(stages, chunks, strict=True))),
         )
-        self._program = add_transfers(table)[rank]
-        transfers = [action for action in self._program if action.kind not in COMPUTE]
+        programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
+        transfers = [action for action in programs[0] if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
-        self._forward_program = add_transfers(only_forward(table))[rank]
+        if not any(self._link(peer).one_queue for peer in self._peers):
+            programs = [receive_early(program) for program in programs]
+        self._program, self._forward_program = programs
 
     @property
     def has_first_stage(self) -> bool:

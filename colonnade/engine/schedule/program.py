@@ -8,7 +8,9 @@ where a pair of ranks has one channel for both directions (NCCL): no valid table
 
 from __future__ import annotations
 
-from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
+from collections.abc import Sequence
+
+from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import num_stages, replay
 
 
@@ -27,6 +29,25 @@ def add_transfers(table: Table) -> Table:
             if home[transfer.stage] != home[peer_stage(transfer)]:
                 program[home[transfer.stage]].append(transfer)
     return program
+
+
+def receive_early(actions: Sequence[Action]) -> list[Action]:
+    """The program of one rank with every receive begun one compute action sooner.
+
+    So there is room for what comes before it is sent, and it comes while this rank computes. Only for backends
+    on which a receive that waits holds up nothing else (gloo): elsewhere the one order of both sides is needed.
+    """
+    ahead: list[Action] = []
+    after: list[Action] = []  # the last compute action and what follows it
+    for action in actions:
+        if action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+            ahead.append(action)
+            continue
+        if action.kind in COMPUTE:
+            ahead += after
+            after = []
+        after.append(action)
+    return ahead + after
 
 
 def peer_stage(transfer: Action) -> int:

@@ -1,8 +1,10 @@
 """Transfers between the ranks of a pipeline: values of any form and shape, in order, with errors passed on.
 
 Every message is a note (what comes) and then the bytes of its tensors. A note that was sent before on the
-same link is sent again as a number, so a steady pipeline sends two integers ahead of its tensors. Notes
-travel on the CPU, apart from the tensors, and no GPU is waited for to read one.
+same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
+per message, header and tensors together, for which the receiver has room ready: as much as the largest
+message of the last step took. What is larger, or goes over another backend (NCCL), follows its header tensor
+by tensor. Notes travel on the CPU, and no GPU is waited for to read one.
 """
 
 from __future__ import annotations
@@ -19,12 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.values import Meta, build, rebuild
+from colonnade.engine.schedule.frame import empty_frame, header_of, pack, payload_bytes, unpack
+from colonnade.engine.schedule.values import Meta, metas, rebuild
 from colonnade.errors import ScheduleError, listed
 
 _NEW, _FAILED = -1, -2
 """What a note's first number says besides "as note n": a new note follows; the sender failed."""
-_TENSOR, _HEADER, _TEXT = 0, 1, 2
+_APART, _INSIDE = 0, 1
+"""What a known note's second number says: where the tensors are, after the frame or in it."""
+_TENSOR, _FRAME, _TEXT = 0, 1, 2
 """The tags of what a message is made of."""
 _NOTES_KEPT = 4096
 _SENDS_KEPT = 4
@@ -54,7 +59,6 @@ class Wire:
                 f"be moved too. Create it with backend='{with_cpu(group)}'."
             )
         self.one_queue = backends[self.device.type] != "gloo"
-        """Whether both directions share one queue, so that both sides must keep one order."""
         self._group = group
         self._peer = peer
 
@@ -70,10 +74,11 @@ class Wire:
     def receive(self, meta: Meta, tag: int) -> tuple[Tensor, list[dist.Work]]:
         """Start to receive; the tensor may be used once the work is over."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        if tensor.numel() == 0:
-            return tensor, []
-        work = dist.irecv(tensor.view(-1).view(torch.uint8), src=self._peer, group=self._group, tag=tag)
-        return tensor, [_started(work)]
+        return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
+
+    def fill(self, room: Tensor, tag: int) -> list[dist.Work]:
+        """Start to receive bytes into `room`; gloo may fill only a part of it."""
+        return [_started(dist.irecv(room, src=self._peer, group=self._group, tag=tag))]
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -112,6 +117,24 @@ class _Arriving:
     works: list[dist.Work]
 
 
+class _Room:
+    """How many bytes of tensors a frame of one direction may hold in this step. Both ends count alike."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._largest = 0
+
+    def take(self, payload: int) -> bool:
+        """Count a message; whether it fits."""
+        self._largest = max(self._largest, payload)
+        return payload <= self.size
+
+    def next_step(self) -> None:
+        """From now on there is room for the largest message of the step that ends."""
+        # A step without a message in this direction (an evaluation) says nothing about the next.
+        self.size, self._largest = self._largest or self.size, 0
+
+
 class Link:
     """The channel to one other rank. Both sides must send and expect in the order of one program."""
 
@@ -121,15 +144,26 @@ class Link:
         self._notes = Wire(group, peer, torch.device("cpu"))
         self._known_here: dict[str, int] = {}
         self._known_there: list[str] = []
+        self._room_there, self._room_here = _Room(), _Room()
         self._expected: deque[tuple[Action, Tensor, list[dist.Work]]] = deque()
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
         self._over: deque[Action] = deque()
 
+    @property
+    def one_queue(self) -> bool:
+        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
+        return self._wire.one_queue
+
     def send(self, key: Action, note: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        if self._wire.one_queue:
+        if self.one_queue:
             self._start_expected()
+        fits = self._room_there.take(payload_bytes(tensors)) and not self.one_queue
+        number = self._known_here.get(note)
+        if number is not None and fits:
+            self._sends[key] = self._notes.send(pack((number, _INSIDE), tensors), _FRAME)
+            return
         self._sends[key] = self._send_note(note)
         for tensor in tensors:
             self._sends[key] += self._wire.send(tensor, _TENSOR)
@@ -142,8 +176,9 @@ class Link:
 
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
-        # Its header may come while this rank still computes; the tensors can only be received once it is read.
-        self._expected.append((key, *self._notes.receive(Meta(torch.int64, (2,), False), _HEADER)))
+        # It may come while this rank still computes; only tensors that are apart wait until its note is read.
+        frame = empty_frame(0 if self.one_queue else self._room_here.size)
+        self._expected.append((key, frame, self._notes.fill(frame, _FRAME)))
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -155,10 +190,12 @@ class Link:
         return Incoming(*rebuild(arriving.note, tensors))
 
     def finish(self) -> None:
-        """Wait until everything sent has been received."""
+        """The end of a step: wait until everything sent has been received."""
         for key in list(self._sends):
             self._wait_sent(key)
         self._over.clear()
+        self._room_there.next_step()
+        self._room_here.next_step()
 
     def fail(self, text: str) -> Callable[[], None]:
         """Start to tell the peer, as the last thing it hears, that this rank has failed.
@@ -179,18 +216,17 @@ class Link:
     def _send_note(self, note: str) -> list[tuple[dist.Work, Tensor]]:
         number = self._known_here.get(note)
         if number is not None:
-            return self._notes.send(torch.tensor([number, 0]), _HEADER)
+            return self._notes.send(pack((number, _APART)), _FRAME)
         if len(self._known_here) == _NOTES_KEPT:
             self._known_here.clear()
         self._known_here[note] = len(self._known_here)
         return self._send_bytes(_NEW, note.encode())
 
     def _send_bytes(self, number: int, data: bytes) -> list[tuple[dist.Work, Tensor]]:
-        header = self._notes.send(torch.tensor([number, len(data)]), _HEADER)
+        header = self._notes.send(pack((number, len(data))), _FRAME)
         return header + self._notes.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
-    def _read_note(self, header: Tensor) -> str:
-        number, size = header.tolist()
+    def _read_note(self, number: int, size: int) -> str:
         if number >= 0:
             return self._known_there[number]
         data, works = self._notes.receive(Meta(torch.uint8, (size,), False), _TEXT)
@@ -206,18 +242,20 @@ class Link:
     def _start_expected(self, until: Action | None = None) -> None:
         """Read the notes of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
-            key, header, works = self._expected.popleft()
+            key, frame, works = self._expected.popleft()
             _wait(works)
-            arriving = _Arriving(self._read_note(header), [], [])
-
-            def start(meta: Meta, arriving: _Arriving = arriving) -> Tensor:
+            number, second = header_of(frame)
+            note = self._read_note(number, second)
+            expected = metas(note)
+            self._room_here.take(payload_bytes(expected))
+            if number >= 0 and second == _INSIDE:
+                self._arriving[key] = _Arriving(note, unpack(frame, expected), [])
+                continue
+            arriving = self._arriving[key] = _Arriving(note, [], [])
+            for meta in expected:
                 tensor, works = self._wire.receive(meta, _TENSOR)
                 arriving.tensors.append(tensor)
                 arriving.works += works
-                return tensor
-
-            build(arriving.note, start)
-            self._arriving[key] = arriving
 
     def _wait_sent(self, key: Action) -> None:
         with self._told(key):

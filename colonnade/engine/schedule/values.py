@@ -10,6 +10,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -43,7 +44,20 @@ def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
 
 def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
     """The value of a description; `make` gives each tensor, in order."""
-    return _decode(json.loads(description), make)
+    return _decode(_tree(description), make)
+
+
+@lru_cache
+def metas(description: str) -> tuple[Meta, ...]:
+    """The tensors of a description, in order."""
+    found: list[Meta] = []
+
+    def note(meta: Meta) -> Tensor:
+        found.append(meta)
+        return torch.empty(0)
+
+    build(description, note)
+    return tuple(found)
 
 
 def rebuild(description: str, tensors: Iterable[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -63,6 +77,12 @@ def rebuild(description: str, tensors: Iterable[Tensor]) -> tuple[Any, list[Tens
 def differentiable(tensors: list[Tensor]) -> list[Tensor]:
     """Those that need a gradient, in order: the ones a gradient is sent back for."""
     return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+@lru_cache
+def _tree(description: str) -> Any:
+    """The description as read; only looked at, so that it can be kept for the next time."""
+    return json.loads(description)
 
 
 def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -109,6 +110,30 @@ def test_every_order_equals_one_process(num_ranks: int) -> None:
     """Two calls add up, and the last micro-batches are smaller."""
     tables = [make_table(name, num_ranks, 8, order.max_chunks or 2) for name, order in ORDERS.items()]
     run_and_compare(num_ranks, models.Simple, tables, rows=13, calls=2)
+
+
+def sizes_change(rows: Sequence[int]) -> list[tuple[Any, Any]]:
+    """A training step and an evaluation for each number of rows, on one executor."""
+    executor, stages = make_executor(models.Simple, make_table("1f1b", 2, 4))
+    results = []
+    for count in rows:
+        for stage in stages.values():
+            stage.zero_grad()
+        batch = models.batch_for(models.Simple, count)
+        ran = executor.run(cut_batch(*batch, 4))
+        executor.run(cut_batch(*models.batch_for(models.Simple, 3 * count), 4), forward_only=True)
+        results.append((executor.share_loss(ran.loss)[0], copy.deepcopy(grads_of(stages))))
+    return results
+
+
+def test_batches_may_grow_and_shrink_from_step_to_step() -> None:
+    """Whether a message finds room ready at the receiver or not."""
+    rows = [6, 6, 21, 5, 64, 64, 7]
+    ranks = run_world(2, sizes_change, rows).values
+    for count, step in zip(rows, zip(*ranks, strict=True), strict=True):
+        _, loss, expected = models.truth(models.Simple, 2, count, 1)
+        torch.testing.assert_close({**step[0][1], **step[1][1]}, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close([step[0][0], step[1][0]], [loss, loss], rtol=0, atol=1e-10)
 
 
 FORMS = [models.Rich, models.SideOutput, models.Varying, models.Unsplittable, models.FrozenStart]

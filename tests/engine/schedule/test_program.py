@@ -15,7 +15,7 @@ from colonnade.engine.schedule.actions import (
 )
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.orders import ORDERS, make_table
-from colonnade.engine.schedule.program import add_transfers, peer_stage
+from colonnade.engine.schedule.program import add_transfers, peer_stage, receive_early
 from tests.engine.schedule.tables import valid_tables
 
 RECEIVES = {Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD}
@@ -109,3 +109,23 @@ def test_letter_by_letter() -> None:
 def test_stages_of_one_rank_hand_over_without_transfers() -> None:
     rows = ["0F0 1F0 1B0 0B0"]
     assert format_rows(add_transfers(parse_table(rows))) == rows
+
+
+def test_early_receives_letter_by_letter() -> None:
+    """One compute action sooner, never before the start."""
+    rows = add_transfers(parse_table(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]))
+    assert format_rows({rank: receive_early(actions) for rank, actions in rows.items()}) == [
+        "0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0SENT_F0 0SENT_F1 0RECV_B1 0B0 0B1",
+        "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1SENT_B0 1B1 1SEND_B1 1SENT_B1",
+    ]
+
+
+@given(valid_tables())
+def test_early_receives_keep_every_other_order(table: Table) -> None:
+    receives = set(RECEIVES.values())
+    for actions in add_transfers(table).values():
+        early = receive_early(actions)
+        for kinds in (receives, set(Kind) - receives):
+            assert [a for a in early if a.kind in kinds] == [a for a in actions if a.kind in kinds]
+        moved = [early.index(a) - actions.index(a) for a in actions if a.kind in receives]
+        assert all(places <= 0 for places in moved)

@@ -71,6 +71,51 @@ def test_every_kind_of_value_arrives_and_a_form_is_described_once() -> None:
     assert run_world(2, send_or_take).values == [[1, 1, 0, 1, 1, 1, 1], []]
 
 
+def count_sends(steps: list[list[int]]) -> list[list[int]]:
+    """Steps of messages of so many numbers; how many sends each message took."""
+    counts: list[int] = []
+    plain = dist.isend
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return plain(*arguments, **options)
+
+    dist.isend = counted
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU)
+    result = []
+    for sizes in steps:
+        if rank == 1:
+            for index in range(len(sizes)):
+                link.expect(key(index))
+        for index, size in enumerate(sizes):
+            if rank == 0:
+                counts.append(0)
+                link.send(key(index), *describe(torch.full((size,), float(size)), "value"))
+            else:
+                assert link.take(key(index)).value.tolist() == [float(size)] * size
+        link.finish()
+        result.append(counts.copy())
+        counts.clear()
+    return result
+
+
+def test_a_steady_message_is_one_send_and_any_other_arrives_too() -> None:
+    """A new form takes a header, a text and its tensor; a known one that is larger than all of the step before, a
+    header and its tensor; a step with no message leaves the room as it was."""
+    steps = [[100, 50, 100], [100, 50, 50], [], [50], [100, 50], [100], [300, 100], [300, 100, 0]]
+    assert run_world(2, count_sends, steps).values[0] == [
+        [3, 3, 2],
+        [1, 1, 1],
+        [],
+        [1],
+        [2, 1],
+        [1],
+        [3, 1],
+        [1, 1, 2],
+    ]
+
+
 def many_forms(kept: int) -> bool:
     transfer._NOTES_KEPT = kept
     rank = dist.get_rank()
