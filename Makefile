@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long check lint types layers clean
+.PHONY: help setup demo test long bench check lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ test: check  ## everything: `make check`, then the slow tests
 
 long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills
 	$(BIN)/python -m pytest -q -m long
+
+bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
 check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
 	$(BIN)/python -m pytest -q -m "not slow"

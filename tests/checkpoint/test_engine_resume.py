@@ -52,7 +52,7 @@ def train(name: str, folder: Path, before: int, after: int, resume: bool, **opti
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "data 2" else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] if at % 2 else []) for at, name in enumerate(SCENARIOS)]
 )
 def test_a_resumed_engine_goes_on_to_the_bit(tmp_path, name):
     world, options = SCENARIOS[name].world, {"clip_grad_norm": CLIP}

@@ -64,7 +64,12 @@ def test_the_written_test_passes(tmp_path):
     ("right", "wrong", "found"),
     [
         ('Replicate(owes="sum")', "Replicate()", "gain: ranks 0 and 1 hold the same part with different values"),
-        ("place(part, {RING_ROWS: Shard(0)}", "place(part, {RING_ROWS: Replicate()}", "PlacementError"),
+        pytest.param(
+            "place(part, {RING_ROWS: Shard(0)}",
+            "place(part, {RING_ROWS: Replicate()}",
+            "PlacementError",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             '"ring_rows", data="same"',
             '"ring_rows", data="distinct"',

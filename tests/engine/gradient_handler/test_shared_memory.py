@@ -185,6 +185,6 @@ def test_no_rank_sees_old_or_half_written_numbers():
     run_world(4, _stress, 150)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_rank_sees_old_or_half_written_numbers_for_long():
     run_world(4, _stress, 4000, timeout=110)

@@ -119,9 +119,8 @@ def run(layout: str, names: list[str], sequence_split: bool = False) -> None:
 
 def often(layout: str) -> Any:
     """As a parameter of a test: what has a smaller or a harder brother goes into `make long`."""
-    return pytest.param(
-        layout, marks=[pytest.mark.long] if layout in ("1d 4", "1d 8", "2.5d 4", "2.5d 8", "data 2 x 2d 4") else []
-    )
+    rare = ("1d 4", "1d 8", "2.5d 4", "2.5d 8", "data 2 x 1d 2", "data 2 x 2d 4")
+    return pytest.param(layout, marks=[pytest.mark.long] if layout in rare else [])
 
 
 @pytest.mark.parametrize("sequence_split", [False, True], ids=["", "sequence split"])

@@ -251,7 +251,7 @@ def test_an_expert_group_across_tensor_ranks_shares_the_tokens_among_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", ["top 2", "top 2, drops"])
+@pytest.mark.parametrize("router", [pytest.param("top 2", marks=pytest.mark.long), "top 2, drops"])
 @pytest.mark.parametrize(
     ("parallel", "rows", "shape"),
     [

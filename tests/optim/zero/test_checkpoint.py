@@ -195,8 +195,15 @@ def _resume(name: str, folder: Path, stages: tuple[int, int]) -> None:
         assert torch.allclose(value, found[key], rtol=1e-10, atol=1e-12), key
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stages", [(2, 2), (2, 3), (3, 1), (1, 0), (0, 2)], ids=str)
+CHANGES = [(2, 2), (2, 3), (3, 1), (1, 0), (0, 2)]
+# Every change and every layout once in `make test`, all pairs of them in `make long`.
+PAIRS = [
+    pytest.param(name, stages, marks=pytest.mark.slow if at == turn else pytest.mark.long, id=f"{name}-{stages}")
+    for at, name in enumerate(CASES)
+    for turn, stages in enumerate(CHANGES)
+]
+
+
+@pytest.mark.parametrize(("name", "stages"), PAIRS)
 def test_resume_beside_other_modes(name, stages, tmp_path):
     run_world(CASES[name].world, _resume, name, tmp_path, stages)

@@ -39,7 +39,7 @@ def test_every_optimizer_clipped_and_accumulated(name, stage):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("data 2", "data 2 x pipe 2") else pytest.param(name, marks=pytest.mark.long) for name in CASES],
+    [name if name == "data 2" else pytest.param(name, marks=pytest.mark.long) for name in CASES],
 )
 def test_by_collectives_instead_of_shared_memory(name):
     ways = [
@@ -50,7 +50,7 @@ def test_by_collectives_instead_of_shared_memory(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_memory", ["auto", False])
+@pytest.mark.parametrize("shared_memory", ["auto", pytest.param(False, marks=pytest.mark.long)])
 def test_options_of_stages_1_and_2(shared_memory):
     """Whole gradients given back, gathers that run on into the next forward, and one large bucket."""
     ways = [
