@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from colonnade.errors import GradientError
-from colonnade.parallel.flat import FlatLayout
+from colonnade.parallel.flat import FlatLayout, Span
 
 
 @dataclass(eq=False)
@@ -55,6 +55,47 @@ class FlatBucket:
                 view.copy_(param.grad)
                 param.grad = view
         return absent
+
+
+JOINED = 1 << 26
+"""Elements of joined buckets at most. Moving in and out needs as much memory again, for a moment."""
+
+
+def join_neighbours(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
+    """The same buckets, those made one whose gradients follow each other in one buffer: one launch instead of many."""
+    groups: list[list[FlatBucket]] = []
+    for bucket in buckets:
+        if groups and _follows(groups[-1], bucket):
+            groups[-1].append(bucket)
+        else:
+            groups.append([bucket])
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+
+
+def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
+    last = group[-1]
+    return (
+        last.params is None
+        and bucket.params is None
+        and (last.layout.dtype, last.grad.dtype) == (bucket.layout.dtype, bucket.grad.dtype)
+        and last.grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
+        and last.grad.storage_offset() + last.grad.numel() == bucket.grad.storage_offset()
+        and sum(each.grad.numel() for each in group) + bucket.grad.numel() <= JOINED
+    )
+
+
+def _joined(group: Sequence[FlatBucket]) -> FlatBucket:
+    members = [member for bucket in group for member in bucket.members]
+    layout = FlatLayout(members)
+    first = int(group[0].grad.storage_offset())
+    layout.spans = [
+        Span(span.start + int(bucket.grad.storage_offset()) - first, span.numel)
+        for bucket in group
+        for span in bucket.layout.spans
+    ]
+    layout.numel = sum(bucket.grad.numel() for bucket in group)
+    slots = [slot for bucket in group for slot in (bucket.slots or [0] * len(bucket.members))]
+    return FlatBucket(layout, members, group[0].grad.as_strided((layout.numel,), (1,), first), slots)
 
 
 class BucketState:

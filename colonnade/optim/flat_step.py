@@ -19,7 +19,7 @@ from torch.optim import optimizer as optimizer_module
 from colonnade.errors import GradientError
 from colonnade.optim.blocks import on_device, padded, to_device
 from colonnade.optim.flat_runs import Fragment, Run, prepare
-from colonnade.optim.flat_state import FlatBucket, FlatState
+from colonnade.optim.flat_state import FlatBucket, FlatState, join_neighbours
 from colonnade.optim.norm_readers import HALVES
 
 
@@ -75,7 +75,7 @@ class FlatStep:
         self.optimizer = optimizer
         self._group_of = _groups_by_place(optimizer, buckets)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._state = FlatState(optimizer, buckets, self._group_of)
+        self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
         self._watched_step = Optimizer.profile_hook_step(self._update)
@@ -87,7 +87,7 @@ class FlatStep:
 
     @property
     def params(self) -> list[Tensor]:
-        """The flat parameter buffer of every bucket."""
+        """The flat parameter buffers, in the order of the buckets; neighbours in one gradient buffer share one."""
         return [state.params for state in self._state.buckets]
 
     def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,15 +31,14 @@ def parameters(dtype: torch.dtype, device: str, shapes: Sequence[tuple[int, ...]
 
 
 def buckets_of(params: Sequence[Tensor], sizes: Sequence[int], slots: Sequence[int] = ()) -> list[FlatBucket]:
-    """Buckets of so many parameters each."""
-    buckets, start = [], 0
-    for size in sizes:
-        members = list(params[start : start + size])
-        layout = FlatLayout(members)
-        chosen = list(slots[start : start + size]) or None
-        buckets.append(FlatBucket(layout, members, layout.allocate(), chosen))
-        start += size
-    return buckets
+    """Buckets of so many parameters each; the first has a gradient buffer of its own, the others share one."""
+    ends = list(accumulate(sizes))
+    parts = [list(params[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    layouts = [FlatLayout(part) for part in parts]
+    shared = torch.zeros(sum(layout.numel for layout in layouts[1:]), dtype=params[0].dtype, device=params[0].device)
+    rooms = [layouts[0].allocate(), *shared.split([layout.numel for layout in layouts[1:]])]
+    chosen = [list(slots[end - size : end]) or None for end, size in zip(ends, sizes, strict=True)]
+    return [FlatBucket(*each) for each in zip(layouts, parts, rooms, chosen, strict=True)]
 
 
 class Pair:

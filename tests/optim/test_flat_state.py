@@ -1,0 +1,63 @@
+"""Buckets that lie one after another in one gradient buffer become one; all others stay as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from colonnade.optim import flat_state
+from colonnade.optim.flat_state import FlatBucket, join_neighbours
+from colonnade.parallel.flat import FlatLayout
+
+SIZES = [(3, 5), (7,), (2, 2), (40,)]
+
+
+def buckets_in(dtypes: list[torch.dtype], gap: int = 0) -> list[FlatBucket]:
+    """One bucket per size, in one buffer per dtype; `gap` elements lie before the last one."""
+    buffers = {dtype: torch.arange(400.0).to(dtype) for dtype in dtypes}
+    starts = dict.fromkeys(dtypes, 0)
+    found = []
+    for at, (shape, dtype) in enumerate(zip(SIZES, dtypes, strict=True)):
+        members: list[Tensor] = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for _ in range(2)]
+        layout = FlatLayout(members)
+        start = starts[dtype] + (gap if at == len(SIZES) - 1 else 0)
+        found.append(FlatBucket(layout, members, buffers[dtype][start : start + layout.numel], [at, at]))
+        starts[dtype] = start + layout.numel
+    return found
+
+
+def test_neighbours_become_one_with_every_view_where_it_was() -> None:
+    buckets = buckets_in([torch.float32] * 4)
+    (joined,) = join_neighbours(buckets)
+    assert [id(member) for member in joined.members] == [id(m) for bucket in buckets for m in bucket.members]
+    before = [view for bucket in buckets for view in bucket.views]
+    assert [view.data_ptr() for view in joined.views] == [view.data_ptr() for view in before]
+    assert [view.shape for view in joined.views] == [view.shape for view in before]
+    assert joined.slots == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert joined.grad.numel() == sum(bucket.grad.numel() for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "lengths"),
+    [
+        (buckets_in([torch.float32] * 4, gap=16), [6, 2]),
+        (buckets_in([torch.float32, torch.float32, torch.float64, torch.float64]), [4, 4]),
+        (buckets_in([torch.float32, torch.float64] * 2), [2, 2, 2, 2]),
+    ],
+    ids=["a gap", "two buffers", "in turn"],
+)
+def test_others_stay_apart(buckets: list[FlatBucket], lengths: list[int]) -> None:
+    assert [len(bucket.members) for bucket in join_neighbours(buckets)] == lengths
+
+
+def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
+    buckets = buckets_in([torch.float32] * 4)
+    buckets[1].params = torch.zeros(buckets[1].layout.numel)
+    assert [len(bucket.members) for bucket in join_neighbours(buckets)] == [2, 2, 4]
+
+
+def test_what_is_joined_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat_state, "JOINED", 100)
+    joined = join_neighbours(buckets_in([torch.float32] * 4))
+    assert [bucket.grad.numel() for bucket in joined] == [96, 96]
