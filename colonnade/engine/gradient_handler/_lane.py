@@ -16,7 +16,8 @@ from colonnade.engine.gradient_handler._transport import LocalTask, collective_t
 from colonnade.errors import GradientError
 
 _MB = 1 << 20
-_BUCKET_MB = {"shared memory": 4.0, "cpu": 8.0}
+_BUCKET_MB = {"shared memory": 4.0, "cpu": 8.0, "local": 100.0}
+"""On a device of a world of one ("local") nothing travels, so nothing is won by starting early: few large moves."""
 _BUCKET_MB_ELSEWHERE = 25.0
 
 Log = Callable[[str], None]
@@ -57,9 +58,8 @@ class Lane:
 
         Collective where the memory must grow; the same order on every rank.
         """
-        reserve = self._options.bucket_mb or _BUCKET_MB.get(
-            "shared memory" if self._shared else self.device.type, _BUCKET_MB_ELSEWHERE
-        )
+        way = "shared memory" if self._shared else "cpu" if self.device.type == "cpu" else self.transport
+        reserve = self._options.bucket_mb or _BUCKET_MB.get(way, _BUCKET_MB_ELSEWHERE)
         buckets = fill(self.reduction, order, reserve * _MB, self._options.first_bucket_mb * _MB)
         self._reserve(sum(bucket.numel for bucket in buckets))
         start = 0
