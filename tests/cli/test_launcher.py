@@ -194,7 +194,7 @@ def test_the_first_failing_ranks_traceback_is_last_and_alone(script: Path, tmp_p
     ("what", "status", "why"),
     [
         ("exit_on_1", 3, "SystemExit: 3"),
-        ("kill_on_1", 137, "killed by SIGKILL"),
+        pytest.param("kill_on_1", 137, "killed by SIGKILL", marks=pytest.mark.long),
         pytest.param("abort", 134, "killed by SIGABRT", marks=pytest.mark.long),
     ],
 )

@@ -9,11 +9,10 @@ from tests.models.grid import GRID, Case, trained
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Two ranks are quick; of more, every mix, and every mode by itself once."""
+    """Two ranks are quick; of more, every mode and every mix once."""
     if case.ranks <= 2:
         return []
-    mix = len(case.parallel) >= (3 if case.ranks == 8 else 2)
-    return [pytest.mark.slow if mix or case.model in ("GPT, tied", "MoE-GPT") else pytest.mark.long]
+    return [pytest.mark.slow if case.model in ("GPT, tied", "MoE-GPT") else pytest.mark.long]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=str(case)) for case in GRID])
