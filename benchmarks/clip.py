@@ -41,8 +41,8 @@ CUDA_GOALS = {
     "2000x64x64 fp32": 0.03,
     "2000x64x64 bf16": 0.03,
 }
-_PAUSE_SECONDS = 4.0
-"""Between two blocks: what the neighbours do changes in seconds, not in milliseconds."""
+_ROUNDS_OF_BLOCK, _PAUSE_SECONDS = 10, 2.0
+"""Short blocks, well apart: what the neighbours do changes in seconds, not in milliseconds."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -116,7 +116,7 @@ def floor_case(count: int) -> Callable[[], None]:
     return read_and_step
 
 
-def on_cpu(rounds: int, blocks: int) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
+def on_cpu(blocks: int) -> tuple[dict[str, float], dict[str, list[dict[str, float]]]]:
     """Ours over torch's, per case, where memory was least disturbed; and every block of every case."""
     torch.set_num_threads(2)
     contests = {name: _contest(count, tensors) for name, (count, tensors) in CPU_CASES.items()}
@@ -125,7 +125,7 @@ def on_cpu(rounds: int, blocks: int) -> tuple[dict[str, float], dict[str, list[d
     for block in range(blocks):
         time.sleep(_PAUSE_SECONDS if block else 0)
         for name, cases in contests.items():
-            seconds = interleaved({**cases, "read": memory.sum}, rounds)
+            seconds = interleaved({**cases, "read": memory.sum}, _ROUNDS_OF_BLOCK)
             figures = {
                 "read GB/s": memory.nbytes / seconds["read"] / 1e9,
                 "ratio": seconds["ours"] / seconds["torch"],
@@ -220,14 +220,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--blocks", type=int, default=10, help="on the CPU: how often all cases are measured")
+    parser.add_argument("--rounds", type=int, default=30, help="on a GPU: turns of every contestant")
+    parser.add_argument("--blocks", type=int, default=30, help="on the CPU: how often all cases are measured")
     options = parser.parse_args()
     if options.device == "cuda":
         check_cuda()
         met = report(on_cuda(options.rounds), CUDA_GOALS, options.json)
     else:
-        ratios, blocks = on_cpu(options.rounds, options.blocks)
+        ratios, blocks = on_cpu(options.blocks)
         met = report(ratios, CPU_GOALS, options.json, blocks=blocks)
     return 0 if met else 1
 
