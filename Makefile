@@ -32,7 +32,7 @@ long: $(READY)  ## the tests that are left out of `make test`: more layouts, mor
 	$(BIN)/python -m pytest -q -m long
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
+	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
 check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
 	$(BIN)/python -m pytest -q -m "not slow"

@@ -51,6 +51,21 @@ def test_others_stay_apart(buckets: list[FlatBucket], lengths: list[int]) -> Non
     assert [len(bucket.members) for bucket in join_neighbours(buckets)] == lengths
 
 
+def test_where_one_buffer_ends_another_one_does_not_go_on() -> None:
+    """The offsets would fit, but the memory is another one."""
+    first, second, *_ = buckets_in([torch.float32] * 4)
+    other = torch.zeros(400)[second.grad.storage_offset() :][: second.grad.numel()]
+    assert len(join_neighbours([first, FlatBucket(second.layout, second.members, other)])) == 2
+
+
+def test_parameters_of_two_dtypes_stay_apart_beside_gradients_of_one() -> None:
+    first, second, *_ = buckets_in([torch.float32] * 4)
+    halves = [torch.nn.Parameter(member.detach().bfloat16()) for member in second.members]
+    layout = FlatLayout(halves)
+    grad = first.grad.as_strided((layout.numel,), (1,), second.grad.storage_offset())
+    assert len(join_neighbours([first, FlatBucket(layout, halves, grad)])) == 2
+
+
 def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
     buckets = buckets_in([torch.float32] * 4)
     buckets[1].params = torch.zeros(buckets[1].layout.numel)
