@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part

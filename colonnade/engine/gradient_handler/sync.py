@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.context.agree import agreed_errors
+from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler._execute import Executor
 from colonnade.engine.gradient_handler._options import SyncOptions
@@ -99,14 +99,14 @@ def build_sync(
         mine.insert(0, ZeROGradientHandler(model, optimizer))
     for handler in mine:
         handler.attach(context)
-    with agreed_errors(context):
+    with agreed_errors(context.device):
         covered = [entry for handler in mine for entry in _covered(handler, demands, context, waive)]
         ledger = settle(demands, covered, context.layout, rank, waive)
     attached = attach_automatic(ledger.open_rows(), model, optimizer, options) if automatic else []
     for added in attached:
         added.attach(context)
         covered += [(type(added).__name__, reduction) for reduction in added.plan()]
-    with agreed_errors(context):
+    with agreed_errors(context.device):
         ledger = settle(demands, covered, context.layout, rank, waive)
         require_complete(ledger)
     get_dist_logger().info(describe(attached, mine))

@@ -1,4 +1,4 @@
-"""Torch process groups for the modes of a layout: one per distinct rank set, only where this rank is in it."""
+"""Torch process groups and their CPU twins: one per distinct rank set, only where this rank is in it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colonnade.context.layout import Layout
-from colonnade.context.parallel_mode import ParallelMode
+from colonnade.comm.torch_versions import is_alive
 from colonnade.errors import ContextError
 
 RankSet = tuple[int, ...]
 
 
-class Communicators:
+class ProcessGroups:
     """Creates, shares and destroys process groups, keyed by the set of ranks."""
 
     def __init__(self, rank: int, cpu_twins: bool, timeout: timedelta | None = None) -> None:
@@ -28,16 +27,11 @@ class Communicators:
         # Every set that was ever created, this rank in it or not: all ranks must skip the same ones.
         self._created: set[RankSet] = set()
 
-    def create(self, layout: Layout) -> None:
-        """Create every group of the layout. Collective over the world: all ranks walk the same list.
-
-        A rank that is not in a group only counts it (torch numbers groups by count) and opens no connection.
-        """
-        for ranks in _distinct_rank_sets(layout):
-            self.add(ranks)
-
     def add(self, ranks: RankSet) -> None:
-        """Create the group of one rank set, unless it is there. Collective over the world."""
+        """Create the group of one rank set, unless it is there. Collective over the world, in one order.
+
+        A rank that is not in it only counts it (torch numbers groups by count) and opens no connection.
+        """
         if ranks in self._created:
             return
         self._created.add(ranks)
@@ -81,7 +75,7 @@ class Communicators:
         own = [group for ranks, group in self._groups.items() if ranks not in self._borrowed]
         twins = list(self._cpu_groups.values()) if self._cpu_twins else []
         for group in [*own, *twins]:
-            if group in _alive():
+            if is_alive(group):
                 dist.destroy_process_group(group)
         for held in (self._groups, self._cpu_groups, self._borrowed, self._created):
             held.clear()
@@ -93,18 +87,3 @@ class Communicators:
                 f"the modes of the config. Add a mode whose groups are these ranks."
             )
         return held[ranks]
-
-
-def _alive() -> Any:
-    return dist.distributed_c10d._world.pg_map
-
-
-def _distinct_rank_sets(layout: Layout) -> list[RankSet]:
-    """Every distinct rank set of every mode, in one order on all ranks. The world first, and not again."""
-    order: dict[RankSet, None] = {}
-    for group in layout.groups(ParallelMode.GLOBAL):
-        order[tuple(group)] = None
-    for mode in layout.modes:
-        for group in layout.groups(mode):
-            order.setdefault(tuple(group), None)
-    return list(order)
