@@ -17,6 +17,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
 
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
+
 
 def default_store() -> Any:
     """The key-value store of the world."""

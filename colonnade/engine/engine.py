@@ -200,25 +200,21 @@ class Engine:
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint needs beside model and optimizer, as plain values to be saved as `extra`.
 
-        The history of an adaptive clip method, the loss scale, and the order of the buckets, without which the
-        sums of a resumed run would differ in their last digit.
+        The history of an adaptive clip method, and the loss scale.
         """
         policy, scaler = self._stepper.policy, self._stepper.scaler
         return {
             "engine.clip": policy.state_dict() if policy is not None else {},
             "engine.scaler": scaler.state_dict() if scaler is not None else {},
-            "engine.order": self._sync.executor.order,
         }
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Take up what `extra_state` gave; other keys are passed over. Collective over the world."""
+        """Take up what `extra_state` gave; other keys are passed over."""
         policy, scaler = self._stepper.policy, self._stepper.scaler
         if policy is not None and extra.get("engine.clip"):
             policy.load_state_dict(extra["engine.clip"])
         if scaler is not None and extra.get("engine.scaler"):
             scaler.load_state_dict(extra["engine.scaler"])
-        if "engine.order" in extra:
-            self._sync.executor.follow(extra["engine.order"])
 
     # -- parts --------------------------------------------------------------------------------------------
 

@@ -17,10 +17,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import on_device, padded, to_device
+from colonnade.optim.blocks import on_device, to_device
 from colonnade.optim.flat_runs import Fragment, Run, prepare
 from colonnade.optim.flat_state import FlatBucket, FlatState, join_neighbours
 from colonnade.optim.norm_readers import HALVES
+from colonnade.parallel.flat import padded
 
 
 def why_not(optimizer: Optimizer) -> str | None:

@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
 CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
-SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive, callback"
+SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive"
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
@@ -133,11 +133,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero": 4},
-        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
+        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, gather_ahead, prefetch, master_weights, replicate, wrap, reshard",
     ),
     (
         {"zero": True},
-        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
+        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, gather_ahead, prefetch, master_weights, replicate, wrap, reshard",
     ),
     ({"zero": {"offload": True}}, "zero.stage   is missing; it must be 0, 1, 2 or 3"),
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
@@ -216,7 +216,7 @@ GOOD: list[dict[str, Any]] = [
             "compress": {"type": "PowerSGD", "rank": 4},
         }
     },
-    {"sync": {"callback": print, "shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
+    {"sync": {"shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
     {"model": {"num_chunks": 2, "num_layers": 12}, "log": {"level": "info", "dir": "runs"}},
     {"model": "gpt2", "log": 10, "seed": 0, "flat_step": True, "gradient_accumulation": 4},
     {

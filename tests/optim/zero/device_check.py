@@ -23,7 +23,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"zero": 1},
     {"zero": 2, "clip_grad_norm": 0.5},
     {"zero": {"stage": 2, "bucket_mb": 0.5}, "clip_grad_norm": 0.5, "gradient_accumulation": 2},
-    {"zero": {"stage": 1, "prefetch": True, "bucket_mb": 0.5}, "clip_grad_norm": 0.5},
+    {"zero": {"stage": 1, "gather_ahead": True, "bucket_mb": 0.5}, "clip_grad_norm": 0.5},
     {"zero": {"stage": 1, "offload": True}, "clip_grad_norm": 0.5},
     {"zero": {"stage": 2, "offload": True, "bucket_mb": 0.5}},
     {"zero": 1, "clip_grad_norm": 0.5, "flat_step": False},
