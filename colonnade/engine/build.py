@@ -79,6 +79,7 @@ def initialize(
             flat,
             precision.build_scaler(context.device),
         ),
+        precision=precision,
         schedule=schedule,
         accumulation=int(config.get("gradient_accumulation") or 1),
     )

@@ -12,6 +12,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.losses import LossBook
+from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.loss import Count, split_loss
 from colonnade.engine.stepper import Stepper
@@ -38,6 +39,7 @@ class Engine:
         stepper: Stepper,
         schedule: BaseSchedule,
         accumulation: int = 1,
+        precision: Precision | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -45,6 +47,7 @@ class Engine:
         self._schedule = schedule
         self._sync = sync
         self._stepper = stepper
+        self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
         self._passes = self._total_passes = 0
         self.context = context
@@ -158,6 +161,7 @@ class Engine:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
         self._stepper.close()
         self._sync.close()
+        self._precision.undo(self._model, self._criterion)
 
     # -- what the last step was ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,11 +57,12 @@ class Stepper:
                 nonfinite=clip.nonfinite,
             )
             self._norm_type = clip.norm_type
+        slot_of = partial(_slot_of, self._slots)
         self._step: Any = optimizer
         if hasattr(optimizer, "step_divided"):
-            optimizer.use_slots(held, self._slot)
+            optimizer.use_slots(held, slot_of)
         else:
-            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, self._slot, flat)
+            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat)
         self.last: Decision | None = None
         self.skips = SkipReport()
 
@@ -104,8 +106,9 @@ class Stepper:
         norms = reduce_norms(vector, self._norm_type, self._context.get_group(ParallelMode.GLOBAL))
         return policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
 
-    def _slot(self, entry: Held) -> int:
-        return self._slots.of_parameter[slot_name(entry)] if self._slots is not None else 0
+
+def _slot_of(slots: Slots | None, entry: Held) -> int:
+    return slots.of_parameter[slot_name(entry)] if slots is not None else 0
 
 
 def _step_of_whole_buckets(

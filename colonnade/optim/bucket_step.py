@@ -24,7 +24,7 @@ from colonnade.parallel.agreement import Held
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import FlatLayout, Span
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.bucket import Bucket, local
+from colonnade.reduce.bucket import Bucket
 from colonnade.reduce.values import BucketValues
 
 
@@ -120,11 +120,13 @@ class ShardedBucket(OwnedBucket):
         size = len(self._values.bucket.sum.ranks)
         # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
-        return bucket_blocks(self._layout, self._values.bucket.shard, holdings, self.slots, absent=absent)
+        return bucket_blocks(self._layout, self._values.bucket.gradient, holdings, self.slots, absent=absent)
 
     def flat(self) -> FlatBucket:
         assert self._layout is not None
-        return FlatBucket(self._layout, self._values.parts, self._values.bucket.shard, self.slots, self._values.owned)
+        return FlatBucket(
+            self._layout, self._values.parts, self._values.bucket.gradient, self.slots, self._values.owned
+        )
 
 
 class BucketStep:
@@ -241,7 +243,7 @@ class BucketStep:
 
     def _loose_block(self, entry: Held) -> Block:
         """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
-        gradient = local(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
+        gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
         gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
         return Block(gradient, entry.holding.count, entry.holding.index, self._slot_of(entry))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.comm.memory import Memory
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.records import Sum
@@ -49,6 +50,26 @@ class OwnedSpan:
         return self.stop - self.start
 
 
+class GradientShard:
+    """The final gradient of the slice of a bucket that this rank owns."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.landed = False
+
+    def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
+        """Put factor x `total` into it from `start` on, on top of what earlier passes of the step brought."""
+        into = self.flat[start : start + total.numel()]
+        if self.landed:
+            total = total.to(into.device, into.dtype)
+            into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)
+        elif total.device == into.device and total.dtype == into.dtype:
+            torch.mul(total, factor, out=into)
+        else:
+            into.copy_(total)
+            into.mul_(factor)
+
+
 class Buffer:
     """Memory that the gradients of a bucket lie in: all of it (`flat`), and a view per parameter."""
 
@@ -66,7 +87,7 @@ class Bucket:
 
     `numel` is that of `layout` and the padding that makes it divisible among the ranks; padding is zero and stays
     zero. `own` is all of it, or with a sharded sum this rank's slice, of which `spans` says whose elements it has
-    and `shard` is the final gradient. `absent` are the parameters that no rank had a gradient for at the last step.
+    and `shard` has the final gradient. `absent` are the parameters that no rank had a gradient for at the last step.
     `positions` are the parameters' places in the sum.
 
     On the CPU a small gradient is added into its view by autograd itself (the view is offered as zeros), and one
@@ -75,7 +96,7 @@ class Bucket:
     write raises: that is how the bucket knows which gradients have come without a hook on each parameter.
     """
 
-    shard: Tensor
+    shard: GradientShard | None = None
     buffer: Buffer
 
     def __init__(self, sum_: Sum, positions: Sequence[int], index: int = 0) -> None:
@@ -84,7 +105,7 @@ class Bucket:
         self.positions = (*small, *self.large)
         self.names = tuple(sum_.names[i] for i in self.positions)
         self.parameters = tuple(sum_.parameters[i] for i in self.positions)
-        self.layout = FlatLayout([local(parameter) for parameter in self.parameters])
+        self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
         step = len(sum_.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
         self.numel = -(-self.layout.numel // step) * step
         self.own = slice(0, self.numel)
@@ -94,7 +115,7 @@ class Bucket:
         self.spans = self._owned_spans()
         self.used = self.spans[-1].at + padded(self.spans[-1].numel, self.layout.dtype) if self.spans else 0
         self.buffers: list[Buffer] = []
-        self.started = self.full = self.recording = self.landed = False
+        self.started = self.full = self.recording = False
         self.firings = self.left = 1
         self.last = 0
         self.absent: frozenset[int] = frozenset()
@@ -127,7 +148,7 @@ class Bucket:
     @property
     def gradient(self) -> Tensor:
         """The final gradient of what this rank owns."""
-        return self.shard if self.is_sharded else self.buffer.flat[: self.layout.numel]
+        return self.shard.flat if self.shard is not None else self.buffer.flat[: self.layout.numel]
 
     def use(self, buffer: Buffer) -> None:
         """Lie in this one of its buffers."""
@@ -139,18 +160,6 @@ class Bucket:
             and not any(is_dtensor(parameter) for parameter in self.parameters)
         )
         self._expected_grads: list[Tensor | None] = list(self.grads)
-
-    def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
-        """Put factor x `total` into the shard from `start` on, on top of what earlier passes of the step brought."""
-        into = self.shard[start : start + total.numel()]
-        if self.landed:
-            total = total.to(into.device, into.dtype)
-            into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)
-        elif total.device == into.device and total.dtype == into.dtype:
-            torch.mul(total, factor, out=into)
-        else:
-            into.copy_(total)
-            into.mul_(factor)
 
     # -- a backward pass ----------------------------------------------------------------------------------
 
@@ -170,7 +179,7 @@ class Bucket:
             grad = parameter.grad
             if grad is None or grad is own or grad.layout is not torch.strided:
                 continue
-            sources.append(local(grad, parameter))
+            sources.append(local_part(grad, parameter))
             targets.append(self.views[i])
             parameter.grad = own
         if sources:
@@ -233,7 +242,8 @@ class Bucket:
         if not self._divides():
             factor = factor / self.sum.divisor
         self.buffer.transport.finish(factor)
-        self.landed = True
+        if self.shard is not None:
+            self.shard.landed = True
         self._offered, self._is_ready = self._nothing_offered, False
         if not self.is_sharded:
             for i in range(len(self.parameters)) if self._released else self._divided:
@@ -245,13 +255,6 @@ class Bucket:
     def attach(self, index: int) -> None:
         """Make `.grad` of one parameter its view of the buffer."""
         self.parameters[index].grad = self.grads[index]
-
-    def let_go(self) -> None:
-        """Forget the gradients of this step, which are the optimizer's from now on or are to be made anew."""
-        self.started = self.full = self.landed = False
-        self._offered, self._is_ready = self._nothing_offered, False
-        if self._divided:
-            self._divided, self._expected_grads = set(), list(self.grads)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -333,7 +336,7 @@ class Bucket:
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is not None and grad.layout is torch.strided:
-                sources.append(local(grad, parameter))
+                sources.append(local_part(grad, parameter))
                 targets.append(view)
             else:
                 notes[self.positions[i]] = MISSING if grad is None else SPARSE
@@ -374,21 +377,13 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int =
     taken: list[int] = []
     left = min(first, cap)
     for position in order:
-        nbytes = local(sum_.parameters[position]).nbytes
+        nbytes = local_part(sum_.parameters[position]).nbytes
         if taken and nbytes > left:
             buckets.append(Bucket(sum_, taken, index))
             taken, left = [], cap
         taken.append(position)
         left -= nbytes
     return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
-
-
-def local(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """The part of a DTensor that this rank holds, placed as `like` is; a plain tensor as it is."""
-    if not is_dtensor(tensor):
-        return tensor
-    placed: Any = tensor if like is None else tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
-    return placed.to_local().detach()
 
 
 def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]:

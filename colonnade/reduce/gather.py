@@ -73,8 +73,8 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
     works = []
     for bucket in buckets:
         mine = bucket.buffer.flat[bucket.own][: bucket.used]
-        if mine.data_ptr() != bucket.shard.data_ptr():
-            mine.copy_(bucket.shard)
+        if mine.data_ptr() != bucket.gradient.data_ptr():
+            mine.copy_(bucket.gradient)
         works.append(send_slice(group, bucket.buffer.memory, bucket.own))
     for work in works:
         if work is not None:

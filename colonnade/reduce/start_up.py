@@ -10,7 +10,7 @@ from typing import Any
 
 from colonnade.comm.rank_group import RankGroup
 from colonnade.errors import GradientError
-from colonnade.reduce.bucket import local
+from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.records import Sum
 
 Log = Callable[[str], None]
@@ -63,7 +63,7 @@ def _described(one: Sum) -> list[tuple[str, str]]:
     lines = [("options", f"{options}{sharding}"), ("divisor", f"{one.divisor:g}")]
     labels = one.labels or ("",) * len(one.names)
     for name, parameter, label in zip(one.names, one.parameters, labels, strict=True):
-        part = local(parameter)
+        part = local_part(parameter)
         lines.append((name, f"{tuple(part.shape)} {part.dtype} {part.device.type}{label}"))
     return lines
 

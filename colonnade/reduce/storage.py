@@ -9,7 +9,7 @@ import torch
 
 from colonnade.comm.memory import Memory, allocate
 from colonnade.comm.rank_group import RankGroup
-from colonnade.reduce.bucket import Bucket, Buffer, fill
+from colonnade.reduce.bucket import Bucket, Buffer, GradientShard, fill
 from colonnade.reduce.options import HALVES
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports import TRANSPORTS, Transport
@@ -83,9 +83,9 @@ class BucketStorage:
         dtype = torch.float32 if sharding.wide and self._dtype in HALVES else self._dtype
         device = sharding.device or self._device
         if sharding.keep_whole and (dtype, device) == (self._dtype, self._device):
-            bucket.shard = bucket.buffers[0].flat[bucket.own][: bucket.used]
+            bucket.shard = GradientShard(bucket.buffers[0].flat[bucket.own][: bucket.used])
         else:
-            bucket.shard = torch.zeros(bucket.used, dtype=dtype, device=device)
+            bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=dtype, device=device))
 
     def _reserve(self, count: int, numel: int) -> None:
         if self._memory and self._memory[0].own.numel() >= numel:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from colonnade.comm.rank_group import RankGroup
-from colonnade.reduce.bucket import FROZEN, MISSING, OUTSIDE, SPARSE, Bucket, local
+from colonnade.parallel.dtensor import local_part
+from colonnade.reduce.bucket import FROZEN, MISSING, OUTSIDE, SPARSE, Bucket
 from colonnade.reduce.records import Sum
 from colonnade.reduce.storage import BucketStorage
 
@@ -60,7 +61,7 @@ class SumState:
         self.buckets, self.laid_out, self.places = [], [], {}
         for storage in self._storages.values():
             storage.clear()
-        self._kinds = [(one.dtype, one.device) for one in map(local, self.sum.parameters)]
+        self._kinds = [(one.dtype, one.device) for one in map(local_part, self.sum.parameters)]
         members: dict[Kind, list[int]] = {}
         for position in reversed(range(len(self._kinds))):
             if self.active[position] and position not in self._sparse:

@@ -169,7 +169,7 @@ class Synchroniser:
             if bucket.keeps_gradients:
                 bucket.finish(1.0 if self.scale is None else self.scale)
             elif self.scale is not None:
-                bucket.shard.mul_(_on(self.scale, bucket.shard))
+                bucket.gradient.mul_(_on(self.scale, bucket.gradient))
         # A rank's memory is final when every rank has written its slice into it.
         written = [a.group for a in sharing if any(state.sum.sharding is None for state in a.states)]
         for group in written:
@@ -191,8 +191,9 @@ class Synchroniser:
     def _hand_over(self) -> None:
         """Of sharded sums, the shards are the result; `.grad` is None, or what all ranks are to have back."""
         for bucket in self.buckets:
-            bucket.started = bucket.landed = False
-            if bucket.sum.sharding is not None:
+            bucket.started = False
+            if bucket.shard is not None:
+                bucket.shard.landed = False
                 for parameter in bucket.parameters:
                     parameter.grad = None
         for state in self._states:

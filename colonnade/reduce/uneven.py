@@ -19,8 +19,9 @@ from colonnade.comm.memory import Memory
 from colonnade.comm.rank_group import RankGroup
 from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.errors import GradientError, listed
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
-from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket, Buffer, local
+from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket, Buffer
 from colonnade.reduce.records import Sum
 from colonnade.reduce.sum_state import Places, SumState
 from colonnade.reduce.transports.collective import Collective
@@ -116,7 +117,7 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
     """Sum what lies beside the buckets, and add it to what is in them."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for position in positions:
-        tensor = local(sum_.parameters[position])
+        tensor = local_part(sum_.parameters[position])
         kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
     plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None))
     for kind in sorted(kinds, key=str):
@@ -127,7 +128,7 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
             grad = parameter.grad
             if grad is not None and not _is_in_bucket(grad, places.get(position)):
                 strided = grad if grad.layout is torch.strided else grad.to_dense()
-                view.copy_(local(strided, parameter))
+                view.copy_(local_part(strided, parameter))
         transport = (Local if group.alone else Collective)(extra, memory, group)
         transport.start()
         transport.finish(factor)
@@ -152,7 +153,7 @@ def _put(parameter: Tensor, buffer: Buffer, i: int, place: tuple[Bucket, int] | 
     flat = flattened(buffer.views[i])
     for span in bucket.spans:
         if span.index == index:
-            into = bucket.shard[span.at : span.at + span.numel]
+            into = bucket.gradient[span.at : span.at + span.numel]
             into.add_(flat[span.start : span.stop].to(into.device, into.dtype))
 
 

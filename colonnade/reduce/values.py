@@ -7,8 +7,9 @@ from torch import Tensor
 
 from colonnade.comm.memory import allocate
 from colonnade.comm.rank_group import RankGroup
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.bucket import Bucket, local
+from colonnade.reduce.bucket import Bucket
 
 
 class BucketValues:
@@ -26,7 +27,7 @@ class BucketValues:
         self._elsewhere: list[tuple[Tensor, Tensor]] = []
         views = bucket.layout.views(self.memory.own[: bucket.layout.numel])
         for parameter, view in zip(bucket.parameters, views, strict=True):
-            part = local(parameter)
+            part = local_part(parameter)
             view.copy_(part)
             if is_dtensor(parameter):
                 # What made it (FSDP2) knows where its elements lie: they stay there, and are copied in and out.
@@ -34,7 +35,7 @@ class BucketValues:
             else:
                 parameter.data = view
         self._views = views
-        shard = bucket.shard
+        shard = bucket.gradient
         self.has_master = (shard.dtype, shard.device) != (bucket.layout.dtype, bucket.layout.device)
         self.owned = self._own_part.to(shard.device, shard.dtype, copy=True) if self.has_master else self._own_part
         self.parts = [self.owned[span.at : span.at + span.numel] for span in bucket.spans]

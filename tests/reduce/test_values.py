@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.comm.memory import Memory
-from colonnade.reduce.bucket import Bucket, Buffer
+from colonnade.reduce.bucket import Bucket, Buffer, GradientShard
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.transports.local import Local
 from colonnade.reduce.values import BucketValues
@@ -38,7 +38,7 @@ def values(
     one = Sum(names, tuple(parameters), tuple(range(ranks)), None, 1.0, sharding=Sharding(wide=wide))
     bucket = Bucket(one, range(len(shapes)), index)
     bucket.buffers.append(Buffer(bucket, Memory(torch.zeros(bucket.numel, dtype=dtype))))
-    bucket.shard = torch.zeros(bucket.used, dtype=torch.float32 if wide else dtype)
+    bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=torch.float32 if wide else dtype))
     bucket.buffers[0].transport = Local(bucket, bucket.buffers[0].memory, group(ranks, index))
     bucket.use(bucket.buffers[0])
     return BucketValues(bucket, group(ranks, index))

@@ -73,8 +73,8 @@ class ShardedState:
         if index in bucket.absent:
             return None
         span = next((span for span in bucket.spans if span.index == index), None)
-        own = bucket.shard[span.at : span.at + span.numel] if span is not None else None
-        gradient: Tensor = self._gathered(parameter, own, ["like", _name(bucket.shard.dtype)])
+        own = bucket.gradient[span.at : span.at + span.numel] if span is not None else None
+        gradient: Tensor = self._gathered(parameter, own, ["like", _name(bucket.gradient.dtype)])
         return gradient
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

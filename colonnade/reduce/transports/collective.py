@@ -44,7 +44,7 @@ class Collective(Transport):
     def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None:
         options, dtype = bucket.sum.options, bucket.layout.dtype
         self.early = options.overlap is not False and not bucket.sum.between_stages
-        self._bucket = bucket if bucket.is_sharded else None
+        self._shard, self._used = bucket.shard, bucket.used
         self._group, self._whole = group, real(memory.own)
         self._wire, self._sum_dtype = options.wire_dtype(dtype), options.sum_dtype(dtype)
         self._in_order = options.fixed_order
@@ -52,13 +52,13 @@ class Collective(Transport):
         self._rescale = 1.0
         if options.fixed_order or self._wire != self._sum_dtype:
             self._scheme: Callable[[], Steps] = self._sliced
-            if self._bucket is not None and bucket.used:
-                self._sum_dtype = max(self._sum_dtype, bucket.shard.dtype, key=lambda one: one.itemsize)
+            if self._shard is not None:
+                self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda one: one.itemsize)
             elif self._wire != self._sum_dtype:
                 self._rescale = float(group.size)
         else:
-            self._scheme = self._plain if self._bucket is None else self._scattered
-            self.divides = self._bucket is None
+            self._scheme = self._plain if self._shard is None else self._scattered
+            self.divides = self._shard is None
         self._steps: Steps = iter(())
 
     def start(self) -> None:
@@ -75,8 +75,8 @@ class Collective(Transport):
         self._steps = iter(())  # what was under way holds on to its tensors
 
     def _put(self, part: Tensor, factor: float | Tensor) -> None:
-        if self._bucket is not None:
-            self._bucket.land(part[: self._bucket.used], factor)
+        if self._shard is not None:
+            self._shard.land(part[: self._used], factor)
         elif not is_one(factor):
             part.mul_(factor)
 
@@ -102,7 +102,7 @@ class Collective(Transport):
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=self._group.group, async_op=True), None
         total = self._added(received.view(size, -1))
-        if self._bucket is not None:
+        if self._shard is not None:
             yield None, total
             return
         part = total if self._rescale == 1.0 else total.div_(size).to(self._wire)

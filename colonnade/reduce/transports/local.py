@@ -26,13 +26,13 @@ class Local(Transport):
         return group.alone
 
     def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None:
-        self._bucket, self._memory = bucket if bucket.is_sharded else None, memory.own
+        self._shard, self._used, self._memory = bucket.shard, bucket.used, memory.own
 
     def start(self) -> None:
         pass
 
     def finish(self, factor: float | Tensor) -> None:
-        if self._bucket is not None:
-            self._bucket.land(self._memory[: self._bucket.used], factor)
+        if self._shard is not None:
+            self._shard.land(self._memory[: self._used], factor)
         elif not is_one(factor):
             real(self._memory).mul_(factor)

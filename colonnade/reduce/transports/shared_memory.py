@@ -46,14 +46,13 @@ class SharedMemory(Transport):
         self.early = self._tells and options.overlap is not False and not bucket.sum.between_stages
         dtype = bucket.layout.dtype
         self._sum_dtype = options.sum_dtype(dtype)
-        self._bucket: Bucket | None = None
+        self._shard = bucket.shard
         width = bucket.numel // group.size
         stop = (group.index + 1) * width
-        if bucket.is_sharded:
-            self._bucket = bucket
+        if self._shard is not None:
             stop = group.index * width + bucket.used
-            if bucket.used and bucket.shard.dtype.itemsize > self._sum_dtype.itemsize:
-                self._sum_dtype = bucket.shard.dtype  # costs nothing: the shard is as wide
+            if self._shard.flat.dtype.itemsize > self._sum_dtype.itemsize:
+                self._sum_dtype = self._shard.flat.dtype  # costs nothing: the shard is as wide
         self._start = group.index * width
         self._convert = self._sum_dtype != dtype and not dtype.is_complex
         self._pieces = _pieces([real(one[self._start : stop]) for one in memory.every])
@@ -67,8 +66,8 @@ class SharedMemory(Transport):
             self._group.collect()
         at = 0
         for first, *others in self._pieces:
-            if self._bucket is not None:
-                self._bucket.land(self._added(first, others, in_place=False), factor, at)
+            if self._shard is not None:
+                self._shard.land(self._added(first, others, in_place=False), factor, at)
                 at += first.numel()
                 continue
             total = self._added(first, others, in_place=True)
