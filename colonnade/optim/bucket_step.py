@@ -133,7 +133,8 @@ class BucketStep:
     """Measures and steps over what `buckets()` gives, together with gradients that are in no bucket.
 
     `generation()` changes whenever the buckets are others. `flat` as in the config: None is "where it can be".
-    `loose` are the parameters whose gradients may lie outside: in no bucket, or put elsewhere by somebody.
+    `loose` are the parameters whose gradients may lie outside: in no bucket, or put elsewhere by somebody. `self.flat` is
+    the flat step, once one has been taken.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class BucketStep:
         self._outside: list[Held] = []
         self._meter: Meter | None = None
         self._meter_key: object = None
-        self._flat: FlatStep | None = None
+        self.flat: FlatStep | None = None
         self._flat_key: object = None
         self._sizes = _sizes(optimizer)
         self._known = {id(entry.tensor) for entry in loose}
@@ -180,7 +181,7 @@ class BucketStep:
         absent = self._absent if self._absent is not None else self._look()
         self._absent = None
         if self._take_flat():
-            assert self._flat is not None
+            assert self.flat is not None
             places, start = [], 0
             for bucket, missing in zip(self._buckets, absent, strict=True):
                 places += [start + place for place in missing]
@@ -190,7 +191,7 @@ class BucketStep:
                 divisor = torch.ones(1, dtype=torch.float32, device=device)
                 found_inf = torch.zeros((), dtype=torch.float32, device=device)
             home = self._home(divisor)
-            self._flat.step(divisor.to(home), found_inf.to(home).float(), places)
+            self.flat.step(divisor.to(home), found_inf.to(home).float(), places)
         elif divisor is None:
             self._optimizer.step()
         else:
@@ -213,9 +214,9 @@ class BucketStep:
         return None
 
     def close(self) -> None:
-        if self._flat is not None:
-            self._flat.close()
-        self._flat = self._meter = None
+        if self.flat is not None:
+            self.flat.close()
+        self.flat = self._meter = None
         self._buckets = []
 
     # -- inside -------------------------------------------------------------------------------------------
@@ -260,15 +261,15 @@ class BucketStep:
             return False
         key = (self._made_for, self._sizes)
         if key != self._flat_key:
-            if self._flat is None:
+            if self.flat is None:
                 get_dist_logger().info(
                     f"{type(self._optimizer).__name__} steps over flat buffers (the same result, in fewer passes); "
                     f"flat_step=False in the config turns this off"
                 )
             else:
-                self._flat.close()
-                self._flat = None  # before its successor comes, or both would hold their memory
-            self._flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
+                self.flat.close()
+                self.flat = None  # before its successor comes, or both would hold their memory
+            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
             self._flat_key = key
         return True
 

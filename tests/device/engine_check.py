@@ -70,7 +70,7 @@ def run(config: dict[str, object], backend: str | None, steps: int = 6) -> dict[
         plan = [str(bucket) for bucket in engine._sync.synchroniser.buckets]
         engine.close()
         dist.barrier()
-        return {"worst": worst, "flat": engine._stepper._flat is not None, "buckets": plan[:2], "world": world}
+        return {"worst": worst, "flat": engine._stepper._step.flat is not None, "buckets": plan[:2], "world": world}
 
 
 def main() -> None:

@@ -68,8 +68,7 @@ def run(config: dict[str, Any], backend: str | None, steps: int = 6) -> dict[str
 
 
 def _buckets(engine: Any) -> list[Any]:
-    shards = getattr(engine.optimizer, "_shards", None)
-    return shards.buckets if shards is not None else []
+    return engine._sync.synchroniser.buckets
 
 
 def main() -> None:
