@@ -40,7 +40,7 @@ class WorldSpec:
 
     world_size: int
     folder: Path
-    environment: dict[str, str]
+    environments: tuple[dict[str, str], ...]
     backend: str | None
     group_timeout: float
 
@@ -130,7 +130,7 @@ def _line_by_line(number: int) -> Any:
 def _take_environment(rank: int, spec: WorldSpec) -> None:
     """Replace the fork server's environment, and what was read from it when torch was imported."""
     os.environ.clear()
-    os.environ.update(spec.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(spec.environments[rank])
     tempfile.tempdir = None
     torch = importlib.import_module("torch")
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -138,11 +138,13 @@ def _take_environment(rank: int, spec: WorldSpec) -> None:
 
 
 def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socket | None) -> None:
-    distributed = importlib.import_module("torch.distributed")
+    torch, distributed = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     patience = datetime.timedelta(seconds=spec.group_timeout)
     store = distributed.TCPStore(
-        spec.environment["MASTER_ADDR"],
-        int(spec.environment["MASTER_PORT"]),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         spec.world_size,
         is_master=rank == 0,
         timeout=patience,
