@@ -36,7 +36,7 @@ def beside_one_process(model: str, config: dict[str, Any]) -> str:
     """Three clipped steps of a model on the ranks' GPU, and of the plain one."""
     piped = config.get("parallel", {}).get("pipeline", 1)
     with launch(
-        {"clip_grad_norm": 1.0, "NUM_MICRO_BATCHES": 2, **config},
+        {"clip_grad_norm": 1.0, "num_microbatches": 2, **config},
         backend="gloo",
         context=ParallelContext(),
         verbose=False,
