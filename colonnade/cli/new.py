@@ -108,7 +108,7 @@ def _check_module(name: str) -> None:
 
 
 def _template(file: str) -> str:
-    return files("colonnade.cli").joinpath("_templates").joinpath(file).read_text(encoding="utf-8")
+    return files("colonnade.cli").joinpath("templates").joinpath(file).read_text(encoding="utf-8")
 
 
 def _filled(template: str, name: str) -> str:

@@ -31,8 +31,8 @@ _PRELOAD = (
     "colonnade._launch",
     "colonnade.checkpoint.manager",
     "colonnade.engine.build",
-    "colonnade.testing",
     "colonnade.testing.rank",
+    "colonnade.testing.truth",
     "colonnade.trainer",
 )
 _PRELOAD_UNDER_PYTEST = ("pytest", "hypothesis")

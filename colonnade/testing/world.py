@@ -177,10 +177,8 @@ class _World:
                 self.outcomes[rank] = self._died(rank, self.ranks[rank].process.exitcode or 0)
 
     def _died(self, rank: int, code: int) -> Outcome:
-        if code < 0:
-            return Outcome(rank, "signal", time.monotonic(), signal=_signal_name(-code), exitcode=code)
         when = _NOT_RETURNED if self.spec.file(rank, "stack").exists() else _NOT_REACHED
-        return Outcome(rank, "exit", time.monotonic(), exitcode=code, message=when)
+        return Outcome.of_exit(rank, code, time.monotonic(), when)
 
     def _stop_running(self, kind: Literal["timeout", "ended"]) -> None:
         """Take the stacks of the ranks that still run and kill them."""
@@ -202,13 +200,6 @@ class _World:
         end = time.monotonic() + _GRACE
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _settled(files: list[Path], seconds: float = 2.0) -> list[str]:
