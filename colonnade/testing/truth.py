@@ -71,7 +71,7 @@ class Comparison:
         return all(difference.ok for difference in self.differences)
 
     def __str__(self) -> str:
-        width = max((len(difference.name) for difference in self.differences), default=9)
+        width = max(map(len, ["parameter", *(difference.name for difference in self.differences)]))
         lines = [f"{'parameter':<{width}}  relative   largest    (tolerance {self.rtol:g})"]
         for entry in sorted(self.differences, key=lambda entry: (entry.ok, -entry.relative)):
             mark = "ok" if entry.ok else "DIFFERS"
