@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from colonnade.config.kinds import (
+from colonnade.config.rules import (
     ANYTHING,
     BOOL,
     COLLECTION,
@@ -23,6 +23,9 @@ from colonnade.config.kinds import (
     SHAPE,
     TEXT,
     TEXTS,
+    Key,
+    Rule,
+    Section,
     any_of,
     choice,
     int_from,
@@ -31,7 +34,6 @@ from colonnade.config.kinds import (
     only_dict,
     with_dict,
 )
-from colonnade.config.rules import Key, Rule, Section
 
 
 def _words(**by_key: str) -> dict[str, str]:
@@ -105,7 +107,6 @@ _FP16 = Section(
     {
         "mode": Key(any_of(TEXT, MEMBER, NONE), "kind of mixed precision"),
         "init_scale": Key(POSITIVE, "loss scale to start from"),
-        "initial_scale": Key(POSITIVE, "another name of init_scale"),
         "growth_factor": Key(number_above(1), "the scale grows by this factor"),
         "backoff_factor": Key(FRACTION, "the scale shrinks by this factor after an overflow"),
         "growth_interval": Key(COUNT, "steps without overflow before the scale grows"),
@@ -117,7 +118,7 @@ _FP16 = Section(
         "verbose": Key(BOOL, "log changes of the scale"),
     },
     renamed=_words(
-        init_scale="loss_scale initial_scale_power scale",
+        init_scale="initial_scale loss_scale initial_scale_power scale",
         growth_interval="loss_scale_window",
         min_scale="min_loss_scale",
         max_scale="max_loss_scale",
@@ -200,7 +201,7 @@ KEYS: dict[str, Key] = {
     "model": Key(Rule("anything", ANYTHING.accepts, _MODEL), "your own, but for num_chunks"),
     "log": Key(with_dict(LEVEL, _LOG, "dict(level=..., ...)"), "what is logged"),
     "max_ep_size": Key(COUNT, "largest expert-parallel size"),
-    "NUM_MICRO_BATCHES": Key(COUNT, "micro-batches per step of a pipeline"),
+    "num_microbatches": Key(COUNT, "micro-batches per step of a pipeline"),
     "TENSOR_SHAPE": Key(SHAPE, "shape sent between stages; left out, the stages ask each other"),
     "SEQ_LENGTH": Key(COUNT, "sequence length; with the next two, gives the shape sent between stages"),
     "GLOBAL_BATCH_SIZE": Key(COUNT, "samples per step on all ranks"),

@@ -182,17 +182,17 @@ def _build_schedule(context: ParallelContext) -> BaseSchedule:
 
 
 def _default_schedule(context: ParallelContext) -> dict[str, Any]:
-    """Without a `schedule` key: none of a pipeline, or the ancestor's keys for one."""
+    """Without a `schedule` key: none of a pipeline, or one by `num_microbatches` and `model.num_chunks`."""
     config = context.config
     if context.pipeline_parallel_size == 1:
         return {"type": "NonPipelineSchedule"}
-    if config.get("NUM_MICRO_BATCHES") is None:
+    if config.get("num_microbatches") is None:
         raise ConfigError(
             f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-            f"schedule=dict(type='OneFOneB', num_microbatches=8), or NUM_MICRO_BATCHES=8 for that same one"
+            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one"
         )
     chunks = (config.get("model") or {}).get("num_chunks")
     shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
     if chunks:
-        return {"type": "Interleaved1F1B", "num_microbatches": config.NUM_MICRO_BATCHES, "num_chunks": chunks, **shape}
-    return {"type": "OneFOneB", "num_microbatches": config.NUM_MICRO_BATCHES, **shape}
+        return {"type": "Interleaved1F1B", "num_microbatches": config.num_microbatches, "num_chunks": chunks, **shape}
+    return {"type": "OneFOneB", "num_microbatches": config.num_microbatches, **shape}

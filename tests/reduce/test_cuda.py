@@ -69,7 +69,7 @@ def _parity(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
 def test_equal_to_one_process_and_no_wait_for_the_device(backend):
-    run_world(2, _parity, backend, init=None, timeout=110)
+    run_world(2, _parity, backend, backend=None, timeout=110)
 
 
 def _bf16() -> None:
@@ -86,4 +86,4 @@ def _bf16() -> None:
 
 
 def test_bf16_gradients_are_summed_in_fp32():
-    run_world(2, _bf16, init=None, timeout=110)
+    run_world(2, _bf16, backend=None, timeout=110)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import runpy
 import signal
 import sys
-import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
-from colonnade.cli._record import HIDDEN_FROM_HERE, write_record
+from colonnade.cli.failures import HIDDEN_FROM_HERE, write_failure
+from colonnade.testing.process import description, end_with_parent
 
 LAUNCHER = "COLONNADE_LAUNCHER_PID"
-_PR_SET_PDEATHSIG = 1
-_NOT_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
+_STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main() -> None:
@@ -39,7 +36,7 @@ def main() -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             status = error.code % 256 if isinstance(error.code, int) else 1
-            write_record(_record_file(), f"SystemExit: {error.code}", "", status)
+            write_failure(_note(), {**description(error, _STARTERS), "traceback": ""}, status)
             raise
     except BaseException as error:
         _fail(error)
@@ -63,33 +60,23 @@ def _leave_groups() -> None:
 
 
 def _die_with_launcher() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(os.environ[LAUNCHER]):
         os._exit(1)
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """Put the traceback into the record and the log, and exit as Python would have."""
-    text = "".join(traceback.format_exception(type(error), error, _from_the_script(error.__traceback__)))
-    headline = traceback.format_exception_only(type(error), error)[-1].strip()
+    """Put the traceback into the note for the launcher and into the log, and exit as Python would have."""
+    fields = description(error, _STARTERS)
     status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    write_record(_record_file(), headline, text, status)
+    write_failure(_note(), fields, status)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(2, HIDDEN_FROM_HERE + b"\n" + text.encode("utf-8", "backslashreplace"))
+    os.write(2, HIDDEN_FROM_HERE + b"\n" + fields["traceback"].encode("utf-8", "backslashreplace"))
     sys.exit(status)
 
 
-def _from_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames before the script's first, unless there are no others."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename in _NOT_THE_SCRIPT:
-        own = own.tb_next
-    return own or trace
-
-
-def _record_file() -> Path:
+def _note() -> Path:
     return Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 
 

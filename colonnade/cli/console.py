@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from colonnade.cli._record import HIDDEN_FROM_HERE
+from colonnade.cli.failures import HIDDEN_FROM_HERE
 
 _PERIOD = 0.05
 _CHUNK = 1 << 16

@@ -1,4 +1,4 @@
-"""Typos of every key of ours get the right name; ordinary names of users pass."""
+"""Typos of our keys and other frameworks' words for them get the right name; ordinary names of users pass."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import random
 import re
 import string
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.config import load_config
-from colonnade.config.names import distance, near, nearest_name
 from colonnade.config.rules import Section
 from colonnade.config.schema import KEYS
+from colonnade.config.words import near
 from colonnade.errors import ConfigError
 
 
@@ -80,7 +81,7 @@ def test_other_spellings_of_a_key_are_errors(name: str) -> None:
         ("zeor", "zero"),
         ("fp_16", "fp16"),
         ("cudnn_benchmrak", "cudnn_benchmark"),
-        ("NUM_MICROBATCHES", "NUM_MICRO_BATCHES"),
+        ("NUM_MICROBATCHES", "num_microbatches"),
         ("TENSOR_SHPAE", "TENSOR_SHAPE"),
         ("GLOBAL_BATCHSIZE", "GLOBAL_BATCH_SIZE"),
     ],
@@ -154,22 +155,79 @@ def test_single_edit_typos_get_the_right_name_first() -> None:
     assert [key for key, share in by_key.items() if share < 0.7] == ["log"]
 
 
-@given(st.text(string.ascii_lowercase, max_size=7), st.text(string.ascii_lowercase, max_size=7))
-def test_distance_is_a_symmetric_count(one: str, other: str) -> None:
-    steps = distance(one, other)
-    assert steps == distance(other, one)
-    assert (steps == 0) == (one == other)
-    assert abs(len(one) - len(other)) <= steps <= max(len(one), len(other))
-
-
 @given(st.sampled_from([key for key in KEYS if len(key) > 3]), st.data())
-def test_distance_of_one_edit_is_one(key: str, data: st.DataObject) -> None:
+def test_one_edit_is_near(key: str, data: st.DataObject) -> None:
     typo = data.draw(st.sampled_from(sorted({typo for typo in edits(key) if typo != key})))
-    assert distance(key, typo) == 1
+    assert near(typo, [key]) == key
 
 
-def test_near_prefers_fewer_edits_then_likeness() -> None:
-    assert near("handlerr", ["handler", "handlers"], limit=1) == "handler"
-    assert near("zebra", ["handler"], limit=2) is None
-    assert nearest_name("MAX_NORM", ["max_norm", "norm_type"]) == "max_norm"
-    assert nearest_name("quux", ["max_norm", "norm_type"]) is None
+def test_near_prefers_the_most_alike() -> None:
+    assert near("handlerr", ["handler", "handlers"]) == "handler"
+    assert near("zebra", ["handler"], edits=2) is None
+    assert near("gradient_acumulations", ["gradient_accumulation"], edits=2) == "gradient_accumulation"
+    assert near("gradient_acumulation_x", ["gradient_accumulation"]) is None
+
+
+WORDS = {
+    "clip_grad_norm": "gradient_clipping max_grad_norm grad_clip clip_grad clip_norm gradient_clip_val",
+    "gradient_accumulation": "grad_accum gradient_accumulation_steps accumulate_grad_batches",
+    "zero": "zero_optimization zero_stage zero3 fsdp",
+    "parallel.tensor": "tensor_parallel tensor_model_parallel_size tp_size",
+    "parallel.pipeline": "pipeline_model_parallel_size pipeline_parallel",
+    "parallel.expert": "expert_model_parallel_size",
+    "parallel.sequence": "context_parallel_size sequence_parallel",
+    "parallel.data": "data_parallel_size",
+    "fp16": "precision mixed_precision amp use_fp16",
+    "bf16": "use_bf16 bf16_enabled",
+    "num_microbatches": "NUM_MICRO_BATCHES num_micro_batches n_microbatches",
+    "sync.bucket_mb": "bucket_cap_mb",
+    "gradient_handler": "grad_handler grad_handlers",
+}
+PAIRS = [(word, key) for key, words in WORDS.items() for word in words.split()]
+
+
+@pytest.mark.parametrize(("word", "key"), PAIRS)
+def test_a_foreign_word_is_an_error_in_any_case(word: str, key: str) -> None:
+    camel = word.title().replace("_", "")
+    for spelling in {word, word.upper(), word.title(), camel, camel[0].lower() + camel[1:]} - {key}:
+        with pytest.raises(ConfigError, match=f"{spelling} = 2 .*another framework's word for `{key}`"):
+            load_config({spelling: 2})
+
+
+def test_the_message_gives_the_line_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"Write clip_grad_norm = 2\.0$"):
+        load_config({"gradient_clipping": 2.0})
+    with pytest.raises(ConfigError, match=r"Write gradient_accumulation = 4$"):
+        load_config({"grad_accum": 4})
+
+
+def test_a_typo_of_a_foreign_word_is_left_to_the_user() -> None:
+    assert load_config({"gradient_chipping": 2.0}).gradient_chipping == 2.0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"MAX_GRAD_NORM": 1.0, "clip_grad_norm": 1.0},
+        {"MAX_GRAD_NORM": 1.0, "clip_grad_norm": {"max_norm": 1.0}},
+        {"TENSOR_PARALLEL_SIZE": 2, "parallel": {"tensor": {"size": 2, "mode": "1d"}}},
+        {"tp": 2, "pp": 4, "parallel": {"tensor": 2, "pipeline": 4}},
+        {"zero_stage": 1, "zero": {"stage": 1}},
+    ],
+)
+def test_a_helper_variable_of_our_key_passes(values: dict[str, Any]) -> None:
+    assert load_config(values) == values
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_grad_norm": 2.0, "clip_grad_norm": 1.0},
+        {"tp": 2, "parallel": {"tensor": 4}},
+        {"tp": True, "parallel": {"tensor": 1}},
+        {"amp": True, "parallel": {"tensor": 1}},
+    ],
+)
+def test_a_foreign_word_with_another_value_than_our_key_is_an_error(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="another framework's word"):
+        load_config(values)

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from colonnade.cli._arguments import ScriptCommand
 from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
 from colonnade.cli.new import new
-from colonnade.cli.run import run
+from colonnade.cli.run import ScriptCommand, run
 from colonnade.version import __version__
 
 

@@ -1,18 +1,70 @@
-"""Other frameworks' words for keys of ours, as data.
+"""Which key of ours was meant: names that are nearly ours, and other frameworks' words for ours, as data.
 
-Each is an error that names our key, in any case and with or without underscores: a clipping value under
-a name that nobody reads trains without clipping and says nothing.
+Each is an error that names our key: a clipping value under a name that nobody reads trains without clipping
+and says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
-from colonnade.config.names import squeezed
-from colonnade.config.problems import KeyPath
-from colonnade.config.text import shortened
+from colonnade.config.problems import KeyPath, shortened
+
+# Real names within one edit of a key of ours: a user who writes one of these means it.
+_ORDINARY_WORDS = (
+    "mode modes model models modal module node nodes size sizes resize cover type types seeds speed feed need zeros",
+    "zeroed hero async syncs synced schedules scheduler scheduled reschedule flat_steps last_step max_tp_size",
+    "max_pp_size max_dp_size max_sp_size max_cp_size HIDDEN_SIZES SEQ_LENGTHS TENSOR_SHAPES GLOBAL_BATCH_SIZES",
+    "Model Schedule Seed Sync Log Zero",
+)
+_ORDINARY = frozenset(word for line in _ORDINARY_WORDS for word in line.split())
+_SHORTEST = 4  # below this nearly everything is one edit away
+_LONG = 12  # from here on two edits still mean the key
+
+
+def squeezed(name: str) -> str:
+    """Return `name` in lower case without underscores and hyphens."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
+    """Return the known name that is most like `name`, if about `edits` letters differ at most."""
+
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, name, candidate, autojunk=False).ratio()
+
+    found = [
+        candidate
+        for candidate in known
+        if abs(len(candidate) - len(name)) <= edits
+        and likeness(candidate) >= 1 - (edits + 0.01) / max(len(candidate), len(name))
+    ]
+    return max(found, key=likeness, default=None)
+
+
+def is_ordinary(name: str, known: Collection[str]) -> bool:
+    """Whether `name` is a user's own although it is close to a known one: `seeds`, `model2`, `_zero`."""
+    word = name.rstrip("_0123456789")
+    numbered = name[-1:].isdigit() and word in known
+    marked = "_" not in word and name.rstrip("_") in known
+    return name.startswith("_") or word in _ORDINARY or numbered or marked
+
+
+def near_miss(name: str, known: Collection[str]) -> str | None:
+    """Return the key of ours that a top-level key nearly is, or None when it is the user's own.
+
+    Case and underscores do not count (`clipGradNorm`). Beyond that a name in one case may be a typo of a key in
+    that case; short keys and UPPER_CASE ones, of which users have many, leave less room.
+    """
+    if is_ordinary(name, known):
+        return None
+    if not name.islower() and not name.isupper():
+        return next((key for key in known if squeezed(key) == squeezed(name)), None)
+    alike = [key for key in known if key.isupper() == name.isupper() and len(key) >= _SHORTEST]
+    return near(name, alike) or near(name, [key for key in alike if key.islower() and len(key) >= _LONG], edits=2)
 
 
 @dataclass(frozen=True)
@@ -87,9 +139,9 @@ _FOREIGN = (
     Foreign(("bf16",), "bf16 = True", "use_bf16 bf16_enabled enable_bf16 use_bfloat16"),
     Foreign(("schedule",), "schedule = dict(type='...')", "pipeline_schedule"),
     Foreign(
-        ("NUM_MICRO_BATCHES",),
-        "NUM_MICRO_BATCHES = {}",
-        "num_microbatches n_microbatches n_micro_batches micro_batches microbatches",
+        ("num_microbatches",),
+        "num_microbatches = {}",
+        "num_micro_batches n_microbatches micro_batches",
     ),
     Foreign(
         ("model", "num_chunks"),
@@ -103,6 +155,9 @@ _FOREIGN = (
     ),
     Foreign(("sync", "overlap"), "sync = dict(overlap=...)", "overlap_comm overlap_grad_reduce"),
 )
+ALIASES: dict[str, str] = {}
+"""Further names of our top-level keys that are valid too: `colonnade.compat` adds the ancestor's."""
+
 _BY_WORD = {squeezed(word): entry for entry in _FOREIGN for word in entry.words.split()}
 
 

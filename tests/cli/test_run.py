@@ -1,10 +1,10 @@
-"""Where our options end and the script's arguments begin."""
+"""The command line of `run`: where our options end and the script's arguments begin."""
 
 from __future__ import annotations
 
 import pytest
 
-from colonnade.cli._arguments import split
+from colonnade.cli.run import split
 
 OPTIONS = {"--nproc": True, "-n": True, "--module": False, "-m": False, "--help": False}
 

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from colonnade.cli._bootstrap import LAUNCHER
-from colonnade.cli._console import Console
-from colonnade.cli._failures import Failure, first_failure, report
-from colonnade.cli._job import Job, cores
-from colonnade.cli._record import read_record
+from colonnade.cli.bootstrap import LAUNCHER
+from colonnade.cli.console import Console
+from colonnade.cli.failures import read_failure, report, silent_failure
+from colonnade.cli.job import Job, cores
 from colonnade.constants import STOPPED_IN_ORDER, TERMINAL
+from colonnade.testing.outcome import Outcome, first_failure
 
 _POLL_SECONDS = 0.1
 
@@ -57,10 +57,10 @@ def launch(job: Job) -> int:
         try:
             elastic_launch(config, sys.executable)(*_command(job))
         except ChildFailedError as error:
-            failures = [logs.failure(rank, failure) for rank, failure in error.failures.items()]
+            text, status = logs.report(error.failures)
             console.close()
-            console.say(report(failures))
-            return first_failure(failures).status
+            console.say(text)
+            return status
         except SignalException as error:
             console.close()
             if logs.stopped_in_order():
@@ -92,7 +92,8 @@ class RankLogs(LogsSpecs):
         restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if restart:
             self._console.drain()
-            self._console.say(f"colonnade: {self._what_failed()}; restart {restart}")
+            first = first_failure(self._notes().values())
+            self._console.say(f"colonnade: {first.headline if first else 'a rank died'}; restart {restart}")
         self._current = self._folder / f"restart{restart}" if restart else self._folder
         self._current.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
@@ -109,26 +110,24 @@ class RankLogs(LogsSpecs):
             error_files={local_rank: str(self._file(rank, "error")) for local_rank, rank in ranks.items()},
         )
 
-    def failure(self, rank: int, failure: ProcessFailure) -> Failure:
-        """Return the agent's failure with what the rank itself left."""
-        return Failure(
-            rank=rank,
-            exit_code=failure.exitcode,
-            seen=failure.timestamp,
-            record=read_record(self._file(rank, "error")),
-            stderr=self._file(rank, "stderr"),
-        )
+    def report(self, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
+        """Return the text on the ranks that the agent saw fail, with what they left, and the exit status."""
+        notes = self._notes()
+        outcomes = {
+            rank: notes.get(rank) or silent_failure(rank, failure.exitcode, failure.timestamp)
+            for rank, failure in failures.items()
+        }
+        return report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
 
     def stopped_in_order(self) -> bool:
         """Whether every rank left by itself, with the exit status that says it may be started again."""
-        records = [read_record(self._file(rank, "error")) for rank in self._ranks]
-        return bool(records) and all(record is not None and record.status == STOPPED_IN_ORDER for record in records)
+        notes = self._notes()
+        return 0 < len(notes) == len(self._ranks) and all(note.exitcode == STOPPED_IN_ORDER for note in notes.values())
 
-    def _what_failed(self) -> str:
-        """Name the first rank that left a record in the start before this one."""
-        found = [(file.stem.removeprefix("rank"), read_record(file)) for file in self._current.glob("rank*.error")]
-        records = sorted((record.time, rank, record.headline) for rank, record in found if record is not None)
-        return f"rank {records[0][1]}: {records[0][2]}" if records else "a rank died"
+    def _notes(self) -> dict[int, Outcome]:
+        """What ranks of the current start left when they failed."""
+        found = {rank: read_failure(rank, self._file(rank, "error")) for rank in self._ranks}
+        return {rank: note for rank, note in found.items() if note is not None}
 
     def _emptied(self, rank: int, kind: str) -> Path:
         file = self._file(rank, kind)
@@ -142,7 +141,7 @@ class RankLogs(LogsSpecs):
 def _command(job: Job) -> list[str]:
     kind = "module" if job.is_module else "script"
     names = "as-colossalai" if job.as_colossalai else "plain"
-    return ["-u", "-m", "colonnade.cli._bootstrap", kind, names, job.target, *job.arguments]
+    return ["-u", "-m", "colonnade.cli.bootstrap", kind, names, job.target, *job.arguments]
 
 
 def _rendezvous(job: Job, file: Path) -> dict[str, Any]:
