@@ -11,17 +11,13 @@ from torch import Tensor
 
 from colonnade.checkpoint.collect import set_random_state
 from colonnade.errors import ColonnadeError, ConfigError, TrainerError
-from colonnade.trainer._feed import Feed
-from colonnade.trainer._lengths import Lengths, moves_together, read_lengths
-from colonnade.trainer._reach import speaks
-from colonnade.trainer._records import Draft, finished, sums_of
-from colonnade.trainer._test import run_test
-from colonnade.trainer._weigh import weigh
+from colonnade.trainer.data import NO_BATCH, Feed, Lengths, moves_together, read_lengths
+from colonnade.trainer.evaluation import run_test
+from colonnade.trainer.exchange import speaks
+from colonnade.trainer.records import Draft, weigh
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
-
-_NO_BATCH = object()
 
 
 class _Over(Exception):
@@ -69,7 +65,7 @@ class Loop:
         self._put_in_line()
         while self._waiting:
             draft = self._waiting.popleft()
-            self._finish(draft, self._trainer._exchange.sum(sums_of(draft)))
+            self._finish(draft, self._trainer._exchange.sum(draft.sums()))
 
     # -- epochs -------------------------------------------------------------------------------------------
 
@@ -177,8 +173,8 @@ class Loop:
     def _even_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Batches that all ranks have; raises on all of them when one has run out before the others."""
         while True:
-            batch = next(iterator, _NO_BATCH)
-            if not self._gate(has_batch=batch is not _NO_BATCH):
+            batch = next(iterator, NO_BATCH)
+            if not self._gate(has_batch=batch is not NO_BATCH):
                 return
             yield batch
 
@@ -202,7 +198,9 @@ class Loop:
         trainer = self._trainer
         draft = self._waiting.popleft() if len(self._waiting) > self._lag else None
         mine = (self._hooks.held is not None, has_batch, not has_batch, bool(trainer._wants_stop), trainer._wants_exit)
-        errors, have, have_not, stops, exits, *sums = trainer._exchange.sum([*map(float, mine), *sums_of(draft)])
+        errors, have, have_not, stops, exits, *sums = trainer._exchange.sum(
+            [*map(float, mine), *(draft.sums() if draft is not None else (0.0, 0.0, 0.0))]
+        )
         if draft is not None:
             self._finish(draft, sums)
         if errors:
@@ -235,7 +233,7 @@ class Loop:
         self._agree()
 
     def _finish(self, draft: Draft, sums: list[float]) -> None:
-        self._hooks.call("on_record", finished(draft, sums))
+        self._hooks.call("on_record", draft.record(sums))
 
     def _load_hook_states(self) -> Any:
         """Give the hooks their states of the checkpoint; returns the random streams it had."""
