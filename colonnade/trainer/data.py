@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from colonnade.checkpoint.collect import has_state, random_state, set_random_state
@@ -107,6 +107,7 @@ class Feed:
         self.loader = loader
         self._context = context
         self._began: dict[str, Any] | None = None
+        self._before_ahead: Any = None
         self._loaded: Any = None
         self._samples: int | None = None
 
@@ -114,13 +115,21 @@ class Feed:
         """The batches of `epoch` after the first `batches`; the random streams are left at `then`, if given."""
         _set_epoch(self.loader, epoch)
         if batches == 0:
-            self._began = self._streams()
+            self._began, self._before_ahead = self._streams(), None
             return iter(self.loader)
         then = then if then is not None else random_state(self._context)
         self._put_back()
         iterator = self._continued(epoch, batches)
+        if self._before_ahead is not None:
+            set_random_state(self._before_ahead, self._context)
+            iterator = chain(list(islice(iterator, 1)), iterator)
+            self._before_ahead = None
         set_random_state(then, self._context)
         return iterator
+
+    def look_ahead(self) -> None:
+        """A batch is about to be fetched before the step before it is made: with the random streams as they are now."""
+        self._before_ahead = random_state(self._context)
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """What it takes to go on after `batches` of this epoch: the same on every rank, for any number of ranks."""
@@ -129,12 +138,13 @@ class Feed:
 
     def own_state(self) -> dict[str, Any]:
         """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
-        own = {"began": self._began}
+        own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if has_state(self.loader) else own
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any] | None) -> int:
         """Take both up again; `own` is None where the layout is another. Returns the batches that are behind."""
         self._began = own["began"] if own else None
+        self._before_ahead = own.get("ahead") if own else None
         self._loaded = own.get("loader") if own else None
         step = self._samples_per_batch()
         if state["samples"] is None or not step:
