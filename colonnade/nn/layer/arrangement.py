@@ -74,10 +74,6 @@ class Arrangement(ABC):
         y = self.product(x, weight, split)
         return y if bias is None else y + bias
 
-    def source(self, split: Split) -> Spread:
-        """The spread that a weight takes."""
-        return self.outer if split == "column" else self.inner
-
     def target(self, split: Split) -> Spread:
         """The spread that a weight gives."""
         return self.inner if split == "column" else self.outer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Parts:
     balanced: bool = False
 
     def __post_init__(self) -> None:
-        wanted = Parts.of(sum(self.lengths), len(self.lengths), True).lengths if self.balanced else self.lengths
+        wanted = _lengths(sum(self.lengths), len(self.lengths), True) if self.balanced else self.lengths
         if wanted != self.lengths:
             raise LayoutError(
                 f"balanced parts of {sum(self.lengths)} tokens have lengths {list(wanted)}, not {list(self.lengths)}; "
@@ -49,13 +50,7 @@ class Parts:
     @staticmethod
     def of(total: int, size: int, balanced: bool = False) -> Parts:
         """The parts of `total` tokens on `size` ranks, as equal as can be, longer ones first."""
-        if not balanced:
-            return Parts(tuple(_even(total, size)))
-        runs = _even(total, 2 * size)
-        parts = object.__new__(Parts)  # what __post_init__ compares with
-        object.__setattr__(parts, "lengths", tuple(runs[at] + runs[-1 - at] for at in range(size)))
-        object.__setattr__(parts, "balanced", True)
-        return parts
+        return Parts(_lengths(total, size, balanced), balanced)
 
     @cached_property
     def segments(self) -> list[list[Segment]]:
@@ -159,12 +154,14 @@ def _exchanged(length: int, context: ParallelContext) -> tuple[int, ...]:
     return tuple(torch.cat(everyone).tolist())
 
 
+def _lengths(total: int, size: int, balanced: bool) -> tuple[int, ...]:
+    runs = _even(total, 2 * size if balanced else size)
+    return tuple(runs[at] + runs[-1 - at] for at in range(size)) if balanced else tuple(runs)
+
+
 def _even(total: int, count: int) -> list[int]:
     return [total // count + (at < total % count) for at in range(count)]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts[:-1]
+    return list(accumulate(lengths, initial=0))[:-1]
