@@ -28,7 +28,7 @@ from torch import Tensor
 from colonnade import initialize, launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.trainer import BaseHook, Trainer, hooks
-from colonnade.trainer._progress import ProgressHook
+from colonnade.trainer.hooks import ProgressHook
 
 GOALS = {"trainer": 1.02, "save": 1.10}
 STEPS = 10
@@ -102,7 +102,7 @@ def saving(turns: int) -> Callable[[str], dict[str, float]]:
     """The steps beside a save, and steps without one, in turns, in one run."""
     trainer, _ = _trainer()
     with tempfile.TemporaryDirectory() as folder:
-        save = hooks.SaveCheckpointHook(PERIOD, folder, save_by_iter=True, background=True, keep=1)
+        save = hooks.SaveCheckpointHook(PERIOD, folder, by_epoch=False, background=True, keep=1)
         stamps = Stamps(save)
         trainer.fit(_batches(), max_steps=PERIOD * (turns + 1), hooks=[stamps, save])
     times, ratios, steps, writing = stamps.times, [], [], []

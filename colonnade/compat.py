@@ -1,6 +1,7 @@
 """Run scripts written for Colossal-AI: `install()` makes `import colossalai` resolve to colonnade.
 
-The alias is the same module object, not a copy: `colossalai.constants.INITIALIZER_MAPPING` *is* ours.
+The alias is the same module object, not a copy: `colossalai.constants.INITIALIZER_MAPPING` *is* ours. Hooks that the
+ancestor spells otherwise take its spelling too while the alias is there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 from colonnade.config.words import ALIASES
 from colonnade.errors import ColonnadeError
+from colonnade.registry import HOOKS
+from colonnade.trainer import hooks
 
 _ALIAS = "colossalai"
 _HOME = "colonnade"
@@ -53,6 +56,49 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
         return importlib.machinery.ModuleSpec(fullname, _AliasLoader(home), is_package=is_package)
 
 
+class _SaveCheckpointHook(hooks.SaveCheckpointHook):
+    def __init__(
+        self,
+        interval: int = 1,
+        checkpoint_dir: str = "checkpoints",
+        model: Any = None,
+        save_by_iter: bool = False,
+        priority: int = 100,
+        **options: Any,
+    ) -> None:
+        folder = options.pop("folder", checkpoint_dir)
+        super().__init__(interval, folder, model, **{"by_epoch": not save_by_iter, "priority": priority, **options})
+
+
+class _LoadCheckpointHook(hooks.LoadCheckpointHook):
+    def __init__(self, checkpoint_dir: str = "checkpoints", *args: Any, **options: Any) -> None:
+        super().__init__(options.pop("folder", checkpoint_dir), *args, **options)
+
+
+class _TensorboardHook(hooks.TensorBoardHook):
+    def __init__(self, log_dir: str, *args: Any, **options: Any) -> None:
+        super().__init__(log_dir, *args, **options)
+
+
+_HOOKS: dict[str, type[hooks.BaseHook]] = {
+    "SaveCheckpointHook": _SaveCheckpointHook,
+    "LoadCheckpointHook": _LoadCheckpointHook,
+    "TensorboardHook": _TensorboardHook,
+}
+_ours = {name: getattr(hooks, name, None) for name in _HOOKS}
+
+
+def _spell(spelling: dict[str, Any]) -> None:
+    """Let these hooks be what their names mean; None: nothing."""
+    for name, hook in spelling.items():
+        if name in HOOKS:
+            HOOKS.remove(name)
+        if hook is None:
+            delattr(hooks, name)
+        else:
+            setattr(hooks, name, HOOKS.register_module(name)(hook))
+
+
 def install() -> None:
     """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed.
 
@@ -68,10 +114,14 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _AliasFinder())
     ALIASES.update(_KEYS)
+    _spell(_HOOKS)
 
 
 def uninstall() -> None:
     """Take the alias away again."""
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        return
+    _spell(_ours)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
     for name in [name for name in sys.modules if name == _ALIAS or name.startswith(f"{_ALIAS}.")]:
         del sys.modules[name]

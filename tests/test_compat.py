@@ -44,6 +44,33 @@ def test_a_path_that_colonnade_lacks_is_an_ordinary_import_error():
         importlib.import_module("colossalai.nowhere.at_all")
 
 
+@pytest.mark.usefixtures("alias")
+def test_hooks_take_the_ancestors_spelling():
+    from colossalai.trainer import hooks
+
+    from colonnade.registry import HOOKS
+
+    saves = hooks.SaveCheckpointHook(5, checkpoint_dir="there", save_by_iter=True)
+    assert (saves.interval, saves.folder.name, saves.by_epoch) == (5, "there", False)
+    assert HOOKS.get_module("SaveCheckpointHook")(3, "there", None, True).by_epoch is False
+    assert hooks.SaveCheckpointHook(1, folder="there").folder.name == "there"
+    assert hooks.LoadCheckpointHook(checkpoint_dir="there").folder.name == "there"
+    assert HOOKS.get_module("TensorboardHook")(log_dir="there").folder.name == "there"
+
+
+def test_without_the_alias_there_is_one_spelling():
+    compat.install()
+    compat.uninstall()
+    from colonnade.registry import HOOKS
+    from colonnade.trainer import hooks
+
+    assert "TensorboardHook" not in HOOKS
+    assert not hasattr(hooks, "TensorboardHook")
+    assert HOOKS.get_module("SaveCheckpointHook") is hooks.SaveCheckpointHook
+    with pytest.raises(TypeError, match="checkpoint_dir"):
+        hooks.SaveCheckpointHook(checkpoint_dir="there")
+
+
 def test_installing_twice_and_taking_it_away():
     compat.install()
     compat.install()

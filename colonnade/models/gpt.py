@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.models.transformer import Attention, Block, Over, is_balanced
-from colonnade.nn.layer import MLP, Classifier, CrossEntropyLoss, Dropout, Embedding, LayerNorm, arrange
+from colonnade.models.transformer import Block, is_balanced
+from colonnade.nn.layer import (
+    MLP,
+    Classifier,
+    CrossEntropyLoss,
+    Dropout,
+    Embedding,
+    LayerNorm,
+    SelfAttention,
+    arrange,
+)
+from colonnade.nn.layer.attention import Over
 from colonnade.nn.sequence import split_sequence
 from colonnade.nn.sequence.parts import sequence_place
 
@@ -38,7 +48,9 @@ class GPT(nn.Sequential):
         embedding = TokenEmbedding(vocabulary, length, hidden, dropout, over, context)
         blocks = nn.Sequential()
         for _ in range(layers):
-            attention = Attention(hidden, heads, causal=True, over=over, context=context)
+            attention = SelfAttention(
+                hidden, heads, causal=True, over=over, balanced=is_balanced(True, over), arrangement=here
+            )
             blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
         head = Head(vocabulary, hidden, embedding.tokens.weight if tied else None, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))

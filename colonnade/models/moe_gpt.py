@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models.gpt import Head, LanguageModelLoss, TokenEmbedding
-from colonnade.models.transformer import Attention, Block, Over
-from colonnade.nn.layer import MLP, Arrangement, arrange
+from colonnade.models.transformer import Block, is_balanced
+from colonnade.nn.layer import MLP, Arrangement, SelfAttention, arrange
+from colonnade.nn.layer.attention import Over
 from colonnade.nn.moe import MoE, TopKRouter
 
 Carried = tuple[Tensor, Tensor]
@@ -44,7 +45,9 @@ class MoEGPT(nn.Sequential):
         embedding = CarryingEmbedding(vocabulary, length, hidden, dropout, over, context)
         blocks = nn.Sequential()
         for at in range(layers):
-            attention = Attention(hidden, heads, causal=True, over=over, context=context)
+            attention = SelfAttention(
+                hidden, heads, causal=True, over=over, balanced=is_balanced(True, over), arrangement=here
+            )
             feed_forward: nn.Module = MLP(hidden, 4 * hidden, arrangement=here)
             if at % every == every - 1:
                 chosen = TopKRouter(hidden, experts, **(router or {}), context=context)
@@ -70,7 +73,7 @@ class CarryingEmbedding(TokenEmbedding):
 class CarryingBlock(Block):
     """A block that adds its auxiliary loss, if it has one, to those of the blocks before."""
 
-    def __init__(self, attention: Attention, feed_forward: nn.Module, hidden: int, dropout: float, here: Arrangement):
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, hidden: int, dropout: float, here: Arrangement):
         super().__init__(attention, feed_forward, hidden, dropout, here)
         self._mixes = isinstance(feed_forward, MoE)
 

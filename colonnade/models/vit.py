@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.models.transformer import Attention, Block, Over
+from colonnade.models.transformer import Block
 from colonnade.nn.layer import (
     MLP,
     Classifier,
@@ -19,10 +19,12 @@ from colonnade.nn.layer import (
     Embedding,
     LayerNorm,
     Linear,
+    SelfAttention,
     arrange,
     partition_input,
+    unsplit_sequence,
 )
-from colonnade.nn.layer import gather_sequence as gather_tensor_sequence
+from colonnade.nn.layer.attention import Over
 from colonnade.nn.sequence import gather_sequence, split_sequence
 
 
@@ -50,7 +52,7 @@ class ViT(nn.Sequential):
         here = arrange(context)
         blocks = nn.Sequential()
         for _ in range(layers):
-            attention = Attention(hidden, heads, causal=False, over=over, context=context)
+            attention = SelfAttention(hidden, heads, over=over, arrangement=here)
             blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
         embedding = PatchEmbedding(size, patch, channels, hidden, dropout, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=Pool(hidden, classes, context)))
@@ -94,5 +96,5 @@ class Pool(nn.Module):
         self.classifier = Classifier(hidden, classes, bias=True, arrangement=arrange(context, sequence_split=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = gather_tensor_sequence(self.norm(x), arrangement=self._here)
+        x = unsplit_sequence(self.norm(x), arrangement=self._here)
         return self.classifier(gather_sequence(x, context=self._here.context).mean(1))

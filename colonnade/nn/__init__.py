@@ -23,8 +23,8 @@ _NAMES = dict.fromkeys(
         "SelfAttention",
         "arrange",
         "gather_output",
-        "gather_sequence",
         "partition_input",
+        "unsplit_sequence",
     ),
     _LAYERS,
 )

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors

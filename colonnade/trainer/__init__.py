@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.trainer._records import StepRecord as StepRecord
-    from colonnade.trainer.hooks._base import BaseHook as BaseHook
+    from colonnade.trainer.hooks.base import BaseHook as BaseHook
+    from colonnade.trainer.records import StepRecord as StepRecord
     from colonnade.trainer.trainer import Trainer as Trainer
 
 _NAMES = {
-    "BaseHook": "colonnade.trainer.hooks._base",
-    "StepRecord": "colonnade.trainer._records",
+    "BaseHook": "colonnade.trainer.hooks.base",
+    "StepRecord": "colonnade.trainer.records",
     "Trainer": "colonnade.trainer.trainer",
 }
 __all__ = sorted(_NAMES)

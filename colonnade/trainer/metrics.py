@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.trainer._reach import alone, gather_values, speaks, sum_over_world
+from colonnade.trainer.exchange import alone, gather_values, speaks, sum_over_world
 
 
 class Metric(ABC):
@@ -129,14 +129,15 @@ class StatefulMetric(Metric):
                 f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each."
             )
         self.higher_is_better = bool(getattr(metric, "higher_is_better", False))
+        if hasattr(metric, "sync_on_compute"):
+            # torchmetrics would join the whole world, and count replicas and stages without output.
+            metric.sync_on_compute = metric._to_sync = False
         self._value = float("nan")
-        _leave_ranks_to_us(metric)
         self.reset()
 
     def reset(self) -> None:
         self._metric.reset()
         self._saw = False
-        self._before: list[dict[str, Any]] = []
 
     def update(self, output: Any, label: Any) -> None:
         """Let the metric see a batch of this rank."""
@@ -147,14 +148,12 @@ class StatefulMetric(Metric):
         if self._states is None:
             self._value = _number(self._metric.compute())
             return
-        own = self._read()
-        joined = self._joined()
+        own, joined = self._read(), self._joined()
+        self._value = float("nan")
         if joined is not None:
             self._write(joined)
             self._value = _number(self._metric.compute())
             self._write(own)
-        else:
-            self._value = float("nan")
 
     def get_accumulated_value(self) -> float:
         return self._value
@@ -164,14 +163,17 @@ class StatefulMetric(Metric):
         return {"joined": self._joined(), "value": self._value} if self._states is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Rank 0 takes up what all ranks had seen."""
         self.reset()
-        self._before = [state["joined"]] if state["joined"] is not None else []
         self._value = float(state["value"])
+        if state["joined"] is not None and self._context.get_global_rank() == 0:
+            self._saw = True
+            self._write(state["joined"])
 
     def _joined(self) -> dict[str, Any] | None:
         """The state over all ranks that have seen a batch, in rank order; None if none has. Collective."""
         has = self._saw and speaks(self._context)
-        parts = self._before + gather_values(self._read() if has else None, has, self._context)
+        parts = gather_values(self._read() if has else None, has, self._context)
         if not parts:
             return None
         return {name: _REDUCTIONS[how]([part[name] for part in parts]) for name, how in (self._states or {}).items()}
@@ -200,12 +202,6 @@ def _declared(metric: Any) -> dict[str, str] | None:
             f"not be that of one process"
         )
     return found
-
-
-def _leave_ranks_to_us(metric: Any) -> None:
-    """Keep torchmetrics from joining the whole world itself: it would count replicas and stages without output."""
-    if hasattr(metric, "sync_on_compute"):
-        metric.sync_on_compute = metric._to_sync = False
 
 
 def _number(value: Any) -> float:

@@ -8,21 +8,21 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from colonnade.checkpoint.collect import random_state
+from colonnade.checkpoint.load import LoadedInfo
 from colonnade.comm.messages import agreed_errors
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.errors import ConfigError
+from colonnade.errors import CheckpointError, ConfigError, listed
 from colonnade.logging import DistributedLogger, get_dist_logger
-from colonnade.trainer._hooks import HookLike, HookList
-from colonnade.trainer._loop import Loop
-from colonnade.trainer._predict import predict
-from colonnade.trainer._progress import ProgressHook
-from colonnade.trainer._reach import Exchange, alone
-from colonnade.trainer._records import RecordBook
-from colonnade.trainer._test import run_test
-from colonnade.trainer._weigh import Weight
-from colonnade.trainer.hooks._base import BaseHook
+from colonnade.trainer.evaluation import predict, run_test
+from colonnade.trainer.exchange import Exchange, alone
+from colonnade.trainer.hooks.base import BaseHook
+from colonnade.trainer.hooks.hook_list import HookLike, HookList
+from colonnade.trainer.hooks.progress import ProgressHook
+from colonnade.trainer.loop import Loop
+from colonnade.trainer.records import RecordBook, Weight
 from colonnade.utils.timer import MultiTimer
 
 
@@ -113,7 +113,7 @@ class Trainer:
             self._attach(hooks if hooks is not None else self._default_hooks())
         self.returns_output = return_output_label
         run_test(self, dataloader, self.agree)
-        return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"]["test"].items()}
+        return self.metric_values("test")
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
         """The outputs for all samples of a loader, joined in the order of the dataset, on the host of every rank.
@@ -132,10 +132,52 @@ class Trainer:
         """Add numbers to the record of the step that was just made; tensors are read one step later."""
         self._book.add(values)
 
+    def metric_values(self, kind: str) -> dict[str, float]:
+        """The metrics of "train" or "test" by name, as they were last gathered."""
+        return {name: metric.get_accumulated_value() for name, metric in self.states["metrics"][kind].items()}
+
     def settle(self) -> None:
         """Finish the record of every step so far now, rather than one step later. Collective."""
         if self._loop is not None:
             self._loop.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside model and optimizer, for `CheckpointManager.save(extra=)`. Collective: hooks are asked."""
+        loop = self._loop
+        assert loop is not None
+        self.settle()
+        hooks = self._hooks.state_dict()
+        self.agree()
+        return {
+            "trainer": {
+                "epoch": self.cur_epoch,
+                "step": self.cur_step,
+                "epoch_done": self.epoch_done,
+                "data": loop.feed.state_dict(self._steps_in_epoch * self.engine.accumulation),
+            },
+            "hooks": hooks,
+            "data": loop.feed.own_state(),
+            **self.engine.extra_state(),
+        }
+
+    def load_state(self, info: LoadedInfo) -> None:
+        """Go on where a checkpoint was saved; hooks get their states when the epoch has begun. Collective."""
+        loop, extra = self._loop, info.extra
+        assert loop is not None
+        missing = [name for name in ("trainer", "hooks") if name not in extra]
+        if missing:
+            raise CheckpointError(
+                f"{info.folder} has no {listed(missing)}: it was not saved by a SaveCheckpointHook. Load it with a "
+                f"CheckpointManager before fit."
+            )
+        place = extra["trainer"]
+        batches = loop.feed.load_state_dict(place["data"], extra.get("data") if info.same_layout else None)
+        self.cur_epoch = place["epoch"]
+        self._cur_step = place["step"]
+        self._steps_in_epoch = batches // self.engine.accumulation
+        self.epoch_done = place["epoch_done"]
+        self.engine.load_extra_state(extra)
+        loop.resumed = (extra["hooks"], random_state(self.context))
 
     # -- where it is --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.core import global_context
+from colonnade.core import given_or_global, global_context
 from colonnade.utils.sampler import DistinctDataSampler
 from colonnade.utils.timer import MultiTimer
 
@@ -42,7 +42,7 @@ def get_dataloader(
 
     One rank has the same order of samples as several, so that a run may go on with another number of ranks.
     """
-    context = global_context if context is None else context
+    context = given_or_global(context)
     sampler = None
     if add_sampler:
         sampler = DistinctDataSampler(

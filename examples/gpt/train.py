@@ -68,7 +68,7 @@ def main():
             hooks.GradientNormHook(),
             hooks.ThroughputHook(),
             hooks.JsonlHook(log),
-            hooks.SaveCheckpointHook(config.SAVE_EVERY, checkpoints, save_by_iter=True),
+            hooks.SaveCheckpointHook(config.SAVE_EVERY, checkpoints, by_epoch=False),
             hooks.StopOnSignal(),
         ],
         display_progress=True,

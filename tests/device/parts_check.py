@@ -92,7 +92,7 @@ def trained(folder: str, stop: int, bf16: bool) -> list[Tensor]:
                 hooks.LRSchedulerHook(CosineAnnealingLR(engine.optimizer, 12), by_epoch=False),
                 hooks.GradientNormHook(),
                 hooks.JsonlHook(Path(folder) / "log.jsonl"),
-                hooks.SaveCheckpointHook(3, folder, save_by_iter=True, background=True),
+                hooks.SaveCheckpointHook(3, folder, by_epoch=False, background=True),
             ],
         )
         weights = [parameter.detach().cpu().clone() for parameter in model.parameters()]

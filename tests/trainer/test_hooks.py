@@ -10,8 +10,8 @@ from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
-from colonnade.trainer._hooks import POINTS, build_hook
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
+from colonnade.trainer.hooks.hook_list import POINTS, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []

@@ -60,7 +60,7 @@ def train(parallel: dict[str, int], folder: Path, kill: tuple[int, int] | None) 
                 hooks.LoadCheckpointHook(folder),
                 hooks.LossHook(),
                 hooks.LRSchedulerHook(CosineAnnealingLR(engine.optimizer, STEPS, warmup_steps=4), by_epoch=False),
-                hooks.SaveCheckpointHook(SAVE_EVERY, folder, save_by_iter=True, background=True),
+                hooks.SaveCheckpointHook(SAVE_EVERY, folder, by_epoch=False, background=True),
                 *killing,
             ],
         )

@@ -15,7 +15,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, TrainerError
 from colonnade.testing import compare, gather_weights, run_world
 from colonnade.trainer import Trainer
-from colonnade.trainer._lengths import Lengths, read_lengths
+from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
 from tests.trainer.runs import PIPELINE, cut, make_trainer, model
 

@@ -10,7 +10,7 @@ import pytest
 from torch.nn import functional as F
 
 from colonnade.testing import run_world
-from colonnade.trainer._progress import ProgressHook
+from colonnade.trainer.hooks import ProgressHook
 from tests.trainer.runs import PIPELINE, cut, make_trainer, model, samples
 
 

@@ -22,7 +22,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import HookError
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, StepRecord, Trainer
-from colonnade.trainer._feed import Feed
+from colonnade.trainer.data import Feed
 from colonnade.trainer.hooks import (
     AccuracyHook,
     CsvHook,
@@ -94,7 +94,7 @@ def train(folder: Path, config: dict[str, Any], kind: str, save: int, kill: tupl
         EarlyStopHook(patience=50),
         JsonlHook(folder / "log.jsonl"),
         CsvHook(folder / "log.csv"),
-        SaveCheckpointHook(save, folder / "steps", save_by_iter=True, background=kind == "background"),
+        SaveCheckpointHook(save, folder / "steps", by_epoch=False, background=kind == "background"),
         StopOnSignal(),
         *([Kill(*kill)] if kill else []),
     ]
@@ -234,7 +234,7 @@ class Slow(BaseHook):
         print("step", trainer.cur_step, flush=True)
         time.sleep(0.1)
 
-hooks = [Slow(), StopOnSignal(), SaveCheckpointHook(1000, sys.argv[1], save_by_iter=True)]
+hooks = [Slow(), StopOnSignal(), SaveCheckpointHook(1000, sys.argv[1], by_epoch=False)]
 make_trainer({}).fit(DataLoader(dataset(400), batch_size=4), epochs=9, hooks=hooks)
 """
 

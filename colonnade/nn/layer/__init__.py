@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from colonnade.nn.layer.arrangement import ARRANGEMENT, Arrangement, Whole, arrange
+from colonnade.nn.layer.arrangement import (
+    ARRANGEMENT,
+    Arrangement,
+    Whole,
+    arrange,
+    gather_output,
+    partition_input,
+    unsplit_sequence,
+)
 from colonnade.nn.layer.attention import SelfAttention
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.embedding import Embedding, HiddenParameter, PositionEmbedding
-from colonnade.nn.layer.entry import gather_output, gather_sequence, partition_input
-from colonnade.nn.layer.linear import Classifier, Linear
+from colonnade.nn.layer.linear import MLP, Classifier, Linear
 from colonnade.nn.layer.loss import CrossEntropyLoss
-from colonnade.nn.layer.mlp import MLP
 from colonnade.nn.layer.norm import LayerNorm, RMSNorm
 from colonnade.nn.layer.spread import Spread
 
@@ -31,6 +37,6 @@ __all__ = [
     "Whole",
     "arrange",
     "gather_output",
-    "gather_sequence",
     "partition_input",
+    "unsplit_sequence",
 ]

@@ -15,16 +15,16 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
+from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn.layer.spread import Spread, cut, size_of
+from colonnade.nn.layer.spread import Spread, Width, cut, gather, scatter, size_of
 from colonnade.parallel.placement import Replicate, Shard, Spec
 from colonnade.registry import Registry
 
 Split = Literal["column", "row"]
 Side = Literal["outer", "inner"]
 
-ARRANGEMENT = Registry("arrangement", home="colonnade.nn.layer.arrangements")
+ARRANGEMENT = Registry("arrangement", home="colonnade.nn.layer.modes")
 """Arrangements by tensor mode: '1d', '2d', '2.5d', '3d', and yours."""
 
 
@@ -73,10 +73,6 @@ class Arrangement(ABC):
         """The product, and the bias in the target's spread."""
         y = self.product(x, weight, split)
         return y if bias is None else y + bias
-
-    def source(self, split: Split) -> Spread:
-        """The spread that a weight takes."""
-        return self.outer if split == "column" else self.inner
 
     def target(self, split: Split) -> Spread:
         """The spread that a weight gives."""
@@ -163,11 +159,11 @@ class Whole(Arrangement):
 
 
 def arrange(context: ParallelContext | None = None, sequence_split: bool | None = None) -> Arrangement:
-    """The arrangement of the context's tensor mode; `Whole` where there is none.
+    """The arrangement of a context's tensor mode; `Whole` where there is none.
 
     `sequence_split` left out is `parallel.tensor.sequence_split` of the config, and False if that is not set.
     """
-    context = context or global_context
+    context = given_or_global(context)
     tensor = (context.config.get("parallel") or {}).get("tensor") if context.is_launched else None
     section: Mapping[str, Any] = tensor if isinstance(tensor, Mapping) else {}
     wanted = section.get("sequence_split", False) if sequence_split is None else sequence_split
@@ -178,6 +174,51 @@ def arrange(context: ParallelContext | None = None, sequence_split: bool | None 
     if not isinstance(built, Arrangement):
         raise PlacementError(f"the arrangement of mode {mode!r} is {built!r}; inherit colonnade.nn.layer.Arrangement")
     return built
+
+
+def partition_input(
+    x: Tensor,
+    *,
+    sequence: int | None = -2,
+    hidden: int | None = -1,
+    unit: int = 1,
+    side: Side = "outer",
+    arrangement: Arrangement | None = None,
+) -> Tensor:
+    """This rank's part of a whole x, the same on all ranks of the tensor group; backward joins the gradients.
+
+    `sequence` and `hidden` say where those dimensions are, None where x has none; the batch is dimension 0.
+    """
+    here = arrangement or arrange()
+    return scatter(x, here.side(side), here.context, (0, sequence, hidden), Width(None, unit, here.uneven))
+
+
+def gather_output(
+    x: Tensor,
+    *,
+    sequence: int | None = -2,
+    hidden: int | None = -1,
+    features: int | None = None,
+    unit: int = 1,
+    side: Side = "outer",
+    arrangement: Arrangement | None = None,
+) -> Tensor:
+    """The whole of an activation, on every rank of the tensor group; backward takes this rank's part.
+
+    What follows must be the same on all of them. `features` is the whole hidden size; it is needed where the parts
+    are uneven. The logits of a `Classifier` are of side "inner".
+    """
+    here = arrangement or arrange()
+    return gather(x, here.side(side), here.context, (0, sequence, hidden), Width(features, unit, here.uneven))
+
+
+def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Tensor:
+    """An activation of the outer spread with its whole sequence; as it is unless `sequence_split`.
+
+    What follows (pooling, a head) must be the same on all ranks: build it with `arrange(sequence_split=False)`.
+    """
+    here = arrangement or arrange()
+    return gather(x, Spread(sequence=here.outer.sequence), here.context)
 
 
 def masked_rows(tokens: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:

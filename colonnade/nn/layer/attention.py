@@ -1,25 +1,32 @@
-"""Self-attention with the heads split over the ranks, as the tensor mode splits the inner hidden dimension."""
+"""Self-attention: heads split over the ranks by the tensor mode, tokens by the sequence mode, or neither."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.errors import ConfigError
-from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.nn.layer.arrangement import Arrangement, arrange, partition_input
 from colonnade.nn.layer.dropout import stream_of
-from colonnade.nn.layer.entry import partition_input
 from colonnade.nn.layer.linear import Linear
+from colonnade.nn.sequence import ring_attention, ulysses_attention
+from colonnade.nn.sequence.parts import sequence_place
+
+Over = Literal["ring", "ulysses"]
+"""How attention reaches over a split sequence: see `ring_attention` and `ulysses_attention`."""
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention, [batch, sequence, hidden] in the outer spread to the same.
 
-    `qkv.weight` is [3, hidden, hidden]: query, key and value, each split by heads. In the 1d mode the number of
-    heads need not be a multiple of the ranks, but each rank needs one.
+    `qkv.weight` is [3, hidden, hidden]: query, key and value, each split by heads. With fewer `kv_heads` there are `q`
+    and `kv` instead. In the 1d mode the number of heads need not be a multiple of the ranks, but each rank needs one.
+    Where a sequence lies on several ranks, `over` says how its parts reach each other, and `balanced` that they are
+    those of split_sequence(balanced=True); there is neither a mask nor a dropout of attention weights then.
     """
 
     def __init__(
@@ -28,6 +35,9 @@ class SelfAttention(nn.Module):
         heads: int,
         *,
         causal: bool = False,
+        kv_heads: int | None = None,
+        over: Over = "ring",
+        balanced: bool = False,
         dropout: float = 0.0,
         bias: bool = True,
         arrangement: Arrangement | None = None,
@@ -36,14 +46,27 @@ class SelfAttention(nn.Module):
         source: nn.MultiheadAttention | None = None,
     ) -> None:
         super().__init__()
-        self.arrangement = arrangement or arrange()
-        self.head_size = _head_size(hidden, heads, self.arrangement)
-        self.causal, self.dropout = causal, dropout
-        options: dict[str, Any] = {"unit": self.head_size, "arrangement": self.arrangement}
-        options.update({"device": device, "dtype": dtype})
+        here = self.arrangement = arrangement or arrange()
+        kv_heads = kv_heads or heads
+        _check(hidden, heads, kv_heads, over, balanced)
+        self.head_size, self.causal, self.over, self.balanced = hidden // heads, causal, over, balanced
+        self.dropout, self._reaches = dropout, sequence_place(here.context)[0] > 1
+        if self._reaches and dropout:
+            raise ConfigError(
+                f"dropout={dropout}: attention over a split sequence has no dropout of its weights; use 0"
+            )
+        # Ranks cut queries where they cut keys: the query heads of one key head stay together.
+        unit = hidden // kv_heads
+        if min(here.hidden_sizes(hidden, "inner", unit)) == 0:
+            raise ConfigError(f"heads={heads}: some ranks of {here.inner.hidden} would have none; take fewer ranks")
+        options: dict[str, Any] = {"arrangement": here, "device": device, "dtype": dtype}
         first, last = (None, None) if source is None else (_joint_projection(source), source.out_proj)
-        self.qkv = Linear(hidden, hidden, bias, parts=3, source=first, **options)
-        self.out = Linear(hidden, hidden, bias, split="row", source=last, **options)
+        if kv_heads == heads:
+            self.qkv = Linear(hidden, hidden, bias, parts=3, unit=unit, source=first, **options)
+        else:
+            self.q = Linear(hidden, hidden, bias, unit=unit, **options)
+            self.kv = Linear(hidden, kv_heads * self.head_size, bias, parts=2, unit=self.head_size, **options)
+        self.out = Linear(hidden, hidden, bias, split="row", unit=unit, source=last, **options)
 
     @classmethod
     def from_module(
@@ -64,30 +87,43 @@ class SelfAttention(nn.Module):
             source=module,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` as of scaled_dot_product_attention: [sequence, sequence], or [batch or 1, 1, ...] with whole batch."""
-        if mask is not None and mask.dim() == 4 and len(mask) > 1:
-            mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
-        query, key, value = (self._by_head(part) for part in self.qkv(x).chunk(3, -1))
-        dropped = self.dropout if self.training else 0.0
-        with stream_of(self.arrangement, "inner"):
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropped, is_causal=self.causal
-            )
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, lengths: Sequence[int] | None = None) -> Tensor:
+        """`mask` as of scaled_dot_product_attention: [sequence, sequence], or [batch or 1, 1, ...] with whole batch.
+
+        `lengths`: the tokens on each rank of the sequence group; without it the ranks ask each other.
+        """
+        projected = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), *self.kv(x).chunk(2, -1))
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in projected)
+        mixed = self._attend(q, k, v, mask, lengths)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Sequence[int] | None) -> Tensor:
+        here = self.arrangement
+        if self._reaches:
+            if mask is not None:
+                raise ConfigError("attention over a split sequence takes no mask; use causal=True, or leave it out")
+            options: dict[str, Any] = {"causal": self.causal, "lengths": lengths, "context": here.context}
+            if self.over == "ring":
+                return ring_attention(q, k, v, balanced=self.balanced, **options)
+            return ulysses_attention(q, k, v, **options)
+        if mask is not None and mask.dim() == 4 and len(mask) > 1:
+            mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
+        dropped = self.dropout if self.training else 0.0
+        grouped = q.size(1) != k.size(1)
+        with stream_of(here, "inner"):
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropped, is_causal=self.causal, enable_gqa=grouped
+            )
 
 
-def _head_size(hidden: int, heads: int, arrangement: Arrangement) -> int:
-    if hidden % heads:
-        raise ConfigError(f"hidden={hidden} is no multiple of heads={heads}")
-    size = hidden // heads
-    fewest = min(arrangement.hidden_sizes(hidden, "inner", size))
-    if fewest == 0:
-        raise ConfigError(f"heads={heads}: some ranks of {arrangement.inner.hidden} would have none; take fewer ranks")
-    return size
+def _check(hidden: int, heads: int, kv_heads: int, over: str, balanced: bool) -> None:
+    if hidden % heads or heads % kv_heads:
+        raise ConfigError(
+            f"hidden={hidden} must be a multiple of heads={heads}, and heads of kv_heads={kv_heads}; choose numbers that "
+            f"divide each other"
+        )
+    if over not in ("ring", "ulysses") or (balanced and over != "ring"):
+        raise ConfigError(f"over={over!r} is one of 'ring' and 'ulysses'; balanced={balanced} parts are for 'ring'")
 
 
 def _joint_projection(source: nn.MultiheadAttention) -> nn.Linear:

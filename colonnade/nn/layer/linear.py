@@ -1,11 +1,13 @@
-"""Linear and Classifier: affine maps whose weight is split as the context's tensor mode has it."""
+"""Linear, Classifier and MLP: affine maps whose weight is split as the context's tensor mode has it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
@@ -116,6 +118,41 @@ class Classifier(Linear):
                     f"{tuple(self.weight.shape)}; give the weight of Embedding({out_features}, {in_features})"
                 )
             self.weight = weight
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), in the outer spread to the same; the wide activation in between is split."""
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias: bool = True,
+        arrangement: Arrangement | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        source: tuple[nn.Linear, nn.Linear] | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"arrangement": arrangement or arrange(), "device": device, "dtype": dtype}
+        up, down = source or (None, None)
+        self.activation = activation
+        self.up = Linear(hidden, inner, bias, source=up, **options)
+        self.down = Linear(inner, hidden, bias, split="row", source=down, **options)
+
+    @classmethod
+    def from_module(cls, module: nn.Sequential, *, arrangement: Arrangement | None = None) -> MLP:
+        """This rank's part of a whole nn.Sequential(Linear, activation, Linear), the same on every rank."""
+        layers: tuple[Any, ...] = tuple(module)
+        if [isinstance(layer, nn.Linear) for layer in layers] != [True, False, True]:
+            raise ConfigError(f"an MLP is taken from nn.Sequential(Linear, activation, Linear), not from {module}")
+        up, activation, down = layers
+        return cls(up.in_features, up.out_features, activation=activation, arrangement=arrangement, source=(up, down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
 
 
 def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], trained: bool) -> nn.Parameter:

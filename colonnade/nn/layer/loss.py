@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, listed
-from colonnade.nn.layer.arrangement import Arrangement, arrange
-from colonnade.nn.layer.entry import gather_output, partition_input
+from colonnade.nn.layer.arrangement import Arrangement, arrange, gather_output, partition_input
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of, wire

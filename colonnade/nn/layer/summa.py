@@ -34,72 +34,48 @@ class Square:
         return self.row.size
 
 
-class _AB(Function):
+class _Product(Function):
+    """One of the three forms; the gradients are products of the other two."""
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, square: Square) -> Tensor:
+    def forward(ctx: Any, form: str, a: Tensor, b: Tensor, square: Square) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.square = square
-        total = None
+        ctx.form, ctx.square = form, square
+        result: Tensor | None = None
         for at in range(square.q):
-            part = wire.broadcast(a, square.row, at, a.shape) @ wire.broadcast(b, square.col, at, b.shape)
-            total = part if total is None else total.add_(part)
-        assert total is not None
-        return total
+            left = a if form == "abt" else wire.broadcast(a, square.row, at, a.shape)
+            right = b if form == "atb" else wire.broadcast(b, square.col, at, b.shape)
+            part = (left.t() if form == "atb" else left) @ (right.t() if form == "abt" else right)
+            if form == "ab":
+                result = part if result is None else result.add_(part)
+                continue
+            along = square.row if form == "abt" else square.col
+            summed = wire.reduce_to(part, along, at)
+            result = summed if at == along.at else result
+        assert result is not None
+        return result
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         a, b = ctx.saved_tensors
-        return abt(g, b, ctx.square), atb(a, g, ctx.square), None
-
-
-class _ABT(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, square: Square) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.square = square
-        mine = None
-        for at in range(square.q):
-            part = a @ wire.broadcast(b, square.col, at, b.shape).t()
-            summed = wire.reduce_to(part, square.row, at)
-            mine = summed if at == square.row.at else mine
-        assert mine is not None
-        return mine
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return ab(g, b, ctx.square), atb(g, a, ctx.square), None
-
-
-class _ATB(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, square: Square) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.square = square
-        mine = None
-        for at in range(square.q):
-            part = wire.broadcast(a, square.row, at, a.shape).t() @ b
-            summed = wire.reduce_to(part, square.col, at)
-            mine = summed if at == square.col.at else mine
-        assert mine is not None
-        return mine
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return abt(b, g, ctx.square), ab(a, g, ctx.square), None
+        square = ctx.square
+        if ctx.form == "ab":
+            return None, abt(g, b, square), atb(a, g, square), None
+        if ctx.form == "abt":
+            return None, ab(g, b, square), atb(g, a, square), None
+        return None, abt(b, g, square), ab(a, g, square), None
 
 
 def ab(a: Tensor, b: Tensor, square: Square) -> Tensor:
     """Block (i, j) of A B."""
-    return _AB.apply(a, b, square)
+    return _Product.apply("ab", a, b, square)
 
 
 def abt(a: Tensor, b: Tensor, square: Square) -> Tensor:
     """Block (i, j) of A times the transpose of B."""
-    return _ABT.apply(a, b, square)
+    return _Product.apply("abt", a, b, square)
 
 
 def atb(a: Tensor, b: Tensor, square: Square) -> Tensor:
     """Block (i, j) of the transpose of A times B."""
-    return _ATB.apply(a, b, square)
+    return _Product.apply("atb", a, b, square)

@@ -106,13 +106,13 @@ class _Transposed(torch.autograd.Function):
         return _Transposed.apply(grad, transpose, run), None, None
 
 
-def spread(x: Tensor, order: Order, count: int) -> Tensor:
+def dispatch(x: Tensor, order: Order, count: int) -> Tensor:
     """(tokens, hidden) -> the `count` rows that are sent: each token once for every assignment that is kept."""
     there, back = _maps(order, count)
     return _Transposed.apply(x, there, back)
 
 
-def collect(rows: Tensor, order: Order, count: int) -> Tensor:
+def combine(rows: Tensor, order: Order, count: int) -> Tensor:
     """The rows that came back -> (tokens, hidden): for each token the sum of its rows."""
     there, back = _maps(order, count)
     return _Transposed.apply(rows, back, there)

@@ -13,7 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError
 from colonnade.nn.layer import arrange, gather_output, partition_input
-from colonnade.nn.moe.dispatch import Order, Traffic, collect, order, spread
+from colonnade.nn.moe.dispatch import Order, Traffic, combine, dispatch, order
 from colonnade.nn.moe.experts import Experts
 from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter
 from colonnade.nn.moe.scope import Scope
@@ -93,8 +93,8 @@ class MoE(nn.Module):
         self.statistics = Statistics(routing.counts.sum(0), dropped)
         traffic = Traffic.of(sent.counts, scope.expert, context)
         count = sum(traffic.send)
-        rows = self._visit(spread(tokens, sent, count), traffic, context)
-        out = collect(rows * _weights_of(weights, sent, count), sent, count)
+        rows = self._visit(dispatch(tokens, sent, count), traffic, context)
+        out = combine(rows * _weights_of(weights, sent, count), sent, count)
         return reduce(out, ParallelMode.TENSOR, context=context) if self.experts.splits_inner else out
 
     def _visit(self, rows: Tensor, traffic: Traffic, context: ParallelContext) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -143,34 +143,10 @@ class TopKRouter(nn.Module):
 
 
 class SwitchRouter(TopKRouter):
-    """Sends each token to one expert and multiplies what comes back by its probability."""
+    """Sends each token to one expert and multiplies what comes back by its probability; options as of TopKRouter."""
 
-    def __init__(
-        self,
-        hidden: int,
-        experts: int,
-        *,
-        capacity: float | None = None,
-        balance_loss: float = 0.01,
-        z_loss: float = 0.0,
-        over: Over = "batch",
-        bias_rate: float = 0.0,
-        noise: float = 0.0,
-        context: ParallelContext | None = None,
-    ) -> None:
-        super().__init__(
-            hidden,
-            experts,
-            1,
-            normalize=False,
-            capacity=capacity,
-            balance_loss=balance_loss,
-            z_loss=z_loss,
-            over=over,
-            bias_rate=bias_rate,
-            noise=noise,
-            context=context,
-        )
+    def __init__(self, hidden: int, experts: int, **options: Any) -> None:
+        super().__init__(hidden, experts, 1, normalize=False, **options)
 
 
 def balance_experts(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
+from colonnade.core import given_or_global
 from colonnade.parallel.collectives import all_gather, copy, reduce
 
 
@@ -33,7 +33,7 @@ class Scope:
 
     @staticmethod
     def of(context: ParallelContext | None) -> Scope:
-        context = global_context if context is None else context
+        context = given_or_global(context)
         expert = _ranks(ParallelMode.EXPERT, context)
         same = [axis for axis in context.layout.axes if axis.name == "tensor" and axis.data == "same"]
         tensor = _ranks(ParallelMode.TENSOR, context) if same else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
+from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.parallel.collectives import all_gather
 
@@ -39,7 +40,7 @@ class Parts:
     balanced: bool = False
 
     def __post_init__(self) -> None:
-        wanted = Parts.of(sum(self.lengths), len(self.lengths), True).lengths if self.balanced else self.lengths
+        wanted = _lengths(sum(self.lengths), len(self.lengths), True) if self.balanced else self.lengths
         if wanted != self.lengths:
             raise LayoutError(
                 f"balanced parts of {sum(self.lengths)} tokens have lengths {list(wanted)}, not {list(self.lengths)}; "
@@ -49,13 +50,7 @@ class Parts:
     @staticmethod
     def of(total: int, size: int, balanced: bool = False) -> Parts:
         """The parts of `total` tokens on `size` ranks, as equal as can be, longer ones first."""
-        if not balanced:
-            return Parts(tuple(_even(total, size)))
-        runs = _even(total, 2 * size)
-        parts = object.__new__(Parts)  # what __post_init__ compares with
-        object.__setattr__(parts, "lengths", tuple(runs[at] + runs[-1 - at] for at in range(size)))
-        object.__setattr__(parts, "balanced", True)
-        return parts
+        return Parts(_lengths(total, size, balanced), balanced)
 
     @cached_property
     def segments(self) -> list[list[Segment]]:
@@ -84,7 +79,7 @@ def split_sequence(
     In backward the rest of `x` gets zeros here: a parameter behind it owes a sum over the sequence group, which is
     what placements say of every parameter that is replicated there.
     """
-    size, at = sequence_place(context)
+    size, at = sequence_place(given_or_global(context))
     runs = Parts.of(x.size(dim), size, balanced).segments[at]
     pieces = [x.narrow(dim, run.start, run.length) for run in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -99,6 +94,7 @@ def gather_sequence(
     context: ParallelContext | None = None,
 ) -> Tensor:
     """The whole tensor, in the order of the sequence, on every rank; in backward, the sum of all ranks' gradients."""
+    context = given_or_global(context)
     parts = parts_of(x.size(dim), lengths, balanced, context)
     rows = all_gather(x, ParallelMode.SEQUENCE, dim, parts.lengths, context=context)
     if not parts.balanced:
@@ -121,24 +117,23 @@ def sequence_positions(
     context: ParallelContext | None = None,
 ) -> Tensor:
     """The positions in the whole sequence of this rank's `length` tokens, for position embeddings."""
+    context = given_or_global(context)
     _, at = sequence_place(context)
     return parts_of(length, lengths, balanced, context).positions(at, device)
 
 
-def sequence_place(context: ParallelContext | None) -> tuple[int, int]:
+def sequence_place(context: ParallelContext) -> tuple[int, int]:
     """(ranks of the sequence group, this rank's place in it); (1, 0) where there is none."""
-    context = global_context if context is None else context
     if not context.is_initialized(ParallelMode.SEQUENCE):
         return 1, 0
     return context.get_world_size(ParallelMode.SEQUENCE), context.get_local_rank(ParallelMode.SEQUENCE)
 
 
-def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context: ParallelContext | None) -> Parts:
+def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context: ParallelContext) -> Parts:
     """The parts of all ranks, of which this one has `length` tokens.
 
     Where `lengths` is not given the ranks tell each other: a small collective that waits for the device.
     """
-    context = global_context if context is None else context
     size, at = sequence_place(context)
     if lengths is None:
         return Parts(_exchanged(length, context) if size > 1 else (length,), balanced)
@@ -159,12 +154,14 @@ def _exchanged(length: int, context: ParallelContext) -> tuple[int, ...]:
     return tuple(torch.cat(everyone).tolist())
 
 
+def _lengths(total: int, size: int, balanced: bool) -> tuple[int, ...]:
+    runs = _even(total, 2 * size if balanced else size)
+    return tuple(runs[at] + runs[-1 - at] for at in range(size)) if balanced else tuple(runs)
+
+
 def _even(total: int, count: int) -> list[int]:
     return [total // count + (at < total % count) for at in range(count)]
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts[:-1]
+    return list(accumulate(lengths, initial=0))[:-1]

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.core import global_context
+from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.block import attend, attend_backward, merge, working
 from colonnade.nn.sequence.parts import Parts, Segment, parts_of, sequence_place
@@ -43,7 +43,7 @@ def ring_attention(
     parts are those of split_sequence(balanced=True). Without a sequence group it is attention in one process.
     """
     check_heads(q, k, v)
-    context = global_context if context is None else context
+    context = given_or_global(context)
     parts = parts_of(q.size(2), lengths, balanced, context)
     if len(parts.lengths) == 1:
         grouped = q.size(1) != k.size(1)

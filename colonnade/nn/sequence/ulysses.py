@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.parts import parts_of, sequence_place
 from colonnade.nn.sequence.ring import check_heads
@@ -32,6 +33,7 @@ def ulysses_attention(
     (of k and v too) is a multiple of the number of ranks, and memory is that of whole sequences.
     """
     check_heads(q, k, v)
+    context = given_or_global(context)
     size, at = sequence_place(context)
     grouped = q.size(1) != k.size(1)
     if size == 1:
@@ -48,7 +50,7 @@ def ulysses_attention(
     return _to_sequence(out, all_lengths, at, context)
 
 
-def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext | None) -> Tensor:
+def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext) -> Tensor:
     """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width)."""
     batch, heads, length, width = x.shape
     share = heads // len(lengths)
@@ -59,7 +61,7 @@ def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext | None
     return torch.cat(parts, 1).permute(2, 0, 1, 3)
 
 
-def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext | None) -> Tensor:
+def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext) -> Tensor:
     """(batch, heads / ranks, whole length, width) -> (batch, heads, length here, width)."""
     batch, share, _, width = x.shape
     parts = x.permute(1, 2, 0, 3).split(list(lengths), 1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from colonnade.trainer.hooks._base import BaseHook
-from colonnade.trainer.hooks._checkpoint_hook import LoadCheckpointHook, SaveCheckpointHook, StopOnSignal
-from colonnade.trainer.hooks._file_hook import CsvHook, JsonlHook
-from colonnade.trainer.hooks._log_hook import (
+from colonnade.trainer.hooks.base import BaseHook
+from colonnade.trainer.hooks.checkpoint import LoadCheckpointHook, SaveCheckpointHook
+from colonnade.trainer.hooks.log import (
     LogByEpochHook,
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
@@ -13,13 +12,17 @@ from colonnade.trainer.hooks._log_hook import (
     LogTimingByEpochHook,
     MemoryHook,
 )
-from colonnade.trainer.hooks._lr_scheduler_hook import LRSchedulerHook
-from colonnade.trainer.hooks._metric_hook import AccuracyHook, LossHook, MetricHook
-from colonnade.trainer.hooks._tracker_hook import TensorBoardHook, WandbHook
-from colonnade.trainer.hooks._watch_hook import EarlyStopHook, GradientNormHook, ThroughputHook
-
-TensorboardHook = TensorBoardHook
-"""The ancestor's name."""
+from colonnade.trainer.hooks.metrics import (
+    AccuracyHook,
+    GradientNormHook,
+    LossHook,
+    LRSchedulerHook,
+    MetricHook,
+    ThroughputHook,
+)
+from colonnade.trainer.hooks.progress import ProgressHook
+from colonnade.trainer.hooks.stop import EarlyStopHook, StopOnSignal
+from colonnade.trainer.hooks.writers import CsvHook, JsonlHook, TensorBoardHook, WandbHook
 
 __all__ = [
     "AccuracyHook",
@@ -38,10 +41,10 @@ __all__ = [
     "LossHook",
     "MemoryHook",
     "MetricHook",
+    "ProgressHook",
     "SaveCheckpointHook",
     "StopOnSignal",
     "TensorBoardHook",
-    "TensorboardHook",
     "ThroughputHook",
     "WandbHook",
 ]

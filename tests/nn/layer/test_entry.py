@@ -17,8 +17,8 @@ from colonnade.nn.layer import (
     Whole,
     arrange,
     gather_output,
-    gather_sequence,
     partition_input,
+    unsplit_sequence,
 )
 from colonnade.testing import gather_weights, run_world
 from tests.nn.layer.cases import numbers
@@ -45,7 +45,7 @@ def _there_and_back(name: str) -> None:
             x.grad = None
             (whole * weights).sum().backward()
             assert torch.equal(x.grad, weights)
-        part = gather_sequence(partition_input(x, arrangement=here), arrangement=here)
+        part = unsplit_sequence(partition_input(x, arrangement=here), arrangement=here)
         assert part.shape[1] == x.shape[1]
 
 
@@ -89,14 +89,15 @@ def _masked(name: str) -> None:
             torch.manual_seed(0)
             attention = SelfAttention(8, 2, dtype=torch.float64, arrangement=arrangement)
             part = partition_input(x, arrangement=arrangement)
-            both = [attention(part, padding), attention(part, torch.ones(6, 6, dtype=torch.bool).tril())]
-            results.append([gather_output(y, arrangement=arrangement) for y in both])
+            grouped = SelfAttention(8, 4, kv_heads=2, dtype=torch.float64, arrangement=arrangement)
+            made = [attention(part, padding), attention(part, torch.ones(6, 6, dtype=torch.bool).tril()), grouped(part)]
+            results.append([gather_output(y, arrangement=arrangement) for y in made])
         for one, other in zip(*results, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @by_config
-def test_masks_have_the_whole_batch(name):
+def test_masks_have_the_whole_batch_and_keys_may_have_fewer_heads(name):
     run_world(CONFIGS[name][0], _masked, name)
 
 

@@ -13,19 +13,23 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
-from colonnade.nn.sequence import Parts, RingSelfAttention, UlyssesSelfAttention
+from colonnade.nn.layer import SelfAttention, Whole, arrange
+from colonnade.nn.sequence import Parts
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, train
 
-LAYERS = {"ring": RingSelfAttention, "ulysses": UlyssesSelfAttention}
+KINDS = ("ring", "ulysses")
 EVEN, UNEVEN = (3, 3, 3, 3), (5, 1, 2, 4)
 
 
-class PlainAttention(RingSelfAttention):
+class PlainAttention(SelfAttention):
     """The same layer with torch's own attention."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any) -> Tensor:
+        groups = q.size(1) // k.size(1)
+        return F.scaled_dot_product_attention(
+            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=self.causal
+        )
 
 
 class Net(nn.Module):
@@ -54,8 +58,9 @@ def _trained(kind: str, parallel: dict[str, Any], causal: bool, lengths: tuple[i
         parts = Parts(lengths, settings.get("balanced", False))
         mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
         every = Parts((total,)).positions(0)
-        model = Net(LAYERS[kind](8, 4, causal=causal, context=gpc, **settings))
-        plain = Net(PlainAttention(8, 4, causal=causal))
+        model = Net(SelfAttention(8, 4, causal=causal, over=kind, arrangement=arrange(gpc), **settings))
+        kv_heads = settings.get("kv_heads")
+        plain = Net(PlainAttention(8, 4, causal=causal, kv_heads=kv_heads, arrangement=Whole(ParallelContext())))
         even = len(set(lengths)) == 1
 
         def run(engine: Any, step: int) -> None:
@@ -86,7 +91,7 @@ def _trained(kind: str, parallel: dict[str, Any], causal: bool, lengths: tuple[i
 
 CASES = [
     (kind, size, causal, lengths, balanced)
-    for kind in LAYERS
+    for kind in KINDS
     for size in (2, 4)
     for causal in (False, True)
     for lengths in (EVEN, UNEVEN)
@@ -120,6 +125,35 @@ def test_so_they_do_beside_data_parallelism_in_either_spelling(kind, parallel):
     run_world(4, _trained, kind, parallel, True, (2, 5), {})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_heads_of_keys_beside_a_split_sequence(kind):
+    run_world(2, _trained, kind, {"sequence": 2}, True, (2, 5), {"kv_heads": 2})
+
+
+def _refused() -> list[str]:
+    with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        here, told = arrange(gpc), []
+        for wrong in (
+            lambda: SelfAttention(8, 4, dropout=0.1, arrangement=here),
+            lambda: SelfAttention(8, 4, arrangement=here)(torch.zeros(1, 2, 8), torch.ones(2, 2, dtype=torch.bool)),
+        ):
+            with pytest.raises(ConfigError) as error:
+                wrong()
+            told.append(str(error.value))
+        return told
+
+
+def test_what_a_split_sequence_has_not_is_refused():
+    for dropout, mask in run_world(2, _refused).values:
+        assert "no dropout" in dropout
+        assert "takes no mask" in mask
+
+
 def test_numbers_that_do_not_divide_are_refused():
-    with pytest.raises(ConfigError, match="hidden=8 is not a multiple of heads=3"):
-        RingSelfAttention(8, 3)
+    here = Whole(ParallelContext())
+    with pytest.raises(ConfigError, match="hidden=8 must be a multiple of heads=3"):
+        SelfAttention(8, 3, arrangement=here)
+    with pytest.raises(ConfigError, match="heads of kv_heads=3"):
+        SelfAttention(8, 4, kv_heads=3, arrangement=here)
+    with pytest.raises(ConfigError, match="balanced=True parts are for 'ring'"):
+        SelfAttention(8, 4, over="ulysses", balanced=True, arrangement=here)

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from colonnade.errors import ConfigError
+
 if TYPE_CHECKING:
-    from colonnade.trainer._records import StepRecord
+    from colonnade.trainer.records import StepRecord
     from colonnade.trainer.trainer import Trainer
 
 
@@ -78,3 +80,10 @@ class BaseHook:
     def init_runner_states(self, trainer: Trainer, key: str, value: Any) -> None:
         """Put `value` into the states that hooks share, unless another hook has."""
         trainer.states.setdefault(key, value)
+
+
+def checked_interval(interval: int) -> int:
+    """How often a hook acts: every so many epochs or steps."""
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise ConfigError(f"interval is a whole number of epochs or steps from 1 on, not {interval!r}")
+    return interval

@@ -1,14 +1,98 @@
-"""The batches of an epoch, from its start or from where a run was interrupted, with the random streams as they were."""
+"""The data of a run: how many batches each rank has, and the batches of an epoch from any place in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from colonnade.checkpoint.collect import has_state, random_state, set_random_state
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.trainer.exchange import gather_json
 from colonnade.utils.sampler import DistinctDataSampler
+
+NO_BATCH = object()
+"""What a loop gets from a loader that has run out."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The number of batches of every rank; None where a loader does not know."""
+
+    of_rank: tuple[int | None, ...]
+
+    @property
+    def known(self) -> bool:
+        return None not in self.of_rank
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.of_rank)) == 1
+
+    @property
+    def longest(self) -> int | None:
+        """The batches of the rank that has most; None if any rank does not know."""
+        return max(length or 0 for length in self.of_rank) if self.known else None
+
+    def __str__(self) -> str:
+        shown = [f"rank {rank} has {length}" for rank, length in enumerate(self.of_rank[:8])]
+        return ", ".join(shown) + (", ..." if len(self.of_rank) > 8 else "")
+
+
+def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
+    """Ask every rank. Collective; refuses, on all ranks, loaders that cannot work together."""
+    lengths = Lengths(tuple(gather_json(_length(loader), context)))
+    if lengths.longest == 0:
+        raise ConfigError(
+            "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?"
+        )
+    if lengths.known:
+        others = _other_distinct(context)
+        _check_groups(lengths, context, lambda axis: axis.data == "same", "see the same data")
+        what = f"share forward passes (axes {', '.join(others)})"
+        _check_groups(lengths, context, lambda axis: axis.data == "same" or axis.name in others, what)
+    return lengths
+
+
+def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
+    """Whether a rank without a batch would be missed by others that have one: their forward passes need it.
+
+    Stages of a pipeline and shards of a tensor run out together, if their lengths are known to be equal.
+    """
+    by_itself = context.world_size == context.data_parallel_size
+    return bool(_other_distinct(context)) or (not lengths.known and not by_itself)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError, AttributeError):  # an iterable dataset has none
+        return None
+
+
+def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[Any], bool], what: str) -> None:
+    """Refuse different lengths among ranks that differ only on the axes that `joins` picks."""
+    found: dict[tuple[tuple[str, int], ...], int] = {}
+    apart = [axis.name for axis in context.layout.axes if not joins(axis)]
+    for rank, length in enumerate(lengths.of_rank):
+        here = context.layout.coordinates(rank)
+        first = found.setdefault(tuple((name, here[name]) for name in apart), rank)
+        if lengths.of_rank[first] != length:
+            raise ConfigError(
+                f"ranks {first} and {rank} {what}, but have {lengths.of_rank[first]} and {length} batches; give them "
+                f"loaders of one length (colonnade.utils.get_dataloader does)"
+            )
+
+
+def _other_distinct(context: ParallelContext) -> list[str]:
+    return [
+        axis.name
+        for axis in context.layout.axes
+        if axis.data == "distinct" and axis.size > 1 and axis.mode is not ParallelMode.DATA
+    ]
 
 
 class Feed:
@@ -23,6 +107,7 @@ class Feed:
         self.loader = loader
         self._context = context
         self._began: dict[str, Any] | None = None
+        self._before_ahead: Any = None
         self._loaded: Any = None
         self._samples: int | None = None
 
@@ -30,13 +115,21 @@ class Feed:
         """The batches of `epoch` after the first `batches`; the random streams are left at `then`, if given."""
         _set_epoch(self.loader, epoch)
         if batches == 0:
-            self._began = self._streams()
+            self._began, self._before_ahead = self._streams(), None
             return iter(self.loader)
         then = then if then is not None else random_state(self._context)
         self._put_back()
         iterator = self._continued(epoch, batches)
+        if self._before_ahead is not None:
+            set_random_state(self._before_ahead, self._context)
+            iterator = chain(list(islice(iterator, 1)), iterator)
+            self._before_ahead = None
         set_random_state(then, self._context)
         return iterator
+
+    def look_ahead(self) -> None:
+        """A batch is about to be fetched before the step before it is made: with the random streams as they are now."""
+        self._before_ahead = random_state(self._context)
 
     def state_dict(self, batches: int) -> dict[str, Any]:
         """What it takes to go on after `batches` of this epoch: the same on every rank, for any number of ranks."""
@@ -45,12 +138,13 @@ class Feed:
 
     def own_state(self) -> dict[str, Any]:
         """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
-        own = {"began": self._began}
+        own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if has_state(self.loader) else own
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any] | None) -> int:
         """Take both up again; `own` is None where the layout is another. Returns the batches that are behind."""
         self._began = own["began"] if own else None
+        self._before_ahead = own.get("ahead") if own else None
         self._loaded = own.get("loader") if own else None
         step = self._samples_per_batch()
         if state["samples"] is None or not step:

@@ -1,8 +1,9 @@
-"""Hooks that write every step to a file, one flushed line each, and go on after a resume without a line twice."""
+"""Hooks that write the numbers of a run: to files, one flushed line each, and to trackers. Rank 0 writes."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import math
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from colonnade.errors import ConfigError
 from colonnade.registry import HOOKS
-from colonnade.trainer.hooks._base import BaseHook
+from colonnade.trainer.hooks.base import BaseHook, checked_interval
 
 if TYPE_CHECKING:
-    from colonnade.trainer._records import StepRecord
+    from colonnade.trainer.records import StepRecord
     from colonnade.trainer.trainer import Trainer
 
 
@@ -74,10 +75,10 @@ class JsonlHook(_Lines):
         self._put("step", record.step, record.epoch, record.numbers())
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        self._put("train", trainer.cur_step, trainer.cur_epoch, _metrics(trainer, "train"))
+        self._put("train", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("train"))
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        self._put("test", trainer.cur_step, trainer.cur_epoch, _metrics(trainer, "test"))
+        self._put("test", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("test"))
 
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
         return [line for line in lines if line.endswith("\n") and _is_behind(line, trainer)]
@@ -113,6 +114,108 @@ class CsvHook(_Lines):
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
 
+class _Tracker(BaseHook, ABC):
+    """Sends the numbers of every `interval`-th step, and the metrics of every epoch and evaluation."""
+
+    package = ""
+    needs = ""
+    """What to install when the package is missing."""
+
+    def __init__(self, interval: int = 1, priority: int = 10) -> None:
+        super().__init__(priority)
+        self.interval = checked_interval(interval)
+        self._writer: Any = None
+
+    @abstractmethod
+    def open(self, package: Any) -> Any:
+        """What to write to, on rank 0."""
+
+    @abstractmethod
+    def send(self, numbers: dict[str, float], step: int) -> None:
+        """Give numbers to the tracker."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Nothing more will be sent."""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self.end()
+            self._writer = None
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        self._import()
+
+    def before_train(self, trainer: Trainer) -> None:
+        if trainer.context.get_global_rank() == 0:
+            self._writer = self.open(self._import())
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        if self._writer is not None and record.step % self.interval == 0:
+            self.send({f"step/{name}": value for name, value in record.numbers().items()}, record.step)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._send_metrics(trainer, "train")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._send_metrics(trainer, "test")
+
+    def _send_metrics(self, trainer: Trainer, kind: str) -> None:
+        if self._writer is not None:
+            metrics = trainer.metric_values(kind).items()
+            self.send({f"{kind}/{name}": value for name, value in metrics}, trainer.cur_step)
+
+    def _import(self) -> Any:
+        try:
+            return importlib.import_module(self.package)
+        except ImportError as error:
+            raise ConfigError(
+                f"{type(self).__name__} needs {self.needs}, which is not installed here ({error}): "
+                f"pip install {self.needs}, or use JsonlHook, which needs nothing"
+            ) from error
+
+
+@HOOKS.register_module
+class TensorBoardHook(_Tracker):
+    """Writes to TensorBoard's files in `folder`."""
+
+    package, needs = "torch.utils.tensorboard", "tensorboard"
+
+    def __init__(self, folder: str | Path, interval: int = 1, priority: int = 10) -> None:
+        super().__init__(interval, priority)
+        self.folder = Path(folder)
+
+    def open(self, package: Any) -> Any:
+        return package.SummaryWriter(str(self.folder))
+
+    def send(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+@HOOKS.register_module
+class WandbHook(_Tracker):
+    """Sends to Weights & Biases; other arguments are those of `wandb.init`."""
+
+    package = needs = "wandb"
+
+    def __init__(self, project: str, interval: int = 1, priority: int = 10, **options: Any) -> None:
+        super().__init__(interval, priority)
+        self._options = {"project": project, **options}
+
+    def open(self, package: Any) -> Any:
+        return package.init(**self._options)
+
+    def send(self, numbers: dict[str, float], step: int) -> None:
+        self._writer.log({**numbers, "step": step})
+
+    def end(self) -> None:
+        self._writer.finish()
+
+
 def _is_behind(line: str, trainer: Trainer) -> bool:
     """Whether a line is of something that the trainer will not do again."""
     try:
@@ -123,10 +226,6 @@ def _is_behind(line: str, trainer: Trainer) -> bool:
     if kind == "step":
         return bool(step <= trainer.cur_step)
     return bool(epoch < trainer.cur_epoch + (kind == "train" and trainer.epoch_done))
-
-
-def _metrics(trainer: Trainer, kind: str) -> dict[str, float]:
-    return {name: metric.get_accumulated_value() for name, metric in trainer.states["metrics"][kind].items()}
 
 
 def _row(cells: list[Any]) -> str:

@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.collect import set_random_state
+from colonnade.checkpoint.collect import has_state, set_random_state
 from colonnade.errors import ColonnadeError, ConfigError, TrainerError
-from colonnade.trainer._feed import Feed
-from colonnade.trainer._lengths import Lengths, moves_together, read_lengths
-from colonnade.trainer._reach import speaks
-from colonnade.trainer._records import Draft, finished, sums_of
-from colonnade.trainer._test import run_test
-from colonnade.trainer._weigh import weigh
+from colonnade.trainer.data import NO_BATCH, Feed, Lengths, moves_together, read_lengths
+from colonnade.trainer.evaluation import run_test
+from colonnade.trainer.exchange import alone, speaks
+from colonnade.trainer.records import Draft, weigh
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
-
-_NO_BATCH = object()
 
 
 class _Over(Exception):
     """The loop ends after this step: raised inside `Engine.batches` by ranks that have no batch of their own."""
 
 
+ASKS_AHEAD = {"cuda"}
+"""Devices that the host must not keep waiting between two steps; on others a gradient's sum is a wait in any case."""
+
+
+@dataclass
+class _Question:
+    """What this rank has told the others before a step, and how to get the sums of what all have told."""
+
+    has_batch: bool
+    draft: Draft | None
+    sums: Callable[[], list[float]]
+
+
 class Loop:
-    """One `fit`. Between two steps the ranks add up a few numbers on the host (`_gate`): who holds an error, who has
-    a batch, who wants to stop, and the loss of the step before. So all of them go on, or all stop, or all raise."""
+    """One `fit`. Before a step the ranks add up a few numbers on the host: who holds an error, who has a batch, who
+    wants to stop, and the loss of the step before. So all of them go on, or all stop, or all raise.
+
+    On a device (`ASKS_AHEAD`) nobody waits for the sums: the batch of the next step is fetched before a step is made,
+    the question is asked then, and answered by the end of the step. The error of a hook is raised one step later then.
+    Loaders with a state of their own, which say where they are when asked, are not read ahead.
+    """
 
     def __init__(
         self, trainer: Trainer, loader: Iterable[Any], test_loader: Iterable[Any] | None, test_interval: int
@@ -48,7 +63,11 @@ class Loop:
         self._counts_samples = speaks(self._context, pipeline=True)
         # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
         self._lag = 1 if self._context.device.type == "cuda" else 0
+        waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
+        self._ahead = waits and self._even and not has_state(loader)
         self._waiting: deque[Draft] = deque()
+        self._question: _Question | None = None
+        self._told: tuple[_Question, list[float]] | None = None
         self.resumed: Any = None
         """What a LoadCheckpointHook has found: (states of the hooks, random streams of the step)."""
 
@@ -66,10 +85,11 @@ class Loop:
 
     def settle(self) -> None:
         """Finish the records of all steps. Collective."""
+        self._hear()
         self._put_in_line()
         while self._waiting:
             draft = self._waiting.popleft()
-            self._finish(draft, self._trainer._exchange.sum(sums_of(draft)))
+            self._finish(draft, self._trainer._exchange.sum(draft.sums()))
 
     # -- epochs -------------------------------------------------------------------------------------------
 
@@ -166,7 +186,8 @@ class Loop:
             self._agree()
             raise _Over
         if not self._even:
-            self._gate(has_batch=True)
+            self._ask(has_batch=True)
+            self._answer()
         self._put_in_line()
 
     def _put_in_line(self) -> None:
@@ -176,11 +197,19 @@ class Loop:
 
     def _even_batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Batches that all ranks have; raises on all of them when one has run out before the others."""
-        while True:
-            batch = next(iterator, _NO_BATCH)
-            if not self._gate(has_batch=batch is not _NO_BATCH):
-                return
-            yield batch
+        batch = next(iterator, NO_BATCH)
+        self._ask(batch is not NO_BATCH)
+        while self._answer():
+            if self._ahead:
+                self.feed.look_ahead()
+                following = next(iterator, NO_BATCH)
+                self._ask(following is not NO_BATCH)
+                yield batch
+            else:
+                yield batch
+                following = next(iterator, NO_BATCH)
+                self._ask(following is not NO_BATCH)
+            batch = following
 
     def _fetched(self, then: Any) -> Iterator[Any]:
         """The batches of the loader; its error is held, and looks like its end."""
@@ -197,19 +226,35 @@ class Loop:
 
     # -- between steps ------------------------------------------------------------------------------------
 
-    def _gate(self, has_batch: bool) -> bool:
-        """Tell each other what matters before the next step; whether there are batches for it. Collective."""
+    def _ask(self, has_batch: bool) -> None:
+        """Tell the others what matters before the next step. Collective; waits for nobody."""
         trainer = self._trainer
         draft = self._waiting.popleft() if len(self._waiting) > self._lag else None
         mine = (self._hooks.held is not None, has_batch, not has_batch, bool(trainer._wants_stop), trainer._wants_exit)
-        errors, have, have_not, stops, exits, *sums = trainer._exchange.sum([*map(float, mine), *sums_of(draft)])
-        if draft is not None:
-            self._finish(draft, sums)
+        sums = draft.sums() if draft is not None else [0.0, 0.0, 0.0]
+        self._question = _Question(has_batch, draft, trainer._exchange.start([*map(float, mine), *sums]))
+
+    def _hear(self) -> None:
+        """Wait for what the others have told; the record that came with it is finished."""
+        if self._question is not None:
+            question, self._question = self._question, None
+            *flags, loss, weight, samples = question.sums()
+            self._told = question, flags
+            if question.draft is not None:
+                self._finish(question.draft, [loss, weight, samples])
+
+    def _answer(self) -> bool:
+        """Whether there are batches for the next step; raises on all ranks what any of them holds."""
+        self._hear()
+        assert self._told is not None
+        question, (errors, have, have_not, stops, exits) = self._told
         if errors:
             self._agree()
         self._note_stop(stops, exits)
         if have and have_not:
-            self._raise_uneven(has_batch)
+            self._raise_uneven(question.has_batch)
+        if have and self._ahead and self._trainer.stopping and self._trainer.step_done:
+            raise _Over  # the step in which it was asked for has been made
         return bool(have)
 
     def _agree_to_stop(self) -> None:
@@ -235,7 +280,7 @@ class Loop:
         self._agree()
 
     def _finish(self, draft: Draft, sums: list[float]) -> None:
-        self._hooks.call("on_record", finished(draft, sums))
+        self._hooks.call("on_record", draft.record(sums))
 
     def _load_hook_states(self) -> Any:
         """Give the hooks their states of the checkpoint; returns the random streams it had."""

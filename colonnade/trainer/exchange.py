@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,13 +42,22 @@ class Exchange:
     def __init__(self, context: ParallelContext) -> None:
         self._group = None if alone(context) else _host_group(context)
 
+    def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to add up; what it returns waits for the sums over all ranks. Collective, in the same order on all."""
+        if self._group is None:
+            return lambda: list(numbers)
+        values = torch.tensor(numbers, dtype=torch.float64)
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+
+        def sums() -> list[float]:
+            work.wait()
+            return [float(value) for value in values.tolist()]
+
+        return sums
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """The sums over all ranks. Collective."""
-        if self._group is None:
-            return list(numbers)
-        values = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(values, group=self._group)
-        return [float(value) for value in values.tolist()]
+        return self.start(numbers)()
 
 
 def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:

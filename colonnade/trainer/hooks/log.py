@@ -10,11 +10,11 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.registry import HOOKS
-from colonnade.trainer._reach import gather_json
-from colonnade.trainer.hooks._base import BaseHook
+from colonnade.trainer.exchange import gather_json
+from colonnade.trainer.hooks.base import BaseHook, checked_interval
 
 if TYPE_CHECKING:
-    from colonnade.trainer._records import StepRecord
+    from colonnade.trainer.records import StepRecord
     from colonnade.trainer.trainer import Trainer
     from colonnade.utils.timer import MultiTimer
 
@@ -24,9 +24,7 @@ class LogByEpochHook(BaseHook):
 
     def __init__(self, logger: Any = None, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
-        if not isinstance(interval, int) or interval < 1:
-            raise ConfigError(f"interval is a whole number of epochs from 1 on, not {interval!r}")
-        self.logger, self.interval = logger, interval
+        self.logger, self.interval = logger, checked_interval(interval)
 
     def write(self, trainer: Trainer, text: str) -> None:
         """One line about this epoch, on rank 0, if it is due."""
@@ -46,10 +44,9 @@ class LogMetricByEpochHook(LogByEpochHook):
         self._log(trainer, "test")
 
     def _log(self, trainer: Trainer, kind: str) -> None:
-        metrics = trainer.states["metrics"][kind].items()
+        metrics = trainer.metric_values(kind)
         if metrics:
-            told = ", ".join(f"{name} = {metric.get_accumulated_value():.5g}" for name, metric in metrics)
-            self.write(trainer, f"{kind}: {told}")
+            self.write(trainer, f"{kind}: {_told(metrics)}")
 
 
 @HOOKS.register_module
@@ -67,8 +64,7 @@ class LogMetricByStepHook(BaseHook):
         trainer.states["step_metrics"] = record.numbers()
         due = self.interval is not None and record.step % self.interval == 0
         if due and trainer.context.get_global_rank() == 0:
-            told = ", ".join(f"{name} = {value:.5g}" for name, value in record.numbers().items())
-            (self.logger or trainer.logger).info(f"step {record.step}: {told}")
+            (self.logger or trainer.logger).info(f"step {record.step}: {_told(record.numbers())}")
 
 
 @HOOKS.register_module
@@ -133,6 +129,10 @@ class LogMemoryByEpochHook(MemoryHook):
         super().after_train_epoch(trainer)
         found = trainer.states["memory"]
         self.write(trainer, f"memory: {found['peak']:.0f} MB at most, on rank {found['rank']}")
+
+
+def _told(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} = {value:.5g}" for name, value in numbers.items())
 
 
 def _peak(device: torch.device) -> float:

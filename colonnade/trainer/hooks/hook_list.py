@@ -8,7 +8,7 @@ from typing import Any
 from colonnade.errors import ConfigError, HookError, TrainerError
 from colonnade.logging import get_dist_logger
 from colonnade.registry import HOOKS
-from colonnade.trainer.hooks._base import BaseHook
+from colonnade.trainer.hooks.base import BaseHook
 
 POINTS = (
     "after_hook_is_attached",

@@ -1,0 +1,138 @@
+"""Evaluation and prediction: forward passes over test data, with the hooks that measure them or for their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+
+from colonnade.checkpoint.collect import has_state
+from colonnade.engine.engine import Engine
+from colonnade.engine.schedule.micro_batch import join
+from colonnade.errors import ConfigError, TrainerError
+from colonnade.trainer.data import NO_BATCH, Lengths, read_lengths
+from colonnade.trainer.exchange import gather_values, speaks
+from colonnade.trainer.records import weigh
+
+if TYPE_CHECKING:
+    from colonnade.trainer.trainer import Trainer
+
+
+def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None]) -> None:
+    """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective."""
+    hooks, engine = trainer._hooks, trainer.engine
+    lengths = read_lengths(loader, trainer.context)
+    with_loss = engine.criterion is not None
+    hooks.call("before_test")
+    hooks.call("before_test_epoch")
+    trainer.time("start", "Test-epoch")
+    with _evaluating(engine):
+        for batch in _batches_of(trainer, loader, lengths):
+            hooks.call("before_test_iter")
+            trainer.time("start", "Test-step")
+            output, label, loss = engine.execute_schedule(
+                iter((batch,)),
+                forward_only=True,
+                return_loss=with_loss,
+                return_output_label=trainer.returns_output,
+            )
+            trainer.time("stop", "Test-step")
+            trainer.batch_weight = weigh(engine.schedule, loss)
+            hooks.call("after_test_iter", output, label, loss)
+    trainer.time("stop", "Test-epoch")
+    hooks.call("after_test_epoch")
+    hooks.call("after_test")
+    agree()
+
+
+def predict(trainer: Trainer, loader: Iterable[Any]) -> Any:
+    """The outputs on every rank, on the host. Collective."""
+    lengths = read_lengths(loader, trainer.context)
+    indices = _indices(loader)
+    pieces: list[Any] = []
+    with _evaluating(trainer.engine):
+        for batch in _batches_of(trainer, loader, lengths):
+            output, _, _ = trainer.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
+            if output is not None:
+                pieces.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
+    trainer.agree()
+    mine = {"indices": indices, "output": join(pieces) if pieces else None}
+    return _ordered(gather_values(mine, bool(pieces) and speaks(trainer.context), trainer.context))
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    """The engine in evaluation mode, without gradients, and then as it was."""
+    was_training = engine.training
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if was_training:
+            engine.train()
+
+
+def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> Iterator[Any]:
+    """The batches of this rank. Ranks need each other's batches only where a forward pass goes over several ranks."""
+    context = trainer.context
+    by_itself = context.world_size == context.data_parallel_size
+    iterator = iter(loader)
+    while True:
+        try:
+            batch = next(iterator, NO_BATCH)
+        except Exception as error:
+            if not by_itself:  # its peers wait for this batch: they learn of the error when this process ends
+                raise
+            told = TrainerError(f"the data loader failed: {type(error).__name__}: {error}")
+            told.__cause__ = error
+            trainer._hooks.hold(told)
+            return
+        if not by_itself and not lengths.known:
+            _check_even(trainer, batch is not NO_BATCH)
+        if batch is NO_BATCH:
+            return
+        yield batch
+
+
+def _check_even(trainer: Trainer, has_batch: bool) -> None:
+    have, have_not = trainer._exchange.sum([float(has_batch), float(not has_batch)])
+    if have and have_not:
+        raise TrainerError(
+            f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, and this "
+            f"layout needs all of them in every pass; give all ranks equally many batches"
+        )
+
+
+def _indices(loader: Iterable[Any]) -> Tensor | None:
+    """The samples that a loader is going to give, if it can be told beforehand."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return None
+    if isinstance(loader.sampler, (RandomSampler, WeightedRandomSampler)):
+        raise ConfigError("predict gives outputs in the order of the dataset: give it a loader with shuffle=False")
+    before = loader.sampler.state_dict() if has_state(loader.sampler) else None  # type: ignore[attr-defined]
+    flat = [index for batch in loader.batch_sampler for index in batch]
+    if before is not None:
+        loader.sampler.load_state_dict(before)  # type: ignore[attr-defined]
+    return torch.tensor(flat) if all(isinstance(index, int) for index in flat) else None
+
+
+def _ordered(found: list[dict[str, Any]]) -> Any:
+    if not found:
+        return None
+    output = join([part["output"] for part in found])
+    if any(part["indices"] is None for part in found):
+        return output
+    indices = torch.cat([part["indices"] for part in found])
+    # Samplers repeat samples to give every rank equally many: the first output of each is taken.
+    order = torch.argsort(indices, stable=True)
+    first = torch.ones(len(order), dtype=torch.bool)
+    first[1:] = indices[order][1:] != indices[order][:-1]
+    return tree_map_only(
+        Tensor, lambda tensor: tensor[order[first]] if tensor.shape[:1] == indices.shape else tensor, output
+    )

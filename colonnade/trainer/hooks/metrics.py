@@ -1,0 +1,269 @@
+"""Hooks that measure: loss, accuracy, any metric object, throughput, gradient norms; and the learning rate."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from colonnade.errors import ConfigError
+from colonnade.registry import HOOKS
+from colonnade.trainer.hooks.base import BaseHook, checked_interval
+from colonnade.trainer.metrics import MeanMetric, Metric, StatefulMetric, ValueMetric
+
+if TYPE_CHECKING:
+    from colonnade.trainer.records import StepRecord
+    from colonnade.trainer.trainer import Trainer
+
+
+class _Measures(BaseHook, ABC):
+    """Keeps a train and a test metric under one name, resets and gathers them at the right points."""
+
+    def __init__(self, name: str, priority: int) -> None:
+        super().__init__(priority)
+        self.name = name
+        self._metrics: dict[str, Any] = {}
+
+    @abstractmethod
+    def make(self, trainer: Trainer) -> Metric:
+        """A metric: one is made for training and one for testing."""
+
+    @abstractmethod
+    def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        """Let a metric see a batch; all values are None where this rank has none."""
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        for kind in ("train", "test"):
+            self._metrics[kind] = trainer.states["metrics"][kind][self.name] = self.make(trainer)
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._metrics["train"].reset()
+
+    def before_test_epoch(self, trainer: Trainer) -> None:
+        self._metrics["test"].reset()
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        self.measure(self._metrics["train"], trainer, output, label, loss)
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        self.measure(self._metrics["test"], trainer, output, label, loss)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._metrics["train"].gather()
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._metrics["test"].gather()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: metric.state_dict() for kind, metric in self._metrics.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for kind, metric in self._metrics.items():
+            if state[kind]:
+                metric.load_state_dict(state[kind])
+
+
+@HOOKS.register_module
+class LossHook(_Measures):
+    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts.
+
+    `weight(label)` gives another weight, such as the tokens that count under a pipeline with `loss_weight`.
+    """
+
+    def __init__(self, priority: int = 0, weight: Callable[[Any], Tensor | float] | None = None) -> None:
+        super().__init__("Loss", priority)
+        self._weight = weight
+
+    def make(self, trainer: Trainer) -> Metric:
+        if trainer.engine.criterion is None:
+            raise ConfigError("a LossHook needs a criterion; pass criterion= to initialize")
+        return MeanMetric(trainer.context)
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        if self._weight is None and record.loss is not None:
+            self._metrics["train"].update_global(record.loss * record.weight, record.weight)
+
+    def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if self._weight is not None:
+            if loss is not None and label is not None:
+                count = self._weight(label)
+                metric.update(loss.detach() * count, count)
+        elif metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
+            metric.update(*trainer.batch_weight)
+
+
+class _NeedsOutput(_Measures):
+    def before_train(self, trainer: Trainer) -> None:
+        if not trainer.returns_output:
+            raise ConfigError(f"{type(self).__name__} needs outputs and labels: leave return_output_label=True")
+
+    before_test = before_train
+
+
+@HOOKS.register_module
+class AccuracyHook(_NeedsOutput):
+    """The part of predictions that are right.
+
+    `accuracy_func(output, label)` returns how many are right, out of the rows of the label, or (right, count). By
+    default the largest of the last dimension is the prediction, for every label.
+    """
+
+    def __init__(self, accuracy_func: Callable[[Any, Any], Any] | None = None, priority: int = 0) -> None:
+        super().__init__("Accuracy", priority)
+        self._function = accuracy_func
+
+    def make(self, trainer: Trainer) -> Metric:
+        return MeanMetric(trainer.context, higher_is_better=True)
+
+    @torch.no_grad()
+    def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if output is None:
+            return
+        if self._function is None:
+            metric.update((output.argmax(dim=-1) == label).sum(), label.numel())
+        else:
+            found = self._function(output, label)
+            metric.update(*(found if isinstance(found, tuple) else (found, len(label))))
+
+
+@HOOKS.register_module
+class MetricHook(_NeedsOutput):
+    """Any metric object with update(output, label), compute() and reset(); see `StatefulMetric` for `states`.
+
+    `metric` is an object, of which training and testing get a copy each, or a class or function that makes one.
+    """
+
+    def __init__(
+        self,
+        metric: Any,
+        name: str | None = None,
+        states: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> None:
+        made = isinstance(metric, type) or not hasattr(metric, "update")
+        self._make: Callable[[], Any] = metric if made else partial(copy.deepcopy, metric)
+        super().__init__(name or str(getattr(metric, "__name__", type(metric).__name__)), priority)
+        self._states = states
+
+    def make(self, trainer: Trainer) -> Metric:
+        metric = self._make()
+        if callable(getattr(metric, "to", None)):
+            metric = metric.to(trainer.context.device)
+        return StatefulMetric(metric, trainer.context, self._states)
+
+    def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if output is not None:
+            metric.update(output.detach() if isinstance(output, Tensor) else output, label)
+
+
+@HOOKS.register_module
+class ThroughputHook(BaseHook):
+    """Samples per second of all ranks together, as the metric "Throughput" of an epoch and of the last step.
+
+    `per_sample` turns samples into another unit: the tokens of one, say. The first `ignored_steps` of a run do not
+    count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
+    """
+
+    def __init__(
+        self, ignored_steps: int = 0, tflop_per_step: float = 0.0, per_sample: float = 1.0, priority: int = 2
+    ) -> None:
+        super().__init__(priority)
+        self._ignored, self._tflop, self._per_sample = ignored_steps, tflop_per_step, per_sample
+        self._seen = 0
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        metrics = trainer.states["metrics"]["train"]
+        self._rate = metrics["Throughput"] = MeanMetric(trainer.context, higher_is_better=True)
+        self._flops = MeanMetric(trainer.context, higher_is_better=True)
+        if self._tflop:
+            metrics["TFLOPS"] = self._flops
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._rate.reset()
+        self._flops.reset()
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        self._seen += 1
+        if self._seen > self._ignored:
+            self._rate.update_global(record.samples * self._per_sample, record.seconds)
+            self._flops.update_global(self._tflop, record.seconds)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._rate.gather()
+        self._flops.gather()
+
+
+@HOOKS.register_module
+class GradientNormHook(BaseHook):
+    """Puts the gradient norm of every group, layer or parameter that clipping tells apart into the step's record.
+
+    The names are `grad_norm/<name>`; the global norm is in every record. Only every `interval`-th step, if given.
+    """
+
+    def __init__(self, interval: int = 1, priority: int = 10) -> None:
+        super().__init__(priority)
+        self.interval = checked_interval(interval)
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        if not trainer.engine.may_skip:
+            raise ConfigError(
+                "GradientNormHook reads the norms that clipping computes; set clip_grad_norm in the config, to infinity "
+                "if nothing is to be clipped"
+            )
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if trainer.step_done and trainer.cur_step % self.interval == 0:
+            norms = trainer.engine.grad_norms()
+            if len(norms) > 1:
+                trainer.log({f"grad_norm/{name}": norm for name, norm in norms.items()})
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        if record.grad_norm is not None:
+            trainer.states["grad_norm"] = record.grad_norm
+
+
+@HOOKS.register_module
+class LRSchedulerHook(BaseHook):
+    """Steps a learning-rate scheduler after every optimizer step, or `by_epoch` after every epoch.
+
+    With `store_lr_in_state` the rate is the metric "LR". The state of the scheduler is part of checkpoints.
+    """
+
+    def __init__(self, lr_scheduler: Any, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1) -> None:
+        super().__init__(priority)
+        self.lr_scheduler = lr_scheduler
+        self.by_epoch = by_epoch
+        self._metric = ValueMetric() if store_lr_in_state else None
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None:
+        if self._metric is not None:
+            trainer.states["metrics"]["train"]["LR"] = self._metric
+            self._store()
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if not self.by_epoch and trainer.step_done:
+            self._step()
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self.by_epoch and trainer.epoch_done:
+            self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.lr_scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lr_scheduler.load_state_dict(state)
+        self._store()
+
+    def _step(self) -> None:
+        self.lr_scheduler.step()
+        self._store()
+
+    def _store(self) -> None:
+        if self._metric is not None:
+            self._metric.value = float(self.lr_scheduler.get_last_lr()[0])

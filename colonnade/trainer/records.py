@@ -1,0 +1,167 @@
+"""Records of steps: the numbers of a step are copied to the host beside training and read one step later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from colonnade.engine.schedule.base import BaseSchedule
+
+Weight = tuple[Tensor | None, Tensor | float]
+"""(sum of the loss, what it is a sum over); (None, 0) where this rank does not know the loss."""
+
+
+def weigh(schedule: BaseSchedule, loss: Tensor | None) -> Weight:
+    """What the batch that was just run counts in a mean over batches: what its criterion counted, or its rows.
+
+    A schedule returns means: without counts there would be means of means.
+    """
+    if loss is None:
+        return None, 0.0
+    count = schedule.loss_count
+    if count is None:
+        weight: Tensor | float = float(schedule.batch_size or 1)
+    else:
+        weight = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+    return loss.detach().double().reshape(()) * weight, weight
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one optimizer step was, the same on every rank except `values`, which is what this rank's hooks logged.
+
+    `loss` is the mean over everything that all ranks learnt from, None where no rank has told its loss; `lr` the
+    rate the step was made with; `grad_norm` the norm before clipping, None without clipping. `samples` counts the
+    rows of all ranks; `weight` is how much this loss counts in a mean over steps.
+    """
+
+    step: int
+    epoch: int
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    samples: int
+    seconds: float
+    weight: float = 0.0
+    values: dict[str, float] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, float]:
+        """Everything that can be plotted, by name."""
+        known = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
+        seen = {name: value for name, value in known.items() if value is not None}
+        return {**seen, "samples": self.samples, "seconds": self.seconds, **self.values}
+
+
+_LOSS, _WEIGHT, _NORM, _LR = " loss", " weight", " norm", " lr"
+"""The names of a draft's own numbers. They begin with a blank, which no hook's name does."""
+
+
+class Draft:
+    """The numbers of a step on this rank, until they are joined with those of the others.
+
+    Tensors of a device are copied to the host; reading them waits for nothing younger than they are.
+    """
+
+    def __init__(
+        self,
+        place: tuple[int, int, float],
+        samples: int,
+        tensors: Mapping[str, Tensor],
+        values: dict[str, float],
+    ) -> None:
+        self._place, self._samples, self._names, self._values = place, samples, list(tensors), values
+        self._copied: torch.cuda.Event | None = None
+        if tensors:
+            device = next((value.device for value in tensors.values() if value.device.type != "cpu"), None)
+            self._copy = torch.stack([value.detach().to(device).reshape(()).double() for value in tensors.values()])
+            if self._copy.is_cuda:
+                on_host = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
+                self._copy = on_host.copy_(self._copy, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+
+    def sums(self) -> list[float]:
+        """What the ranks add up of a step: loss x weight, weight, samples."""
+        told = self._read()
+        return [told.get(_LOSS, 0.0), told.get(_WEIGHT, 0.0), float(self._samples)]
+
+    def record(self, sums: list[float]) -> StepRecord:
+        """The record of the step, given the sums over all ranks."""
+        told = self._read()
+        step, epoch, seconds = self._place
+        loss, weight, samples = sums
+        return StepRecord(
+            step=step,
+            epoch=epoch,
+            loss=loss / weight if weight else None,
+            lr=told.get(_LR),
+            grad_norm=told.get(_NORM),
+            samples=int(samples),
+            seconds=seconds,
+            weight=weight,
+            values={name: value for name, value in told.items() if not name.startswith(" ")},
+        )
+
+    def _read(self) -> dict[str, float]:
+        if self._names:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._values.update(zip(self._names, self._copy.tolist(), strict=True))
+            self._names = []
+        return self._values
+
+
+class RecordBook:
+    """Collects the numbers of a step: of its passes, of its end, and of the hooks that are called after it."""
+
+    _samples: int
+    _weight: Tensor | float
+    _tensors: dict[str, Tensor]
+    _values: dict[str, float]
+    _place: tuple[int, int, float] | None
+
+    def __init__(self) -> None:
+        self.restart()
+        self._clear()
+
+    def restart(self) -> None:
+        """The time of the next step begins now."""
+        self._since = time.perf_counter()
+
+    def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int) -> None:
+        """One batch has been learnt from: the sum of its loss over what it weighs, if this rank has it."""
+        self._samples += samples
+        if total is not None:
+            self._tensors[_LOSS] = self._tensors.get(_LOSS, 0.0) + total
+            self._weight = self._weight + weight
+
+    def add(self, values: Mapping[str, Tensor | float]) -> None:
+        """Numbers of hooks."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self._tensors[name] = value
+            else:
+                self._values[name] = float(value)
+
+    def end_step(self, step: int, epoch: int, lr: Tensor | float | None, norm: Tensor | None) -> None:
+        """The step has been made; hooks may still add to it."""
+        now = time.perf_counter()
+        self._place = (step, epoch, now - self._since)
+        self._since = now
+        self.add({name: value for name, value in ((_LR, lr), (_NORM, norm)) if value is not None})
+        self.add({_WEIGHT: self._weight})
+
+    def draft(self) -> Draft | None:
+        """The step on its way to the host, if one has ended since the last draft; the book is empty after it."""
+        if self._place is None:
+            return None
+        draft = Draft(self._place, self._samples, self._tensors, self._values)
+        self._clear()
+        return draft
+
+    def _clear(self) -> None:
+        self._samples, self._weight, self._tensors, self._values, self._place = 0, 0.0, {}, {}, None
