@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.checkpoint.export import export_full as export_full
-    from colonnade.checkpoint.export import reshard as reshard
-    from colonnade.checkpoint.integrity import verify as verify
+    from colonnade.checkpoint.convert import export_full as export_full
+    from colonnade.checkpoint.convert import reshard as reshard
     from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
+    from colonnade.checkpoint.storage.verify import verify as verify
 
 _NAMES = {
     "CheckpointManager": "colonnade.checkpoint.manager",
     "LoadedInfo": "colonnade.checkpoint.load",
-    "export_full": "colonnade.checkpoint.export",
-    "reshard": "colonnade.checkpoint.export",
-    "verify": "colonnade.checkpoint.integrity",
+    "export_full": "colonnade.checkpoint.convert",
+    "reshard": "colonnade.checkpoint.convert",
+    "verify": "colonnade.checkpoint.storage.verify",
 }
 __all__ = sorted(_NAMES)
 

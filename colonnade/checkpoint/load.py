@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.checked import Damaged
-from colonnade.checkpoint.folder import Found, published
-from colonnade.checkpoint.integrity import check_files, read_manifest
-from colonnade.checkpoint.locate import Located, locate, survey, uneven_sizes
-from colonnade.checkpoint.manifest import Manifest
-from colonnade.checkpoint.match import Matches, check_matches, match
-from colonnade.checkpoint.restore import OptimizerReader, load_optimizer, restore_weights
-from colonnade.checkpoint.restore_values import RandomSource, Values
-from colonnade.checkpoint.tensors_file import TensorReader
-from colonnade.checkpoint.together import agreed, gather
+from colonnade.checkpoint.collective import gather_json, same_errors
+from colonnade.checkpoint.format.manifest import Manifest
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.tensors import TensorReader
+from colonnade.checkpoint.plan.load import LoadPlan
+from colonnade.checkpoint.plan.optimizer import OptimizerLoader, load_optimizer
+from colonnade.checkpoint.plan.tensors import locate_tensors
+from colonnade.checkpoint.plan.values import RandomSource, SavedValues
+from colonnade.checkpoint.storage.folder import Found, published
+from colonnade.checkpoint.storage.verify import check_files, read_manifest
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -63,17 +63,13 @@ def load_checkpoint(
     folder: Path, context: ParallelContext, targets: Targets, step: int | None, content: bool
 ) -> LoadedInfo:
     """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
-    with agreed(context, "loading"):
-        pieces = survey(targets.model, context)
-    sizes = gather(uneven_sizes(pieces), context)
-    with agreed(context, "loading"):
-        places = locate(pieces, sizes, context)
+    tensors = locate_tensors(targets.model, context, "loading")
     good = _newest_good(folder, step, content, context)
-    with agreed(context, f"loading {good.path}"):
-        matches = match(places, good.manifest)
-    check_matches(gather(matches.note(), context), good.manifest, str(good.path))
-    with agreed(context, f"loading {good.path}"):
-        info = _restore(good, places, matches, targets, context)
+    with same_errors(context, f"loading {good.path}"):
+        plan = LoadPlan(tensors, good.manifest)
+    plan.check(gather_json(plan.note(), context), str(good.path))
+    with same_errors(context, f"loading {good.path}"):
+        info = _restore(good, plan, targets, context)
     get_dist_logger().info(f"loaded step {info.step} from {info.folder}, saved on {info.layout}")
     return info
 
@@ -95,10 +91,10 @@ def _newest_good(folder: Path, step: int | None, content: bool, context: Paralle
 def _candidates(folder: Path, step: int | None, context: ParallelContext) -> list[Found]:
     """What rank 0 sees, newest first, on every rank."""
     listings: list[list[list[Any]]] = [[]]
-    with agreed(context, f"listing {folder}"):
+    with same_errors(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
             listings = [[[found.step, found.revision, found.path.name] for found in published(folder)]]
-    entries = gather(listings[0], context)[0]
+    entries = gather_json(listings[0], context)[0]
     there = [Found(number, revision, folder / name) for number, revision, name in reversed(entries)]
     wanted = [found for found in there if step in (None, found.step)]
     if not wanted:
@@ -119,7 +115,7 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
         note["damaged"] = str(error)
     except Exception as error:  # a newer format is no damage, and an older checkpoint no answer to it
         note["unreadable"] = str(error)
-    notes = gather(note, context)
+    notes = gather_json(note, context)
     for told in notes:
         if told["unreadable"]:
             raise CheckpointError(f"{found.path} cannot be loaded: {told['unreadable']}")
@@ -127,28 +123,24 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
     return (manifest, "") if not problem else (None, problem)
 
 
-def _restore(
-    good: _Good, places: Sequence[Located], matches: Matches, targets: Targets, context: ParallelContext
-) -> LoadedInfo:
+def _restore(good: _Good, plan: LoadPlan, targets: Targets, context: ParallelContext) -> LoadedInfo:
     """Read and check everything that may still fail, and only then change the objects of this rank."""
     reader = TensorReader(good.path)
-    values = Values(good.manifest, reader, context)
-    extras = values.extras(targets.extra)
-    state = None
-    if targets.optimizer is not None:
-        state = OptimizerReader(good.manifest, places, matches, reader, values).state_dict_for(targets.optimizer)
-    restore_weights(targets.model, places, matches, reader, values)
+    values = SavedValues(good.manifest, reader, context)
+    states, plain = values.extras(targets.extra)
+    optimizer = targets.optimizer
+    state = OptimizerLoader(plan, reader, values).state_dict_for(optimizer) if optimizer is not None else None
+    plan.load_model(targets.model, reader, values)
     if state is not None:
-        load_optimizer(targets.optimizer, state)
-    for name, value in extras.objects.items():
+        load_optimizer(optimizer, state)
+    for name, value in states.items():
         targets.extra[name].load_state_dict(value)
-    source = values.random()
     return LoadedInfo(
         step=good.manifest.step,
         folder=good.path,
         layout=str(good.manifest.layout),
         same_layout=values.same_layout,
-        random=source,
-        extra=extras.plain,
+        random=values.restore_random(),
+        extra=plain,
         skipped=good.skipped,
     )

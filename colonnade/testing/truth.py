@@ -22,6 +22,7 @@ from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.shards import part_indices
 
 Tensors = dict[str, Tensor]
 
@@ -133,11 +134,7 @@ def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Param
 
 
 def _note(entry: Held, part: Tensor, context: ParallelContext) -> dict[str, Any]:
-    place: dict[int, tuple[int, int]] = {}
-    for mode, shard in entry.placement.shards.items():
-        at, parts = place.get(shard.dim, (0, 1))
-        size = context.get_world_size(mode)
-        place[shard.dim] = (at * size + context.get_local_rank(mode), parts * size)
+    place = part_indices(context.layout, entry.placement, context.get_global_rank())
     return {"name": entry.name, "shape": list(part.shape), "place": {str(dim): where for dim, where in place.items()}}
 
 

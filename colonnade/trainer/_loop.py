@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.collect import set_random_state
+from colonnade.checkpoint.random_state import set_random_state
 from colonnade.errors import ColonnadeError, ConfigError, TrainerError
 from colonnade.trainer._feed import Feed
 from colonnade.trainer._lengths import Lengths, moves_together, read_lengths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from colonnade.checkpoint.collect import random_state
 from colonnade.checkpoint.load import LoadedInfo
+from colonnade.checkpoint.random_state import random_state
 from colonnade.errors import CheckpointError, listed
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from colonnade.optim.zero.gather import GatherAhead
 from colonnade.optim.zero.inner import check_elementwise, copy_options, turned_to
 from colonnade.optim.zero.settings import Travel, ZeroSettings
 from colonnade.optim.zero.slice_step import SliceStep
-from colonnade.optim.zero.state import FlatShard, ShardedState
+from colonnade.optim.zero.state import ShardedState
 from colonnade.optim.zero.team import Means
+from colonnade.parallel.shards import FlatShard
 
 
 class ZeroOptimizer(Optimizer):

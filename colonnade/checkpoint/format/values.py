@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.tensors_file import raw_bytes, type_name
+from colonnade.checkpoint.format.tensors import raw_bytes, type_name
 from colonnade.errors import CheckpointError
 from colonnade.parallel.placement import is_dtensor
 
@@ -36,6 +36,11 @@ class Encoded:
             digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             digest.update(raw_bytes(tensor))
         return digest.hexdigest()
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it is an object that gives and takes its state, rather than a plain value."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def encode(value: Any, what: str) -> Encoded:

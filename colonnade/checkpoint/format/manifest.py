@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from colonnade.checkpoint.boxes import Box, tiles
-from colonnade.checkpoint.checked import Checked, Damaged, file_name
+from colonnade.checkpoint.format.boxes import Box, tiles
+from colonnade.checkpoint.format.records import Damaged, from_json, to_json
 from colonnade.context.layout import Layout
 from colonnade.errors import CheckpointError
 from colonnade.version import __version__
@@ -29,6 +29,13 @@ WIDTHS = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 """Bytes of an element, by the names that safetensors gives to types."""
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
+"""A plain name of a file of tensors: no folder, no "..", nothing hidden."""
+
+
+def tensors_file(rank: int) -> str:
+    """The name of a rank's file of tensors."""
+    return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,13 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A whole tensor: a weight or buffer (`slot` is ""), or the optimizer's `slot` of one.
+    """A whole tensor: a weight or buffer (`state_name` is ""), or what the optimizer keeps for one under `state_name`.
 
     `names` are all names under which a layout knows it (a tied weight has several), `label` its first.
     """
 
     label: str
-    slot: str
+    state_name: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
@@ -137,8 +144,13 @@ class Manifest:
 
     def dump(self) -> bytes:
         """The canonical text."""
-        content = {"format": FORMAT, **asdict(self)}
+        content = {"format": FORMAT, **to_json(self)}
         return _canonical({**content, "digest": _digest(content)})
+
+
+@dataclass(frozen=True)
+class _Version:
+    format: int
 
 
 def parse(raw: bytes) -> Manifest:
@@ -152,8 +164,7 @@ def parse(raw: bytes) -> Manifest:
 
 
 def _parse(content: Any, raw: bytes) -> Manifest:
-    found = Checked(content, MANIFEST)
-    version = found.whole_number("format")
+    version = from_json(_Version, content, MANIFEST).format
     if version > FORMAT:
         raise CheckpointError(
             f"it has format {version}, written by Colonnade {content.get('colonnade')}; this is {__version__}, which "
@@ -164,7 +175,7 @@ def _parse(content: Any, raw: bytes) -> Manifest:
         raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(content)}, expected {digest}")
     if _canonical({**content, "digest": digest}) != raw:
         raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
-    manifest = _read(found)
+    manifest = from_json(Manifest, content, MANIFEST)
     _check(manifest)
     return manifest
 
@@ -181,62 +192,26 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(_canonical(content)).hexdigest()
 
 
-def _read(found: Checked) -> Manifest:
-    layout = found.part("layout")
-    groups = found.parts("groups") if found.content.get("groups") is not None else None
-    return Manifest(
-        step=found.whole_number("step"),
-        time=found.number("time"),
-        layout=LayoutRecord(
-            layout.whole_number("world_size"),
-            tuple((str(name), int(size), str(mode)) for name, size, mode in layout.content["axes"]),
-        ),
-        files=tuple(
-            FileRecord(file_name(file.text("name")), file.whole_number("size"), file.text("sha256"))
-            for file in found.parts("files")
-        ),
-        tensors=tuple(map(_read_tensor, found.parts("tensors"))),
-        groups=None if groups is None else tuple(map(_read_group, groups)),
-        items=tuple(map(_read_item, found.parts("items"))),
-        colonnade=found.text("colonnade"),
-    )
-
-
-def _read_tensor(found: Checked) -> TensorRecord:
-    blocks = tuple(
-        Block(block.text("file"), block.text("key"), block.sizes("offset"), block.sizes("shape"))
-        for block in found.parts("blocks")
-    )
-    return TensorRecord(
-        found.text("label"), found.text("slot"), found.texts("names"), found.sizes("shape"), found.text("dtype"), blocks
-    )
-
-
-def _read_group(found: Checked) -> GroupRecord:
-    return GroupRecord(found.whole_number("index"), found.texts("names"), _read_item(found.part("options")))
-
-
-def _read_item(found: Checked) -> ItemRecord:
-    file = found.text("file") if found.content.get("file") is not None else None
-    tensors = found.whole_number("tensors")
-    return ItemRecord(
-        found.text("name"), found.sizes("ranks"), found.content.get("value"), tensors, file, found.text("key")
-    )
-
-
 def _check(manifest: Manifest) -> None:
     """Refuse what contradicts itself; what passes can be read without asking again."""
-    sizes = {file.name: file.size for file in manifest.files}
-    if len(sizes) != len(manifest.files):
+    files = {file.name for file in manifest.files}
+    for name in files:
+        if not _FILE.fullmatch(name):
+            raise Damaged(
+                f"the manifest names the file {name!r}; only plain names such as {tensors_file(0)} are opened, never a "
+                f"path that leads elsewhere"
+            )
+    if len(files) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
+    items = [*manifest.items, *(group.options for group in manifest.groups or ())]
     used = [(block.file, block.key) for tensor in manifest.tensors for block in tensor.blocks]
-    used += [(item.file, item.entry(at)) for item in all_items(manifest) if item.file for at in range(item.tensors)]
+    used += [(item.file, item.entry(at)) for item in items if item.file for at in range(item.tensors)]
     if len(set(used)) != len(used):
         raise Damaged(f"{MANIFEST} uses one entry of a file twice")
-    strangers = {file for file, _ in used} - set(sizes)
+    strangers = {file for file, _ in used} - files
     if strangers:
         raise Damaged(f"{MANIFEST} speaks of {sorted(strangers)[0]}, which is not among its files")
-    if any(item.tensors and item.file is None for item in all_items(manifest)):
+    if any(item.tensors and item.file is None for item in items):
         raise Damaged(f"{MANIFEST} has a value whose tensors are nowhere")
     for tensor in manifest.tensors:
         check_tiled(tensor)
@@ -247,14 +222,9 @@ def _check(manifest: Manifest) -> None:
 
 def check_tiled(tensor: TensorRecord) -> None:
     """Refuse a tensor of an unknown type, or whose blocks do not make the whole exactly once."""
-    what = f"{tensor.label}{f' ({tensor.slot})' if tensor.slot else ''}"
+    what = f"{tensor.label}{f' ({tensor.state_name})' if tensor.state_name else ''}"
     if tensor.dtype not in WIDTHS:
         raise Damaged(f"{what} has the type {tensor.dtype}, which is none of {', '.join(WIDTHS)}")
     if not tiles((block.box for block in tensor.blocks), tensor.shape):
         places = ", ".join(f"{list(block.offset)}+{list(block.shape)}" for block in tensor.blocks[:8])
         raise Damaged(f"the blocks of {what} do not make a whole of shape {list(tensor.shape)}: {places or 'none'}")
-
-
-def all_items(manifest: Manifest) -> Iterable[ItemRecord]:
-    """Every value of the manifest that may have tensors."""
-    return [*manifest.items, *(group.options for group in manifest.groups or ())]

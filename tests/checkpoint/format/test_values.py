@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 import torch
 
-from colonnade.checkpoint.values import decode, encode
+from colonnade.checkpoint.format.values import decode, encode
 from colonnade.errors import CheckpointError
 
 
@@ -82,7 +82,7 @@ def test_a_digest_tells_values_apart_by_their_bits():
         ({"a": [{1, 2}]}, r"it\['a'\]\[0\] is a builtins.set"),
         ({"f": print}, r"it\['f'\] is a builtins.builtin_function_or_method"),
         (b"bytes", "it is a builtins.bytes"),
-        (Colour.RED, "it is a tests.checkpoint.test_values.Colour"),
+        (Colour.RED, "it is a tests.checkpoint.format.test_values.Colour"),
         (torch.zeros(2, dtype=torch.complex128), "it is torch.complex128, which a checkpoint cannot hold"),
         (torch.zeros(2, 2).to_sparse(), "only dense ones"),
         (torch.zeros(2, device="meta"), "a meta tensor"),

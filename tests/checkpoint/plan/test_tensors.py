@@ -1,15 +1,21 @@
-"""DTensors, and optimizers that keep the state of only some parameters: saved and loaded like everything else."""
+"""Elements in any memory order; DTensors, and optimizers that keep the state of only some parameters: saved and loaded like everything else."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.format.boxes import Box, tiles
+from colonnade.checkpoint.plan.tensors import boxes_in_memory
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.testing import run_world
@@ -105,3 +111,16 @@ def test_state_is_saved_by_the_rank_that_has_it(tmp_path):
     average = optimizer.state[model[0].weight]["exp_avg"].unique().tolist()
     for seen in run_world(2, partitioned, tmp_path, False).values:
         assert seen == [average, average]
+
+
+@given(st.permutations(range(3)), st.integers(0, 24), st.integers(0, 24))
+def test_ranges_of_any_memory_order_tile_the_whole(order, first, second):
+    local = torch.arange(24).view(2, 3, 4).permute(order)
+    flat = torch.arange(24)
+    tensor: Any = SimpleNamespace(local=local, box=Box((0, 5, 0), tuple(local.shape)))
+    cuts = sorted({0, first, second, 24})
+    found = [part for start, stop in pairwise(cuts) for part in boxes_in_memory(tensor, start, stop, flat[start:stop])]
+    moved = [Box((box.offset[0], box.offset[1] - 5, box.offset[2]), box.shape) for box, _ in found]
+    assert tiles(moved, tuple(local.shape))
+    for box, (_, values) in zip(moved, found, strict=True):
+        assert torch.equal(local[box.slices_in(Box((0, 0, 0), tuple(local.shape)))], values)

@@ -1,14 +1,15 @@
-"""Boxes tile a whole exactly when every element is in one of them."""
+"""Boxes tile a whole exactly when every element is in one of them; ranges in row order become boxes."""
 
 from __future__ import annotations
 
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.checkpoint.boxes import Box, tiles, whole_box
+from colonnade.checkpoint.format.boxes import Box, boxes_of_range, tiles, whole_box
 
 
 def elements(box: Box) -> list[tuple[int, ...]]:
@@ -69,3 +70,18 @@ def test_what_two_boxes_share():
     assert shared.slices_in(one) == (slice(1, 3), slice(2, 4))
     assert one.shared_with(Box((4, 0), (1, 1))) is None
     assert Box((), ()).shared_with(Box((), ())) == Box((), ())
+
+
+SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+def test_a_range_is_cut_into_few_boxes_in_order(shape, data):
+    whole = torch.arange(torch.empty(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    boxes = boxes_of_range(start, stop, shape)
+    origin = Box((0,) * len(shape), shape)
+    read = [whole[box.slices_in(origin)].flatten() for box in boxes]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *read]), torch.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

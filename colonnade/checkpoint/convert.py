@@ -4,70 +4,56 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
-
-from colonnade.checkpoint.boxes import whole_box
-from colonnade.checkpoint.folder import (
+from colonnade.checkpoint.collective import as_checkpoint_errors
+from colonnade.checkpoint.format.boxes import whole_box
+from colonnade.checkpoint.format.manifest import MANIFEST, Block, ItemRecord, Manifest, TensorRecord, tensors_file
+from colonnade.checkpoint.format.tensors import Entry, TensorReader, write_tensors
+from colonnade.checkpoint.storage.folder import (
     check_space,
     clean,
     discard,
     make_folder,
     publish,
-    published,
     staging_name,
     step_of,
     sync_folder,
     told_of_space,
     write_new,
 )
-from colonnade.checkpoint.integrity import verify
-from colonnade.checkpoint.lock import RunLock
-from colonnade.checkpoint.manifest import MANIFEST, Block, ItemRecord, Manifest, TensorRecord
-from colonnade.checkpoint.parts import rank_file
-from colonnade.checkpoint.tensors_file import Entry, TensorReader, given, type_name, write_tensors
-from colonnade.checkpoint.together import as_checkpoint_errors
+from colonnade.checkpoint.storage.lock import RunLock
+from colonnade.checkpoint.storage.verify import newest_good, verify
 from colonnade.errors import CheckpointError
 
 
-def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
-    """`path` itself if it is a checkpoint; in a run's folder the newest good one, or that of `step`."""
-    folder = Path(path)
-    if step_of(folder) is not None or (folder / MANIFEST).exists():
-        return folder
-    found = [entry for entry in reversed(published(folder)) if step in (None, entry.step)]
-    problems = []
-    for entry in found:
-        try:
-            verify(entry.path)
-        except CheckpointError as error:
-            problems.append(f"{entry.path.name}: {error}")
-        else:
-            return entry.path
-    wanted = f" of step {step}" if step is not None else ""
-    raise CheckpointError("\n  ".join([f"{folder} has no good checkpoint{wanted}", *problems]))
+def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
+    """`folder` itself if it is a checkpoint; in a run's folder the newest good one, or that of `step`."""
+    path = Path(folder)
+    if step_of(path) is not None or (path / MANIFEST).exists():
+        return path
+    found, problems = newest_good(path, step)
+    if found is None:
+        wanted = f" of step {step}" if step is not None else ""
+        raise CheckpointError("\n  ".join([f"{path} has no good checkpoint{wanted}", *problems]))
+    return found.path
 
 
-def export_full(checkpoint_folder: str | Path, file: str | Path) -> Path:
+def export_full(checkpoint: str | Path, file: str | Path) -> Path:
     """Write all weights and buffers, whole, into one safetensors file that replaces `file`; returns it.
 
     `model.load_state_dict(safetensors.torch.load_file(file))` loads it. A tied weight is there under each of its
     names. Of a run's folder the newest good checkpoint is taken. It is verified first; one whole tensor is in memory at a time.
     """
     target = Path(file)
-    with as_checkpoint_errors(f"exporting {checkpoint_folder}"):
-        source = find_checkpoint(checkpoint_folder)
+    with as_checkpoint_errors(f"exporting {checkpoint}"):
+        source = find_checkpoint(checkpoint)
         manifest = verify(source)
         reader = TensorReader(source)
-        weights = [record for record in manifest.tensors if not record.slot]
-        entries = [
-            Entry(name, record.dtype, record.shape, _reading(reader, record))
-            for record in weights
-            for name in record.names
-        ]
+        weights = [record for record in manifest.tensors if not record.state_name]
+        entries = [_entry(name, record, reader) for record in weights for name in record.names]
         needed = sum(entry.size for entry in entries)
         target.parent.mkdir(parents=True, exist_ok=True)
         check_space(target.parent, needed)
@@ -82,14 +68,14 @@ def export_full(checkpoint_folder: str | Path, file: str | Path) -> Path:
     return target
 
 
-def reshard(checkpoint_folder: str | Path, folder: str | Path, files: int) -> Path:
+def reshard(checkpoint: str | Path, folder: str | Path, files: int) -> Path:
     """Write the checkpoint anew into another run's folder, as whole tensors spread over `files` files by size.
 
     No layout needs this: a checkpoint says where each block lies in its whole, so any layout loads it as it is. It
     serves storage, where many small blocks or a few large files are unwelcome. Nothing in it is changed, random
     streams and the layout that saved it included. The source is verified first.
     """
-    source, target = Path(checkpoint_folder), Path(folder)
+    source, target = Path(checkpoint), Path(folder)
     if files < 1:
         raise CheckpointError(f"a checkpoint cannot be spread over {files} files; give at least 1")
     with as_checkpoint_errors(f"resharding {source}"):
@@ -108,7 +94,7 @@ class _Spread:
     """Tensors being dealt out to files, each to the one that has the least so far."""
 
     def __init__(self, reader: TensorReader, files: int) -> None:
-        self.entries: dict[str, list[Entry]] = {rank_file(at): [] for at in range(files)}
+        self.entries: dict[str, list[Entry]] = {tensors_file(at): [] for at in range(files)}
         self._sizes = dict.fromkeys(self.entries, 0)
         self._reader = reader
 
@@ -125,17 +111,15 @@ class _Spread:
         moved = replace(record, key=key, file=self._least())
         for at in range(record.tensors):
             tensor = self._reader.entry(record.file, record.entry(at))
-            self._add(
-                moved.file or "", Entry(moved.entry(at), type_name(tensor, key), tuple(tensor.shape), given(tensor))
-            )
+            self._add(moved.file or "", Entry.of(moved.entry(at), tensor))
         return moved
 
     def _whole(self, record: TensorRecord) -> TensorRecord:
         if not record.size:
             return record
         file = self._least()
-        key = f"optimizer/{record.slot}/{record.label}" if record.slot else f"model/{record.label}"
-        self._add(file, Entry(key, record.dtype, record.shape, _reading(self._reader, record)))
+        key = f"optimizer/{record.state_name}/{record.label}" if record.state_name else f"model/{record.label}"
+        self._add(file, _entry(key, record, self._reader))
         return replace(record, blocks=(Block(file, key, whole_box(record.shape).offset, record.shape),))
 
     def _least(self) -> str:
@@ -167,5 +151,6 @@ def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int)
         raise
 
 
-def _reading(reader: TensorReader, record: TensorRecord) -> Callable[[], Tensor]:
-    return lambda: reader.new(whole_box(record.shape), record.blocks, record.dtype)
+def _entry(key: str, record: TensorRecord, reader: TensorReader) -> Entry:
+    """A whole tensor, read when its turn comes."""
+    return Entry(key, record.dtype, record.shape, lambda: reader.whole(record))

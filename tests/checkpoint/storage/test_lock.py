@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.lock import LOCK_FILE, RunLock
+from colonnade.checkpoint.storage.lock import LOCK_FILE, RunLock
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -24,7 +24,7 @@ from tests.checkpoint.models import WAYS, launched
 HOLD = (
     "import sys, time, os\n"
     "from pathlib import Path\n"
-    "from colonnade.checkpoint.lock import RunLock\n"
+    "from colonnade.checkpoint.storage.lock import RunLock\n"
     "lock = RunLock(Path(sys.argv[1]))\n"
     "forks = 'fork' in sys.argv\n"
     "if not forks or os.fork() == 0:\n"

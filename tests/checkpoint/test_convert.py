@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager, export_full, fault, reshard, verify
-from colonnade.checkpoint.export import find_checkpoint
-from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.checkpoint.convert import find_checkpoint
+from colonnade.checkpoint.format.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.models import WAYS, build, truth_after
@@ -59,8 +59,8 @@ def test_a_resharded_checkpoint_holds_the_same(four_ranks, tmp_path, files):
     assert len(after.files) == files
     assert after.layout == before.layout
     assert all(len(tensor.blocks) <= 1 for tensor in after.tensors)
-    assert [(tensor.label, tensor.slot) for tensor in after.tensors] == [
-        (tensor.label, tensor.slot) for tensor in before.tensors
+    assert [(tensor.label, tensor.state_name) for tensor in after.tensors] == [
+        (tensor.label, tensor.state_name) for tensor in before.tensors
     ]
     sizes = [file.size for file in after.files]
     assert max(sizes) < 2.5 * min(sizes)

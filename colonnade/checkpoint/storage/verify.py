@@ -7,9 +7,10 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from colonnade.checkpoint.checked import Damaged
-from colonnade.checkpoint.folder import step_of
-from colonnade.checkpoint.manifest import LONGEST, MANIFEST, FileRecord, Manifest, parse
+from colonnade.checkpoint.format.manifest import LONGEST, MANIFEST, FileRecord, Manifest, parse
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.storage.folder import Found, published, step_of
+from colonnade.errors import CheckpointError
 
 _CHUNK = 1 << 20
 
@@ -23,6 +24,20 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
     manifest = read_manifest(path)
     check_files(path, manifest.files, content)
     return manifest
+
+
+def newest_good(folder: Path, step: int | None = None, content: bool = True) -> tuple[Found | None, list[str]]:
+    """The newest checkpoint of a run's folder (of `step`) that passes `verify`, and why newer ones do not."""
+    problems: list[str] = []
+    for found in reversed(published(folder)):
+        if step in (None, found.step):
+            try:
+                verify(found.path, content)
+            except (CheckpointError, OSError) as error:
+                problems.append(f"{found.path.name}: {error}")
+            else:
+                return found, problems
+    return None, problems
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -27,9 +27,8 @@ class Box:
 
     def shared_with(self, other: Box) -> Box | None:
         """The elements that are in both, or None."""
-        start = tuple(max(pair) for pair in zip(self.offset, other.offset, strict=True))
-        stop = tuple(min(pair) for pair in zip(self.stop, other.stop, strict=True))
-        shape = tuple(last - first for first, last in zip(start, stop, strict=True))
+        start = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(stops) - first for first, *stops in zip(start, self.stop, other.stop, strict=True))
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
@@ -53,11 +52,7 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     takes time linear in the number of boxes.
     """
     filled = [box for box in boxes if box.numel]
-    inside = all(
-        len(box.offset) == len(shape) and all(a >= 0 and b <= size for a, b, size in _spans(box, shape))
-        for box in filled
-    )
-    if not inside or sum(box.numel for box in filled) != prod(shape):
+    if not all(_inside(box, shape) for box in filled) or sum(box.numel for box in filled) != prod(shape):
         return False
     odd: set[tuple[int, ...]] = set()
     for box in filled:
@@ -65,9 +60,31 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     return odd == (_corners(whole_box(shape)) if prod(shape) else set())
 
 
-def _spans(box: Box, shape: tuple[int, ...]) -> Iterable[tuple[int, int, int]]:
-    return zip(box.offset, box.stop, shape, strict=True)
+def _inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.offset) == len(shape) and all(
+        start >= 0 and stop <= size for start, stop, size in zip(box.offset, box.stop, shape, strict=True)
+    )
 
 
 def _corners(box: Box) -> set[tuple[int, ...]]:
     return set(product(*zip(box.offset, box.stop, strict=True)))
+
+
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
+    """The boxes that elements [start, stop) of a tensor in row order fill, in that order; at most two per dimension."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner
+    if first > last:  # inside one row
+        return _boxes_in_row(last, start - last * inner, stop - last * inner, shape)
+    found = _boxes_in_row(first - 1, start - (first - 1) * inner, inner, shape) if start < first * inner else []
+    if first < last:
+        found.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    return [*found, *_boxes_in_row(last, 0, stop - last * inner, shape)]
+
+
+def _boxes_in_row(row: int, start: int, stop: int, shape: Sequence[int]) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.shape)) for box in boxes_of_range(start, stop, shape[1:])]

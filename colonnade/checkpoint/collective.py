@@ -1,4 +1,4 @@
-"""Every rank does its part and all of them go on, or all of them raise the same CheckpointError.
+"""What all ranks do together: go on or raise the same CheckpointError, and tell each other JSON values.
 
 A context that was never launched is a world of one, in which nothing is communicated.
 """
@@ -17,7 +17,7 @@ from colonnade.errors import CheckpointError
 
 
 @contextmanager
-def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
+def same_errors(context: ParallelContext, doing: str) -> Iterator[None]:
     """Run the block on every rank; an error on one is a CheckpointError on all. Collective at its end.
 
     The block itself must not communicate: a rank that fails in it goes straight to the agreement.
@@ -37,7 +37,7 @@ def as_checkpoint_errors(doing: str) -> Iterator[None]:
         raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
-def gather(value: Any, context: ParallelContext) -> list[Any]:
+def gather_json(value: Any, context: ParallelContext) -> list[Any]:
     """Every rank's JSON value, in rank order. Collective over the world."""
     text = json.dumps(value)
     return [json.loads(other) for other in (gather_texts(text, context.device) if context.is_launched else [text])]

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from colonnade.checkpoint.boxes import Box
-from colonnade.checkpoint.checked import Damaged
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.manifest import WIDTHS, Block, FileRecord
+from colonnade.checkpoint.format.boxes import Box, whole_box
+from colonnade.checkpoint.format.manifest import WIDTHS, Block, FileRecord, TensorRecord
+from colonnade.checkpoint.format.records import Damaged
 from colonnade.errors import CheckpointError, listed
 
 _NAMES = {
@@ -60,15 +61,15 @@ class Entry:
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> Entry:
+        """The entry of a tensor that is there already."""
+        return cls(key, type_name(tensor, key), tuple(tensor.shape), lambda: tensor)
+
     @property
     def size(self) -> int:
         """Its bytes."""
         return prod(self.shape) * WIDTHS[self.dtype]
-
-
-def given(tensor: Tensor) -> Callable[[], Tensor]:
-    """What an entry reads whose tensor is there already."""
-    return lambda: tensor
 
 
 def type_name(tensor: Tensor, what: str) -> str:
@@ -92,11 +93,12 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
     ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
-        for content in _contents(ordered):
+        for content in chain([_header(ordered)], (raw_bytes(entry.read()) for entry in ordered)):
             for start in range(0, len(content), _CHUNK):
                 chunk = content[start : start + _CHUNK]
                 digest.update(chunk)
-                _write_all(file, chunk)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
                 rest()
             size += len(content)
             fault_point("tensor written")
@@ -139,6 +141,10 @@ class TensorReader:
         self.fill(target, box, blocks, dtype)
         return target
 
+    def whole(self, record: TensorRecord) -> Tensor:
+        """All elements of a saved tensor."""
+        return self.new(whole_box(record.shape), record.blocks, record.dtype)
+
     def entry(self, file: str, key: str) -> Tensor:
         """A whole entry, whatever its shape."""
         with _damaged_if_broken(file):
@@ -166,31 +172,16 @@ def _damaged_if_broken(file: str) -> Iterator[None]:
         raise Damaged(f"{file} cannot be read: {error}") from error
 
 
-def _contents(entries: list[Entry]) -> Iterable[memoryview]:
-    """The bytes of the file: the header, then each tensor."""
-    yield memoryview(_header(entries))
-    for entry in entries:
-        yield raw_bytes(entry.read())
-
-
-def _header(entries: list[Entry]) -> bytes:
+def _header(entries: list[Entry]) -> memoryview:
     table, start = {}, 0
     for entry in entries:
-        table[entry.key] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [start, start + entry.size],
-        }
-        start += entry.size
+        stop = start + entry.size
+        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
+        start = stop
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
         raise CheckpointError(
             f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read"
         )
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(file: Any, content: memoryview) -> None:
-    while len(content):
-        content = content[file.write(content) :]
+    return memoryview(len(text).to_bytes(8, "little") + text)

@@ -1,35 +1,26 @@
-"""Put back what is not a tensor of the model: values, the state of objects, and the random streams."""
+"""What a checkpoint holds beside tensors of the model: values, the state of objects, and the random streams."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
-from colonnade.checkpoint.collect import RANDOM, has_state, set_random_state
-from colonnade.checkpoint.manifest import ItemRecord, LayoutRecord, Manifest
-from colonnade.checkpoint.tensors_file import TensorReader, raw_bytes
-from colonnade.checkpoint.values import decode
+from colonnade.checkpoint.format.manifest import ItemRecord, LayoutRecord, Manifest
+from colonnade.checkpoint.format.tensors import TensorReader, raw_bytes
+from colonnade.checkpoint.format.values import decode, is_stateful
+from colonnade.checkpoint.random_state import set_random_state, why_not_here
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.random import derive_seed
 from colonnade.errors import CheckpointError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 
+RANDOM = "random"
+"""The name of the random state among the values."""
 RandomSource = Literal["restored", "re-derived"]
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What was saved as `extra`: state of objects that are here to take it, and all other values."""
-
-    objects: dict[str, Any]
-    plain: dict[str, Any]
-
-
-class Values:
+class SavedValues:
     """The values of one checkpoint as this rank sees them.
 
     A value that was the same on every rank is everybody's. One that differed belongs to the rank that had it, and
@@ -42,12 +33,12 @@ class Values:
         self._reader = reader
         self._context = context
         self._items: dict[str, list[ItemRecord]] = {}
-        self._slots: dict[str, list[str]] = {}
+        self._state_names: dict[str, list[str]] = {}
         for item in manifest.items:
             self._items.setdefault(item.name, []).append(item)
             if item.name.startswith("optimizer/"):
-                _, slot, label = item.name.split("/", 2)
-                self._slots.setdefault(label, []).append(slot)
+                _, state_name, label = item.name.split("/", 2)
+                self._state_names.setdefault(label, []).append(state_name)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has such a value."""
@@ -67,32 +58,33 @@ class Values:
         """The value of a record."""
         return decode(item.value, lambda at: self._reader.entry(item.file or "", item.entry(at)))
 
-    def slots_of(self, label: str) -> dict[str, Any]:
+    def optimizer_state_of(self, label: str) -> dict[str, Any]:
         """What the optimizer kept for a parameter that is not a tensor."""
-        return {slot: self.get(f"optimizer/{slot}/{label}") for slot in self._slots.get(label, ())}
+        return {name: self.get(f"optimizer/{name}/{label}") for name in self._state_names.get(label, ())}
 
-    def extras(self, extra: Mapping[str, Any]) -> Extras:
-        """The state for every object in `extra`, and the values that belong to none."""
+    def extras(self, extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What was saved as `extra`: the state of the objects that are here to take it, and all other values."""
         known = [name.removeprefix("extra/") for name in self._items if name.startswith("extra/")]
         for name in extra:
             if name not in known:
                 raise CheckpointError(
                     f"the checkpoint has no extra {name!r}; it has {listed(known)}.{did_you_mean(name, known)}"
                 )
-        found = Extras({}, {})
+        states: dict[str, Any] = {}
+        plain: dict[str, Any] = {}
         for name in known:
-            if name in extra and has_state(extra[name]):
-                found.objects[name] = self.get(f"extra/{name}")
+            if name in extra and is_stateful(extra[name]):
+                states[name] = self.get(f"extra/{name}")
             elif name in extra or self._mine(f"extra/{name}") is not None:
-                found.plain[name] = self.get(f"extra/{name}")
-        return found
+                plain[name] = self.get(f"extra/{name}")
+        return states, plain
 
-    def random(self) -> RandomSource:
+    def restore_random(self) -> RandomSource:
         """Put the random streams back to the bit, or derive new ones from the saved and say so in the log."""
         reason = None if self.same_layout else f"it was saved on {self._manifest.layout}"
         if reason is None:
             state = self.get(RANDOM)
-            reason = _other_device(state, self._context)
+            reason = why_not_here(state, self._context)
             if reason is None:
                 set_random_state(state, self._context)
                 return "restored"
@@ -119,10 +111,3 @@ class Values:
         for at in range(first.tensors):
             digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
         return derive_seed(self._manifest.step, digest.hexdigest())
-
-
-def _other_device(state: Mapping[str, Any], context: ParallelContext) -> str | None:
-    on_cuda = "cuda" in state["streams"]["default"]
-    if on_cuda and not torch.cuda.is_available():
-        return "it was saved on cuda"
-    return "it was saved without cuda" if context.device.type == "cuda" and not on_cuda else None

@@ -1,33 +1,28 @@
-"""One save on its way to disk: every rank's part into a staged folder, then one commit by the first rank.
+"""One save on its way to disk: every rank's file into a staged folder, then one commit by the first rank.
 
-Nothing here communicates, so all of it can run in a background thread beside training. The first rank learns that
-the others are done from the notes they leave in the folder, never from a process group: those belong to the
-training thread, and collectives of two threads on one group have no order.
+Nothing here communicates, so all of it can run in a background thread beside training. A rank leaves a note in the
+folder, put there by one rename, after its tensors are on disk. From these notes the first rank makes the manifest, and
+learns that the others are done: never from a process group, since those belong to the training thread, and
+collectives of two threads on one group have no order.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from colonnade.checkpoint.collect import RankPart
+from colonnade.checkpoint.collective import as_checkpoint_errors
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.folder import publish, retire, told_of_space, write_new
-from colonnade.checkpoint.manifest import MANIFEST, LayoutRecord, Manifest
-from colonnade.checkpoint.parts import (
-    Part,
-    leave_part,
-    merge_groups,
-    merge_tensors,
-    part_file,
-    rank_file,
-    take_part,
-)
-from colonnade.checkpoint.tensors_file import write_tensors
-from colonnade.checkpoint.together import as_checkpoint_errors
+from colonnade.checkpoint.format.manifest import MANIFEST, LayoutRecord, Manifest, tensors_file
+from colonnade.checkpoint.format.records import from_json, to_json
+from colonnade.checkpoint.format.tensors import write_tensors
+from colonnade.checkpoint.plan.save import RankNote, SavePlan, merge_groups, merge_tensors
+from colonnade.checkpoint.storage.folder import publish, retire, told_of_space, write_new
 from colonnade.errors import CheckpointError
 
 _POLL = 0.02
@@ -38,7 +33,7 @@ _LONGEST_REST = 0.5
 
 
 @dataclass(frozen=True)
-class Save:
+class StorageWriter:
     """Which step goes where, from whom; `needed` is the bytes of all ranks together."""
 
     step: int
@@ -48,29 +43,40 @@ class Save:
     needed: int
     keep: int
 
-    def write(self, mine: RankPart, rest: Callable[[], None] = lambda: None) -> None:
+    def write(self, plan: SavePlan, rest: Callable[[], None] = lambda: None) -> None:
         """Write this rank's tensors and its note; `rest` is called between chunks."""
         with told_of_space(self.staged.parent, self.needed):
-            if mine.entries:
-                mine.part.file = write_tensors(self.staged / rank_file(self.rank), mine.entries, rest)
-            leave_part(self.staged, mine.part)
+            path = self.staged / tensors_file(self.rank)
+            file = write_tensors(path, plan.entries, rest) if plan.entries else None
+            unfinished = self._note_file(self.rank).with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(to_json(plan.note(file))))
+            os.rename(unfinished, self._note_file(self.rank))
         fault_point("part written")
 
     def commit(self) -> Path:
         """Publish the checkpoint, on the first rank, when every rank's note is there; then delete old ones."""
-        parts = [take_part(self.staged, rank) for rank in range(self.layout.world_size)]
+        notes = [self._take_note(rank) for rank in range(self.layout.world_size)]
+        manifest = Manifest(
+            step=self.step,
+            time=time.time(),
+            layout=self.layout,
+            files=tuple(note.file for note in notes if note.file is not None),
+            tensors=merge_tensors(notes),
+            groups=merge_groups(notes),
+            items=tuple(item for note in notes for item in note.items),
+        )
         with told_of_space(self.staged.parent, self.needed):
-            write_new(self.staged / MANIFEST, self._manifest(parts).dump())
+            write_new(self.staged / MANIFEST, manifest.dump())
             fault_point("manifest written")
             path = publish(self.staged, self.step)
         retire(path.parent, path, self.keep)
         return path
 
-    def wait_for_parts(self, stop: threading.Event) -> None:
+    def wait_for_notes(self, stop: threading.Event) -> None:
         """Wait until every rank's note is there, or `stop` is set; at the end of the process, not for long."""
         missing = set(range(self.layout.world_size))
         asked, main_ended = time.monotonic(), None
-        while missing := {rank for rank in missing if not part_file(self.staged, rank).exists()}:
+        while missing := {rank for rank in missing if not self._note_file(rank).exists()}:
             now = time.monotonic()
             if main_ended is None and not threading.main_thread().is_alive():
                 main_ended = now
@@ -81,16 +87,14 @@ class Save:
                     f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched."
                 )
 
-    def _manifest(self, parts: list[Part]) -> Manifest:
-        return Manifest(
-            step=self.step,
-            time=time.time(),
-            layout=self.layout,
-            files=tuple(part.file for part in parts if part.file is not None),
-            tensors=merge_tensors(parts),
-            groups=merge_groups(parts),
-            items=tuple(item for part in parts for item in part.items),
-        )
+    def _note_file(self, rank: int) -> Path:
+        return self.staged / f"rank-{rank:05d}.part"
+
+    def _take_note(self, rank: int) -> RankNote:
+        path = self._note_file(rank)
+        note = from_json(RankNote, json.loads(path.read_text()), path.name)
+        path.unlink()
+        return note
 
 
 class Pace:
@@ -116,20 +120,20 @@ class Pace:
         self._before = time.thread_time()
 
 
-class Background:
+class BackgroundWriter:
     """Writes one save beside training; `error` is what went wrong on this rank, known after `join`.
 
     Its thread is no daemon: a process that ends normally ends after its last checkpoint is on disk.
     """
 
-    def __init__(self, save: Save, mine: RankPart, done: Callable[[Path], None]) -> None:
-        self.save = save
+    def __init__(self, writer: StorageWriter, plan: SavePlan, done: Callable[[Path], None]) -> None:
+        self.writer = writer
         self.error: CheckpointError | None = None
-        self._mine, self._done = mine, done
+        self._plan, self._done = plan, done
         self._stop = threading.Event()
         self._reason = ""
         self._pace = Pace()
-        self._thread = threading.Thread(target=self._run, name=f"colonnade-save-{save.step}", daemon=False)
+        self._thread = threading.Thread(target=self._run, name=f"colonnade-save-{writer.step}", daemon=False)
         self._thread.start()
 
     @property
@@ -144,7 +148,7 @@ class Background:
 
     def part_error(self) -> str:
         """Wait until this rank's part is written; returns what went wrong with it. Rank 0 has more to do: not waited for."""
-        if self.save.rank == 0:
+        if self.writer.rank == 0:
             return ""
         self.join()
         return str(self.error or "")
@@ -162,16 +166,16 @@ class Background:
 
     def _run(self) -> None:
         try:
-            with as_checkpoint_errors(f"saving step {self.save.step} in the background"):
+            with as_checkpoint_errors(f"saving step {self.writer.step} in the background"):
                 self._write()
         except CheckpointError as error:
             self.error = CheckpointError(self._reason) if self._reason else error
 
     def _write(self) -> None:
         try:
-            self.save.write(self._mine, self._pace.rest)
+            self.writer.write(self._plan, self._pace.rest)
         finally:
-            self._mine.entries.clear()
-        if self.save.rank == 0:
-            self.save.wait_for_parts(self._stop)
-            self._done(self.save.commit())
+            self._plan.entries.clear()
+        if self.writer.rank == 0:
+            self.writer.wait_for_notes(self._stop)
+            self._done(self.writer.commit())

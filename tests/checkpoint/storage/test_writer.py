@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, fault, write
+from colonnade.checkpoint import CheckpointManager, fault
+from colonnade.checkpoint.storage import writer
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -190,7 +191,7 @@ def fail_while_it_writes(folder: Path) -> float:
         if context.get_global_rank() == 1:
             fault.hook = lambda point: time.sleep(30)
         else:
-            write._PATIENCE_AFTER_ERROR = 0.5
+            writer._PATIENCE_AFTER_ERROR = 0.5
         began = time.monotonic()
         try:
             with CheckpointManager(folder, context, background=True) as manager:

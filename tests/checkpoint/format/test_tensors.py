@@ -14,19 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from colonnade.checkpoint.boxes import Box, whole_box
-from colonnade.checkpoint.checked import Damaged
-from colonnade.checkpoint.manifest import WIDTHS, Block
-from colonnade.checkpoint.tensors_file import (
+from colonnade.checkpoint.format.boxes import Box, whole_box
+from colonnade.checkpoint.format.manifest import WIDTHS, Block
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.tensors import (
     _NAMES,
     Entry,
     TensorReader,
     raw_bytes,
-    type_name,
     write_tensors,
-)
-from colonnade.checkpoint.tensors_file import (
-    given as ready,
 )
 
 TYPES = list(_NAMES)
@@ -40,15 +36,13 @@ def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return bits.view(dtype).reshape(shape)
 
 
-def entry(key: str, tensor: torch.Tensor) -> Entry:
-    return Entry(key, type_name(tensor, key), tuple(tensor.shape), ready(tensor))
-
-
 def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
     tensors = {f"{at}": some(dtype, 3, 5) for at, dtype in enumerate(TYPES)}
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 4), "turned": some(torch.float32, 4, 6).t()}
     tensors |= {"conjugate": torch.tensor([1 + 2j]).conj(), "é/strange key#1": torch.ones(1)}
-    record = write_tensors(tmp_path / "rank-00000.safetensors", [entry(key, value) for key, value in tensors.items()])
+    record = write_tensors(
+        tmp_path / "rank-00000.safetensors", [Entry.of(key, value) for key, value in tensors.items()]
+    )
     content = (tmp_path / record.name).read_bytes()
     assert (record.size, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     found = load_file(tmp_path / record.name)
@@ -62,9 +56,9 @@ def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
 
 def test_elements_are_aligned(tmp_path):
     tensors = [
-        entry("a", some(torch.uint8, 3)),
-        entry("b", some(torch.float64, 2)),
-        entry("c", some(torch.bfloat16, 1)),
+        Entry.of("a", some(torch.uint8, 3)),
+        Entry.of("b", some(torch.float64, 2)),
+        Entry.of("c", some(torch.bfloat16, 1)),
     ]
     write_tensors(tmp_path / "x.safetensors", tensors)
     content = (tmp_path / "x.safetensors").read_bytes()
@@ -86,7 +80,7 @@ def test_any_box_is_read_from_any_blocks(tmp_path_factory, data):
         for left, right in spans[1]:
             key = f"{top},{left}"
             blocks.append(Block("x.safetensors", key, (top, left), (bottom - top, right - left)))
-            entries.append(entry(key, whole[top:bottom, left:right]))
+            entries.append(Entry.of(key, whole[top:bottom, left:right]))
     folder = tmp_path_factory.mktemp("boxes")
     write_tensors(folder / "x.safetensors", entries)
     start = [data.draw(st.integers(0, size)) for size in shape]
@@ -96,7 +90,7 @@ def test_any_box_is_read_from_any_blocks(tmp_path_factory, data):
 
 
 def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
-    write_tensors(tmp_path / "x.safetensors", [entry("a", torch.ones(2, 2))])
+    write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2, 2))])
     reader = TensorReader(tmp_path)
     for block, dtype in [
         (Block("x.safetensors", "a", (0,), (4,)), "F32"),
