@@ -23,7 +23,8 @@ class FlatShard:
     """Elements [start, stop) of a parameter's local part, in the order they have in memory, and what is kept of them.
 
     `ranks` share the parameter among themselves. `state` has 1-d tensors of `stop - start` elements, and values that
-    are the same for the whole parameter.
+    are the same for the whole parameter: not tensors, or tensors of another shape. (In a checkpoint the elements of a
+    0-d parameter look like such a tensor; all but `step` are loaded as elements.)
     """
 
     start: int
