@@ -16,13 +16,11 @@ from colonnade.checkpoint.storage.folder import (
     check_space,
     clean,
     discard,
-    make_folder,
     publish,
     staging_name,
     step_of,
     sync_folder,
     told_of_space,
-    write_new,
 )
 from colonnade.checkpoint.storage.lock import RunLock
 from colonnade.checkpoint.storage.verify import newest_good, verify
@@ -80,7 +78,6 @@ def reshard(checkpoint: str | Path, folder: str | Path, files: int) -> Path:
         raise CheckpointError(f"a checkpoint cannot be spread over {files} files; give at least 1")
     with as_checkpoint_errors(f"resharding {source}"):
         manifest = verify(source)
-        make_folder(target)
         lock = RunLock(target)
         try:
             clean(target)
@@ -100,34 +97,30 @@ class _Spread:
 
     def tensors(self, records: Sequence[TensorRecord]) -> tuple[TensorRecord, ...]:
         """The records as whole tensors, in the order given; the largest are dealt first."""
-        order = sorted(range(len(records)), key=lambda at: -records[at].size)
-        moved = {at: self._whole(records[at]) for at in order}
-        return tuple(moved[at] for at in range(len(records)))
+        moved = {id(record): self._whole(record) for record in sorted(records, key=lambda record: -record.size)}
+        return tuple(moved[id(record)] for record in records)
 
     def item(self, record: ItemRecord, key: str) -> ItemRecord:
         """A value whose tensors move together, under a key that no other value has."""
         if record.file is None:
             return record
-        moved = replace(record, key=key, file=self._least())
-        for at in range(record.tensors):
-            tensor = self._reader.entry(record.file, record.entry(at))
-            self._add(moved.file or "", Entry.of(moved.entry(at), tensor))
-        return moved
+        moved = replace(record, key=key)
+        tensors = [self._reader.entry(record.file, record.entry(at)) for at in range(record.tensors)]
+        return replace(moved, file=self._deal([Entry.of(moved.entry(at), one) for at, one in enumerate(tensors)]))
 
     def _whole(self, record: TensorRecord) -> TensorRecord:
         if not record.size:
             return record
-        file = self._least()
         key = f"optimizer/{record.state_name}/{record.label}" if record.state_name else f"model/{record.label}"
-        self._add(file, _entry(key, record, self._reader))
+        file = self._deal([_entry(key, record, self._reader)])
         return replace(record, blocks=(Block(file, key, whole_box(record.shape).offset, record.shape),))
 
-    def _least(self) -> str:
-        return min(self._sizes, key=lambda name: self._sizes[name])
-
-    def _add(self, file: str, entry: Entry) -> None:
-        self.entries[file].append(entry)
-        self._sizes[file] += entry.size
+    def _deal(self, entries: Sequence[Entry]) -> str:
+        """Give them to the file that has the least; its name."""
+        file = min(self._sizes, key=lambda name: self._sizes[name])
+        self.entries[file] += entries
+        self._sizes[file] += sum(entry.size for entry in entries)
+        return file
 
 
 def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int) -> Path:
@@ -143,9 +136,7 @@ def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int)
     try:
         with told_of_space(folder, manifest.size):
             written = tuple(write_tensors(staged / name, found) for name, found in spread.entries.items() if found)
-            remade = replace(manifest, files=written, tensors=tensors, items=items, groups=groups)
-            write_new(staged / MANIFEST, remade.dump())
-            return publish(staged, manifest.step)
+            return publish(staged, replace(manifest, files=written, tensors=tensors, items=items, groups=groups))
     except BaseException:
         discard(staged)
         raise

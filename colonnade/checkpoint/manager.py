@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,29 +10,17 @@ from typing import Any
 from torch import nn
 
 from colonnade.checkpoint.collective import gather_json, same_errors
-from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.manifest import LayoutRecord
-from colonnade.checkpoint.load import LoadedInfo, Targets, load_checkpoint
-from colonnade.checkpoint.plan.save import SavePlan, local_state, plan_save
+from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
+from colonnade.checkpoint.plan.save import LocalState, SavePlan, plan_save
 from colonnade.checkpoint.plan.tensors import locate_tensors
-from colonnade.checkpoint.storage.folder import (
-    check_space,
-    clean,
-    discard,
-    make_folder,
-    megabytes,
-    published,
-    staging_name,
-)
+from colonnade.checkpoint.storage.folder import published, staging_name
 from colonnade.checkpoint.storage.lock import RunLock
 from colonnade.checkpoint.storage.verify import newest_good
 from colonnade.checkpoint.storage.writer import BackgroundWriter, StorageWriter
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
-
-_MANIFEST_SPACE = 1 << 20
-_VISIBLE_WITHIN = 10.0
 
 
 class CheckpointManager:
@@ -74,7 +60,6 @@ class CheckpointManager:
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
             if not read_only and self._is_first:
-                make_folder(self.folder)
                 self._lock = RunLock(self.folder)
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -101,18 +86,24 @@ class CheckpointManager:
             self._check_save(step)
         tensors = locate_tensors(model, self.context, f"saving step {step}")
         with self._saving(step):
-            state = local_state(tensors, model, optimizer, extra, self.context)
+            state = LocalState(tensors, model, optimizer, extra, self.context)
         notes = gather_json(state.note(), self.context)
         with self._saving(step):
             plan = plan_save(state, notes, self.context.get_global_rank())
         writer = self._stage(step, plan)
         try:
             if self.background:
-                self._write_in_background(writer, plan)
+                with self._saving(step):
+                    plan.copy_to_host()
+                self._pending = BackgroundWriter(writer, plan)
             else:
-                self._write_now(writer, plan)
+                with self._saving(step):
+                    writer.write(plan)
+                with self._saving(step):
+                    if self._is_first:
+                        writer.commit()
         except BaseException:
-            self._drop(writer)
+            writer.drop()
             raise
 
     def wait(self) -> None:
@@ -130,7 +121,7 @@ class CheckpointManager:
         pending.join()
         with same_errors(self.context, "saving in the background"):
             if pending.error is not None:
-                self._drop(pending.writer)
+                pending.writer.drop()
                 raise pending.error
 
     def close(self) -> None:
@@ -168,8 +159,7 @@ class CheckpointManager:
         loaded. Objects in `extra` get their state; plain values come back in the result.
         """
         self.wait()
-        targets = Targets(model, optimizer, extra or {})
-        return load_checkpoint(self.folder, self.context, targets, step, self.verify)
+        return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -200,56 +190,17 @@ class CheckpointManager:
             raise CheckpointError(
                 f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
             )
-        needed = sum(note["size"] for note in notes) + _MANIFEST_SPACE
+        layout, size = LayoutRecord.of(self.context.layout), sum(note["size"] for note in notes)
         staged = self.folder / notes[0]["name"]
+        writer = StorageWriter(step, staged, self.context.get_global_rank(), layout, size, self.keep)
         with self._saving(step):
             if self._is_first:
-                clean(self.folder)
-                check_space(self.folder, needed)
-                staged.mkdir()
-                fault_point("staged")
+                writer.stage()
         with self._saving(step):
-            _check_visible(staged, self.context)
-        layout = LayoutRecord.of(self.context.layout)
-        return StorageWriter(step, staged, self.context.get_global_rank(), layout, needed, self.keep)
-
-    def _write_now(self, writer: StorageWriter, plan: SavePlan) -> None:
-        started = time.monotonic()
-        with self._saving(writer.step):
-            writer.write(plan)
-        with self._saving(writer.step):
-            if self._is_first:
-                _report(writer, writer.commit(), started)
-
-    def _write_in_background(self, writer: StorageWriter, plan: SavePlan) -> None:
-        started = time.monotonic()
-        with self._saving(writer.step):
-            plan.copy_to_host()
-        self._pending = BackgroundWriter(writer, plan, lambda path: _report(writer, path, started))
-
-    def _drop(self, writer: StorageWriter) -> None:
-        """Delete what a failed save has left; all ranks have stopped writing, or are gone."""
-        if self._is_first:
-            discard(writer.staged)
+            writer.check_visible()
+        return writer
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _check_visible(staged: Path, context: ParallelContext) -> None:
-    """Refuse a folder that only some ranks see; network file systems get a moment to show it."""
-    end = time.monotonic() + _VISIBLE_WITHIN
-    while not staged.is_dir():
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"rank {context.get_global_rank()} on {socket.gethostname()} does not see {staged}, which rank 0 has made; "
-                f"checkpoints need a folder that all ranks share"
-            )
-        time.sleep(0.05)
-
-
-def _report(writer: StorageWriter, path: Path, started: float) -> None:
-    size, seconds = megabytes(writer.needed - _MANIFEST_SPACE), time.monotonic() - started
-    get_dist_logger().info(f"saved step {writer.step} to {path} ({size}, {seconds:.2f} s)")

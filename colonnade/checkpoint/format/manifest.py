@@ -21,7 +21,6 @@ from colonnade.version import __version__
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LONGEST = 1 << 28
 WIDTHS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -155,28 +154,23 @@ class _Version:
 
 def parse(raw: bytes) -> Manifest:
     """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for a newer format."""
-    if len(raw) > LONGEST:
-        raise Damaged(f"{MANIFEST} has {len(raw)} bytes, more than the {LONGEST} that are read")
     try:
-        return _parse(json.loads(raw, parse_constant=_refuse_constant), raw)
+        content = json.loads(raw, parse_constant=_refuse_constant)
+        version = from_json(_Version, content, MANIFEST).format
+        if version > FORMAT:
+            raise CheckpointError(
+                f"it has format {version}, written by Colonnade {content.get('colonnade')}; this is {__version__}, which "
+                f"reads formats up to {FORMAT}. Update Colonnade to load it."
+            )
+        digest = content.pop("digest", None)
+        if digest != _digest(content):
+            raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(content)}, expected {digest}")
+        if _canonical({**content, "digest": digest}) != raw:
+            raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
+        manifest = from_json(Manifest, content, MANIFEST)
+        _check(manifest)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
-
-
-def _parse(content: Any, raw: bytes) -> Manifest:
-    version = from_json(_Version, content, MANIFEST).format
-    if version > FORMAT:
-        raise CheckpointError(
-            f"it has format {version}, written by Colonnade {content.get('colonnade')}; this is {__version__}, which "
-            f"reads formats up to {FORMAT}. Update Colonnade to load it."
-        )
-    digest = content.pop("digest", None)
-    if digest != _digest(content):
-        raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(content)}, expected {digest}")
-    if _canonical({**content, "digest": digest}) != raw:
-        raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
-    manifest = from_json(Manifest, content, MANIFEST)
-    _check(manifest)
     return manifest
 
 

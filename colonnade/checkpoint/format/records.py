@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from types import UnionType
@@ -52,18 +52,22 @@ def _value(expected: Any, value: Any, where: str) -> Any:
     origin, inner = get_origin(expected), get_args(expected)
     if origin is UnionType:  # something or None
         return None if value is None else _value(inner[0], value, where)
-    return _entries(inner, value, where) if origin is tuple else from_json(expected, value, where)
+    if origin in (tuple, list):
+        fixed = origin is tuple and inner[-1] is not ...
+        return origin(_fixed(inner, value, where) if fixed else _entries(inner[0], value, where))
+    return from_json(expected, value, where)
 
 
-def _entries(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    fits, _, what = _PLAIN.get(inner[0], _ANYTHING) if inner[-1] is ... else _ANYTHING
-    if not isinstance(value, list) or not all(map(fits, value)):
-        return _refuse(value, where, what)
-    if fits is not _ANYTHING[0]:
-        return tuple(value)
-    kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
+def _entries(expected: Any, value: Any, where: str) -> list[Any]:
+    fits, _, what = _PLAIN.get(expected, (None, "", "a list"))
+    if not isinstance(value, list) or (fits is not None and not all(map(fits, value))):
+        _refuse(value, where, what)
+    return value if fits is not None else _fixed([expected] * len(value), value, where)
+
+
+def _fixed(kinds: Sequence[Any], value: Any, where: str) -> list[Any]:
     pairs = enumerate(zip(kinds, value, strict=True))
-    return tuple(_value(kind, entry, f"{where}[{at}]") for at, (kind, entry) in pairs)
+    return [_value(expected, entry, f"{where}[{at}]") for at, (expected, entry) in pairs]
 
 
 def _refuse(value: Any, where: str, expected: str) -> Any:
@@ -78,7 +82,6 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
-_ANYTHING: tuple[Callable[[Any], bool], str, str] = (lambda value: True, "", "a list")
 _PLAIN: dict[Any, tuple[Callable[[Any], bool], str, str]] = {
     str: (lambda value: isinstance(value, str), "a text", "a list of texts"),
     int: (_is_size, "a whole number from 0 on", "a list of whole numbers from 0 on"),

@@ -34,14 +34,28 @@ from colonnade.errors import CheckpointError
 from colonnade.parallel.dtensor import local_part
 
 
-@dataclass(frozen=True, eq=False)
 class LocalState:
-    """The state of this rank: its model, its optimizer, and everything that is a value."""
+    """The state of this rank: its model, its optimizer, and everything that is a value. Refuses what cannot be saved."""
 
-    tensors: Sequence[LocalTensor]
-    optimizer: list[ParameterState]
-    groups: list[ParameterGroup] | None
-    items: dict[str, Encoded]
+    def __init__(
+        self,
+        tensors: Sequence[LocalTensor],
+        model: nn.Module,
+        optimizer: Any,
+        extra: Mapping[str, Any] | None,
+        context: ParallelContext,
+    ) -> None:
+        self.tensors = tensors
+        for tensor in tensors:
+            type_name(tensor.local, tensor.names[0])
+        self.items = {RANDOM: encode(random_state(context), "the random state")}
+        for name, value in extra_states(model).items():
+            self.items[f"model/{name}"] = encode(value, f"the model's {name}")
+        for name, value in (extra or {}).items():
+            state = value.state_dict() if is_stateful(value) else value
+            self.items[f"extra/{name}"] = encode(state, f"extra[{name!r}]")
+        self.optimizer = read_state(optimizer, tensors) if optimizer is not None else []
+        self.groups = read_groups(optimizer, tensors) if optimizer is not None else None
 
     def note(self) -> dict[str, Any]:
         """What the other ranks must know, to agree with this one on who writes what."""
@@ -50,48 +64,25 @@ class LocalState:
         return {"optimizer": members, "items": {name: item.digest() for name, item in self.items.items()}}
 
 
-def local_state(
-    tensors: Sequence[LocalTensor],
-    model: nn.Module,
-    optimizer: Any,
-    extra: Mapping[str, Any] | None,
-    context: ParallelContext,
-) -> LocalState:
-    """Look at everything that is to be saved; refuses what a checkpoint cannot hold. This rank alone."""
-    for tensor in tensors:
-        type_name(tensor.local, tensor.names[0])
-    items = {RANDOM: encode(random_state(context), "the random state")}
-    for name, value in extra_states(model).items():
-        items[f"model/{name}"] = encode(value, f"the model's {name}")
-    for name, value in (extra or {}).items():
-        items[f"extra/{name}"] = encode(value.state_dict() if is_stateful(value) else value, f"extra[{name!r}]")
-    if optimizer is None:
-        return LocalState(tensors, [], None, items)
-    return LocalState(tensors, read_state(optimizer, tensors), read_groups(optimizer, tensors), items)
-
-
-@dataclass(frozen=True)
+@dataclass
 class RankNote:
-    """All that one rank adds to the manifest: tensors with the blocks that it wrote, if any.
+    """All that one rank adds to the manifest: tensors with the blocks that it wrote, if any, values, and its file.
 
     `groups` come with the digest of their options: those of equal index and digest are one. None: no optimizer.
     """
 
     rank: int
-    tensors: tuple[TensorRecord, ...]
-    groups: tuple[tuple[str, GroupRecord], ...] | None
-    items: tuple[ItemRecord, ...]
-    file: FileRecord | None
-
-
-@dataclass(eq=False)
-class SavePlan:
-    """What one rank writes: the records for the manifest, and the tensors for its file."""
-
-    rank: int
+    groups: list[tuple[str, GroupRecord]] | None
     tensors: list[TensorRecord] = field(default_factory=list)
-    groups: list[tuple[str, GroupRecord]] | None = None
     items: list[ItemRecord] = field(default_factory=list)
+    file: FileRecord | None = None
+
+
+@dataclass
+class SavePlan:
+    """What one rank writes: its note, and the tensors for its file."""
+
+    note: RankNote
     entries: list[Entry] = field(default_factory=list)
 
     @property
@@ -106,22 +97,17 @@ class SavePlan:
             torch.cuda.current_stream().synchronize()
         self.entries = [Entry.of(key, copy) for key, copy in copies]
 
-    def note(self, file: FileRecord | None) -> RankNote:
-        """What to tell of it once its tensors are in `file`."""
-        groups = None if self.groups is None else tuple(self.groups)
-        return RankNote(self.rank, tuple(self.tensors), groups, tuple(self.items), file)
-
     def add_tensor(self, record: TensorRecord, key: str, box: Box, local: Tensor, writes: bool) -> None:
         """A tensor that the rank knows of, and the block of it that it writes."""
         if writes:
-            block = Block(tensors_file(self.rank), key, box.offset, box.shape)
+            block = Block(tensors_file(self.note.rank), key, box.offset, box.shape)
             record = replace(record, blocks=(block,))
             self.entries.append(Entry.of(key, local))
-        self.tensors.append(record)
+        self.note.tensors.append(record)
 
     def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
         """The record of a value, whose tensors the rank writes."""
-        file = tensors_file(self.rank) if item.tensors else None
+        file = tensors_file(self.note.rank) if item.tensors else None
         record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
         self.entries += [Entry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
         return record
@@ -129,7 +115,7 @@ class SavePlan:
 
 def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) -> SavePlan:
     """What this rank writes, now that every rank's note is known. Pure; the same choice on every rank."""
-    plan = SavePlan(rank, groups=None if state.groups is None else [])
+    plan = SavePlan(RankNote(rank, None if state.groups is None else []))
     for tensor in state.tensors:
         _plan_weight(plan, tensor)
     has_state = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
@@ -140,13 +126,13 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
     for name, item in state.items.items():
         ranks = [at for at, note in enumerate(notes) if note["items"].get(name) == notes[rank]["items"][name]]
         if ranks[0] == rank:
-            plan.items.append(plan.add_item(name, tuple(ranks), item))
+            plan.note.items.append(plan.add_item(name, tuple(ranks), item))
     return plan
 
 
 def _plan_weight(plan: SavePlan, tensor: LocalTensor) -> None:
-    writes = tensor.holders[0] == plan.rank and tensor.box.numel > 0
-    if writes or tensor.sharers[0] == plan.rank or tensor.placement.tied is not None:
+    writes = tensor.holders[0] == plan.note.rank and tensor.box.numel > 0
+    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
         key = f"model/{tensor.label}"
         record = TensorRecord(tensor.label, "", tensor.names, tensor.shape, type_name(tensor.local, key), ())
         plan.add_tensor(record, key, tensor.box, tensor.local, writes)
@@ -154,11 +140,11 @@ def _plan_weight(plan: SavePlan, tensor: LocalTensor) -> None:
 
 def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]) -> None:
     """`stepped` are the ranks that keep state for the parameter."""
-    parameter, first = kept.parameter, stepped[0] == plan.rank
+    parameter, first = kept.parameter, stepped[0] == plan.note.rank
     key = f"optimizer/{kept.name}/{parameter.label}"
     if not isinstance(kept.value, Tensor):
         if first:
-            plan.items.append(plan.add_item(key, (plan.rank,), encode(kept.value, str(kept))))
+            plan.note.items.append(plan.add_item(key, (plan.note.rank,), encode(kept.value, str(kept))))
         return
     value = local_part(kept.value).detach()
     record = TensorRecord(parameter.label, kept.name, (), parameter.shape, type_name(value, str(kept)), ())
@@ -168,7 +154,7 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
             plan.add_tensor(replace(record, shape=box.shape), key, box, value, writes=box.numel > 0)
     elif kept.shard is None:
         holder = next(at for at in stepped if at in parameter.holders)
-        writes = holder == plan.rank and parameter.box.numel > 0
+        writes = holder == plan.note.rank and parameter.box.numel > 0
         if writes or first:
             plan.add_tensor(record, key, parameter.box, value, writes)
     elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
@@ -180,11 +166,13 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
 def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping[str, bool]]) -> None:
     """Each member is named by the first rank whose optimizer has it; `members` are those of every rank."""
     names = tuple(
-        one.label for one in group.members if plan.rank == next(at for at in one.sharers if one.label in members[at])
+        one.label
+        for one in group.members
+        if plan.note.rank == next(at for at in one.sharers if one.label in members[at])
     )
-    if names and plan.groups is not None:
-        options = plan.add_item(f"optimizer/options/{group.index}", (plan.rank,), group.options)
-        plan.groups.append((group.options.digest(), GroupRecord(group.index, names, options)))
+    if names and plan.note.groups is not None:
+        options = plan.add_item(f"optimizer/options/{group.index}", (plan.note.rank,), group.options)
+        plan.note.groups.append((group.options.digest(), GroupRecord(group.index, names, options)))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colonnade.checkpoint.fault import fault_point
+from colonnade.checkpoint.format.manifest import MANIFEST, Manifest
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -80,9 +81,14 @@ def discard(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(staged: Path, step: int) -> Path:
-    """Make a staged folder, whose files are all on disk, the newest checkpoint of its step: one rename."""
-    folder = staged.parent
+def publish(staged: Path, manifest: Manifest) -> Path:
+    """Make a staged folder, whose files of tensors are all on disk, the newest checkpoint of its step: one rename."""
+    folder, step = staged.parent, manifest.step
+    with open(staged / MANIFEST, "xb") as file:
+        file.write(manifest.dump())
+        file.flush()
+        os.fsync(file.fileno())
+    fault_point("manifest written")
     revisions = [found.revision for found in published(folder) if found.step == step]
     suffix = f".r{max(revisions) + 1}" if revisions else ""
     target = folder / f"step-{step:08d}{suffix}"
@@ -97,14 +103,13 @@ def publish(staged: Path, step: int) -> Path:
 
 def retire(folder: Path, newest: Path, keep: int) -> None:
     """Delete all but the `keep` newest steps; `newest` is kept whatever its step. A failure is only logged."""
-    kept: set[int] = {found.step for found in published(folder) if found.path == newest}
-    for found in reversed(published(folder)):
-        if found.path == newest:
-            continue
+    there = published(folder)
+    kept = {found.step for found in there if found.path == newest}
+    for found in reversed(there):
         if found.step not in kept and len(kept) < keep:
             kept.add(found.step)
-            continue
-        _retire(found)
+        elif found.path != newest:
+            _retire(found)
 
 
 def _retire(found: Found) -> None:
@@ -116,14 +121,6 @@ def _retire(found: Found) -> None:
         shutil.rmtree(aside)
     except OSError as error:
         get_dist_logger().warning(f"the old checkpoint {found.path} could not be deleted: {error}")
-
-
-def write_new(path: Path, content: bytes) -> None:
-    """Write a file that does not exist yet, and see it on disk."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

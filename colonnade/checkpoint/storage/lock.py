@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from colonnade.checkpoint.storage.folder import make_folder
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -19,13 +20,14 @@ LOCK_FILE = "run.lock"
 
 
 class RunLock:
-    """Holds `run.lock` in a folder until `release`, or until this process is gone, however it ends.
+    """Holds `run.lock` in a folder, which it makes, until `release` or until this process is gone, however it ends.
 
     The kernel's lock on the file decides; its text only says who holds it. A file whose writer has died is
     taken over.
     """
 
     def __init__(self, folder: Path) -> None:
+        make_folder(folder)
         self.path = folder / LOCK_FILE
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
@@ -38,7 +40,9 @@ class RunLock:
         before = self._read()
         if before:
             get_dist_logger().info(f"took over {self.path} from {_who(before)}, which ended without closing it")
-        self._write({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         _closed_in_children().add(self)
 
     def release(self) -> None:
@@ -53,10 +57,6 @@ class RunLock:
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
-
-    def _write(self, holder: dict[str, Any]) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
 
 @cache

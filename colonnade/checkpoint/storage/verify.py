@@ -7,12 +7,13 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from colonnade.checkpoint.format.manifest import LONGEST, MANIFEST, FileRecord, Manifest, parse
+from colonnade.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, parse
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.storage.folder import Found, published, step_of
 from colonnade.errors import CheckpointError
 
 _CHUNK = 1 << 20
+_LONGEST = 1 << 28
 
 
 def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
@@ -43,8 +44,8 @@ def newest_good(folder: Path, step: int | None = None, content: bool = True) -> 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint, with every file it names there as a plain file, and no other."""
     file = path / MANIFEST
-    if _plain_size(file) > LONGEST:
-        raise Damaged(f"{MANIFEST} has more than the {LONGEST} bytes that are read")
+    if _plain_size(file) > _LONGEST:
+        raise Damaged(f"{MANIFEST} has more than the {_LONGEST} bytes that are read")
     manifest = parse(file.read_bytes())
     if step_of(path) not in (None, manifest.step):
         raise Damaged(f"{path.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")

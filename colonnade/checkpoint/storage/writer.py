@@ -10,21 +10,33 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from colonnade.checkpoint.collective import as_checkpoint_errors
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.format.manifest import MANIFEST, LayoutRecord, Manifest, tensors_file
+from colonnade.checkpoint.format.manifest import LayoutRecord, Manifest, tensors_file
 from colonnade.checkpoint.format.records import from_json, to_json
 from colonnade.checkpoint.format.tensors import write_tensors
 from colonnade.checkpoint.plan.save import RankNote, SavePlan, merge_groups, merge_tensors
-from colonnade.checkpoint.storage.folder import publish, retire, told_of_space, write_new
+from colonnade.checkpoint.storage.folder import (
+    check_space,
+    clean,
+    discard,
+    megabytes,
+    publish,
+    retire,
+    told_of_space,
+)
 from colonnade.errors import CheckpointError
+from colonnade.logging import get_dist_logger
 
+_MANIFEST_SPACE = 1 << 20
+_VISIBLE_WITHIN = 10.0
 _POLL = 0.02
 _PATIENCE_AT_EXIT = 60.0
 _PATIENCE_AFTER_ERROR = 5.0
@@ -34,26 +46,45 @@ _LONGEST_REST = 0.5
 
 @dataclass(frozen=True)
 class StorageWriter:
-    """Which step goes where, from whom; `needed` is the bytes of all ranks together."""
+    """Which step goes where, from whom; `size` is the bytes of the tensors of all ranks together."""
 
     step: int
     staged: Path
     rank: int
     layout: LayoutRecord
-    needed: int
+    size: int
     keep: int
+    started: float = field(default_factory=time.monotonic)
+
+    def stage(self) -> None:
+        """Make the staged folder, on the first rank, if there is room for the save."""
+        clean(self.staged.parent)
+        check_space(self.staged.parent, self._needed)
+        self.staged.mkdir()
+        fault_point("staged")
+
+    def check_visible(self) -> None:
+        """Refuse a folder that only some ranks see; network file systems get a moment to show it."""
+        end = time.monotonic() + _VISIBLE_WITHIN
+        while not self.staged.is_dir():
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 has made; "
+                    f"checkpoints need a folder that all ranks share"
+                )
+            time.sleep(0.05)
 
     def write(self, plan: SavePlan, rest: Callable[[], None] = lambda: None) -> None:
         """Write this rank's tensors and its note; `rest` is called between chunks."""
-        with told_of_space(self.staged.parent, self.needed):
-            path = self.staged / tensors_file(self.rank)
-            file = write_tensors(path, plan.entries, rest) if plan.entries else None
+        with told_of_space(self.staged.parent, self._needed):
+            if plan.entries:
+                plan.note.file = write_tensors(self.staged / tensors_file(self.rank), plan.entries, rest)
             unfinished = self._note_file(self.rank).with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(to_json(plan.note(file))))
+            unfinished.write_text(json.dumps(to_json(plan.note)))
             os.rename(unfinished, self._note_file(self.rank))
         fault_point("part written")
 
-    def commit(self) -> Path:
+    def commit(self) -> None:
         """Publish the checkpoint, on the first rank, when every rank's note is there; then delete old ones."""
         notes = [self._take_note(rank) for rank in range(self.layout.world_size)]
         manifest = Manifest(
@@ -65,12 +96,16 @@ class StorageWriter:
             groups=merge_groups(notes),
             items=tuple(item for note in notes for item in note.items),
         )
-        with told_of_space(self.staged.parent, self.needed):
-            write_new(self.staged / MANIFEST, manifest.dump())
-            fault_point("manifest written")
-            path = publish(self.staged, self.step)
+        with told_of_space(self.staged.parent, self._needed):
+            path = publish(self.staged, manifest)
         retire(path.parent, path, self.keep)
-        return path
+        seconds = time.monotonic() - self.started
+        get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
+
+    def drop(self) -> None:
+        """Delete what a failed save has left, on the first rank; all ranks have stopped writing, or are gone."""
+        if self.rank == 0:
+            discard(self.staged)
 
     def wait_for_notes(self, stop: threading.Event) -> None:
         """Wait until every rank's note is there, or `stop` is set; at the end of the process, not for long."""
@@ -86,6 +121,10 @@ class StorageWriter:
                     f"the background save of step {self.step} was given up after {now - asked:.1f} s: ranks "
                     f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched."
                 )
+
+    @property
+    def _needed(self) -> int:
+        return self.size + _MANIFEST_SPACE
 
     def _note_file(self, rank: int) -> Path:
         return self.staged / f"rank-{rank:05d}.part"
@@ -126,10 +165,10 @@ class BackgroundWriter:
     Its thread is no daemon: a process that ends normally ends after its last checkpoint is on disk.
     """
 
-    def __init__(self, writer: StorageWriter, plan: SavePlan, done: Callable[[Path], None]) -> None:
+    def __init__(self, writer: StorageWriter, plan: SavePlan) -> None:
         self.writer = writer
         self.error: CheckpointError | None = None
-        self._plan, self._done = plan, done
+        self._plan = plan
         self._stop = threading.Event()
         self._reason = ""
         self._pace = Pace()
@@ -178,4 +217,4 @@ class BackgroundWriter:
             self._plan.entries.clear()
         if self.writer.rank == 0:
             self.writer.wait_for_notes(self._stop)
-            self._done(self.writer.commit())
+            self.writer.commit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -66,10 +67,17 @@ def save_until_killed(folder: Path, point: str, victim: int, background: bool) -
         manager.close()
 
 
+SOURCE = "".join(path.read_text() for path in sorted(Path(fault.__file__).parent.rglob("*.py")))
+POINTS = sorted(set(re.findall(r'fault_point\("(.+?)"\)', SOURCE)))
 AFTER_RENAME = ("renamed", "parent synced", "retired")
 
 
-@pytest.mark.parametrize("point", fault.POINTS)
+def test_every_step_of_the_protocol_is_a_point():
+    assert len(POINTS) == 10
+    assert set(AFTER_RENAME) < set(POINTS)
+
+
+@pytest.mark.parametrize("point", POINTS)
 def test_a_kill_at_any_point_leaves_the_last_or_the_new_checkpoint(tmp_path, point):
     result = run_world(2, save_until_killed, tmp_path, point, 0, False, check=False)
     assert result.outcomes[0].signal == "SIGKILL"
