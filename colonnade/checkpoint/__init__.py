@@ -1,5 +1,8 @@
 """Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
 
+`manager` saves and loads, `convert` makes other files of a checkpoint. `plan` says which rank writes and reads what,
+`storage` is the folder of a run, `format` is what lies in it. Decision 0008 says why the format is our own.
+
 Names are looked up on first use, so that checkpoints can be listed and verified without importing torch.
 """
 

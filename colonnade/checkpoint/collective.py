@@ -17,7 +17,7 @@ from colonnade.errors import CheckpointError
 
 
 @contextmanager
-def same_errors(context: ParallelContext, doing: str) -> Iterator[None]:
+def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
     """Run the block on every rank; an error on one is a CheckpointError on all. Collective at its end.
 
     The block itself must not communicate: a rank that fails in it goes straight to the agreement.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import gather_json, same_errors
+from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.format.manifest import Manifest
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.format.tensors import TensorReader
@@ -53,10 +53,10 @@ def load_checkpoint(
     """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
     tensors = locate_tensors(model, context, "loading")
     path, manifest, skipped = _newest_good(folder, step, content, context)
-    with same_errors(context, f"loading {path}"):
+    with agreed(context, f"loading {path}"):
         plan = LoadPlan(tensors, manifest)
     plan.check(gather_json(plan.note(), context), str(path))
-    with same_errors(context, f"loading {path}"):
+    with agreed(context, f"loading {path}"):
         # Everything that may still fail is read and checked before the objects of this rank change.
         reader = TensorReader(path)
         values = SavedValues(manifest, reader, context)
@@ -92,7 +92,7 @@ def _newest_good(
 def _candidates(folder: Path, step: int | None, context: ParallelContext) -> list[Found]:
     """What rank 0 sees, newest first, on every rank."""
     listing: list[list[Any]] = []
-    with same_errors(context, f"listing {folder}"):
+    with agreed(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
             listing += [[found.step, found.revision, found.path.name] for found in reversed(published(folder))]
     there = [Found(number, revision, folder / name) for number, revision, name in gather_json(listing, context)[0]]

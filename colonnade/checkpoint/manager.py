@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import gather_json, same_errors
+from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.format.manifest import LayoutRecord
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
 from colonnade.checkpoint.plan.save import LocalState, SavePlan, plan_save
@@ -56,7 +56,7 @@ class CheckpointManager:
         self.read_only = read_only
         self._pending: BackgroundWriter | None = None
         self._lock: RunLock | None = None
-        with same_errors(context, f"opening {self.folder}"):
+        with agreed(context, f"opening {self.folder}"):
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
             if not read_only and self._is_first:
@@ -119,7 +119,7 @@ class CheckpointManager:
             pending.give_up("the other ranks are gone")
             raise
         pending.join()
-        with same_errors(self.context, "saving in the background"):
+        with agreed(self.context, "saving in the background"):
             if pending.error is not None:
                 pending.writer.drop()
                 raise pending.error
@@ -180,7 +180,7 @@ class CheckpointManager:
             )
 
     def _saving(self, step: int) -> AbstractContextManager[None]:
-        return same_errors(self.context, f"saving step {step}")
+        return agreed(self.context, f"saving step {step}")
 
     def _stage(self, step: int, plan: SavePlan) -> StorageWriter:
         """Agree on the staged folder and make it. Collective."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.checkpoint.collective import gather_json, same_errors
+from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.format.boxes import Box, boxes_of_range, whole_box
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -57,10 +57,10 @@ def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> li
 
     Sizes of uneven parts are known only to the ranks that hold them, so the ranks tell each other.
     """
-    with same_errors(context, doing):
+    with agreed(context, doing):
         found = _tensors_of(model, context)
     everyone = gather_json(_uneven_sizes(found), context)
-    with same_errors(context, doing):
+    with agreed(context, doing):
         return [_located(tensor, everyone, context) for tensor in found]
 
 
