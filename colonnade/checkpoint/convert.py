@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from colonnade.checkpoint.format.tensors import Entry, TensorReader, write_tenso
 from colonnade.checkpoint.storage.folder import (
     check_space,
     clean,
-    discard,
     publish,
     staging_name,
     step_of,
@@ -138,7 +138,7 @@ def _rewrite(manifest: Manifest, reader: TensorReader, folder: Path, files: int)
             written = tuple(write_tensors(staged / name, found) for name, found in spread.entries.items() if found)
             return publish(staged, replace(manifest, files=written, tensors=tensors, items=items, groups=groups))
     except BaseException:
-        discard(staged)
+        shutil.rmtree(staged, ignore_errors=True)
         raise
 
 

@@ -122,8 +122,8 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 class TensorReader:
     """Reads blocks, and parts of blocks, from the files of one checkpoint; opened when first needed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
         self._open: dict[str, Any] = {}
 
     def fill(self, target: Tensor, box: Box, blocks: Iterable[Block], dtype: str) -> None:
@@ -160,7 +160,7 @@ class TensorReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(str(self._folder / name), framework="pt")
+            self._open[name] = safe_open(str(self._checkpoint / name), framework="pt")
         return self._open[name]
 
 

@@ -70,15 +70,10 @@ def staging_name(step: int) -> str:
 
 
 def clean(folder: Path) -> None:
-    """Delete what interrupted saves and deletions have left."""
+    """Delete what interrupted saves and deletions have left; what cannot be deleted is left for the next time."""
     for entry in _entries(folder):
         if _STAGED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            discard(folder / entry.name)
-
-
-def discard(path: Path) -> None:
-    """Delete a staged folder; one that cannot be deleted is left for the next time."""
-    shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(folder / entry.name, ignore_errors=True)
 
 
 def publish(staged: Path, manifest: Manifest) -> Path:

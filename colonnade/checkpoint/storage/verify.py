@@ -41,29 +41,29 @@ def newest_good(folder: Path, step: int | None = None, content: bool = True) -> 
     return None, problems
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint, with every file it names there as a plain file, and no other."""
-    file = path / MANIFEST
+    file = checkpoint / MANIFEST
     if _plain_size(file) > _LONGEST:
         raise Damaged(f"{MANIFEST} has more than the {_LONGEST} bytes that are read")
     manifest = parse(file.read_bytes())
-    if step_of(path) not in (None, manifest.step):
-        raise Damaged(f"{path.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")
+    if step_of(checkpoint) not in (None, manifest.step):
+        raise Damaged(f"{checkpoint.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")
     expected = {MANIFEST, *(record.name for record in manifest.files)}
-    strange = sorted({entry.name for entry in path.iterdir()} - expected)
+    strange = sorted({entry.name for entry in checkpoint.iterdir()} - expected)
     if strange:
         raise Damaged(f"{strange[0]!r} was not there when it was saved (unknown files are never opened); remove it")
     return manifest
 
 
-def check_files(path: Path, files: Iterable[FileRecord], content: bool) -> None:
+def check_files(checkpoint: Path, files: Iterable[FileRecord], content: bool) -> None:
     """Check the sizes of these files, and their bytes if `content`."""
     for record in files:
-        size = _plain_size(path / record.name)
+        size = _plain_size(checkpoint / record.name)
         if size != record.size:
             raise Damaged(f"{record.name} has {size} bytes, expected {record.size}")
         if content:
-            found = _sha256(path / record.name)
+            found = _sha256(checkpoint / record.name)
             if found != record.sha256:
                 raise Damaged(f"{record.name} was changed: its sha256 is {found}, expected {record.sha256}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -23,15 +24,7 @@ from colonnade.checkpoint.format.manifest import LayoutRecord, Manifest, tensors
 from colonnade.checkpoint.format.records import from_json, to_json
 from colonnade.checkpoint.format.tensors import write_tensors
 from colonnade.checkpoint.plan.save import RankNote, SavePlan, merge_groups, merge_tensors
-from colonnade.checkpoint.storage.folder import (
-    check_space,
-    clean,
-    discard,
-    megabytes,
-    publish,
-    retire,
-    told_of_space,
-)
+from colonnade.checkpoint.storage.folder import check_space, clean, megabytes, publish, retire, told_of_space
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -105,7 +98,7 @@ class StorageWriter:
     def drop(self) -> None:
         """Delete what a failed save has left, on the first rank; all ranks have stopped writing, or are gone."""
         if self.rank == 0:
-            discard(self.staged)
+            shutil.rmtree(self.staged, ignore_errors=True)
 
     def wait_for_notes(self, stop: threading.Event) -> None:
         """Wait until every rank's note is there, or `stop` is set; at the end of the process, not for long."""
