@@ -1,5 +1,8 @@
 """Checkpoints that survive a kill at any moment and resume on another layout: written from placements, verified on load.
 
+`manager` saves and loads, `convert` makes other files of a checkpoint. `plan` says which rank writes and reads what,
+`storage` is the folder of a run, `format` is what lies in it. Decision 0008 says why the format is our own.
+
 Names are looked up on first use, so that checkpoints can be listed and verified without importing torch.
 """
 
@@ -10,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.checkpoint.export import export_full as export_full
-    from colonnade.checkpoint.export import reshard as reshard
-    from colonnade.checkpoint.integrity import verify as verify
+    from colonnade.checkpoint.convert import export_full as export_full
+    from colonnade.checkpoint.convert import reshard as reshard
     from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
+    from colonnade.checkpoint.storage.verify import verify as verify
 
 _NAMES = {
     "CheckpointManager": "colonnade.checkpoint.manager",
     "LoadedInfo": "colonnade.checkpoint.load",
-    "export_full": "colonnade.checkpoint.export",
-    "reshard": "colonnade.checkpoint.export",
-    "verify": "colonnade.checkpoint.integrity",
+    "export_full": "colonnade.checkpoint.convert",
+    "reshard": "colonnade.checkpoint.convert",
+    "verify": "colonnade.checkpoint.storage.verify",
 }
 __all__ = sorted(_NAMES)
 

@@ -1,21 +1,8 @@
-"""Declared points of the save protocol at which a test can make a process fail; they do nothing otherwise."""
+"""Points of the save protocol at which a test can make a process fail; they do nothing otherwise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-POINTS = (
-    "staged",
-    "tensor written",
-    "file written",
-    "file synced",
-    "part written",
-    "manifest written",
-    "folder synced",
-    "renamed",
-    "parent synced",
-    "retired",
-)
 
 hook: Callable[[str], None] | None = None
 """Called with the name of every point that is passed. Only tests set it."""

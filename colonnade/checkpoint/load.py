@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.checked import Damaged
-from colonnade.checkpoint.folder import Found, published
-from colonnade.checkpoint.integrity import check_files, read_manifest
-from colonnade.checkpoint.locate import Located, locate, survey, uneven_sizes
-from colonnade.checkpoint.manifest import Manifest
-from colonnade.checkpoint.match import Matches, check_matches, match
-from colonnade.checkpoint.restore import OptimizerReader, load_optimizer, restore_weights
-from colonnade.checkpoint.restore_values import RandomSource, Values
-from colonnade.checkpoint.tensors_file import TensorReader
-from colonnade.checkpoint.together import agreed, gather
+from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.format.manifest import Manifest
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.tensors import TensorReader
+from colonnade.checkpoint.plan.load import LoadPlan
+from colonnade.checkpoint.plan.optimizer import OptimizerLoader, load_optimizer
+from colonnade.checkpoint.plan.tensors import locate_tensors
+from colonnade.checkpoint.plan.values import RandomSource, SavedValues
+from colonnade.checkpoint.storage.folder import Found, published
+from colonnade.checkpoint.storage.verify import check_files, read_manifest
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
@@ -41,51 +41,48 @@ class LoadedInfo:
     skipped: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Good:
-    """A checkpoint that all ranks have found in order."""
-
-    path: Path
-    manifest: Manifest
-    skipped: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What is to be loaded into."""
-
-    model: nn.Module
-    optimizer: Any
-    extra: Mapping[str, Any]
-
-
 def load_checkpoint(
-    folder: Path, context: ParallelContext, targets: Targets, step: int | None, content: bool
+    folder: Path,
+    context: ParallelContext,
+    model: nn.Module,
+    optimizer: Any,
+    extra: Mapping[str, Any],
+    step: int | None,
+    content: bool,
 ) -> LoadedInfo:
     """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
-    with agreed(context, "loading"):
-        pieces = survey(targets.model, context)
-    sizes = gather(uneven_sizes(pieces), context)
-    with agreed(context, "loading"):
-        places = locate(pieces, sizes, context)
-    good = _newest_good(folder, step, content, context)
-    with agreed(context, f"loading {good.path}"):
-        matches = match(places, good.manifest)
-    check_matches(gather(matches.note(), context), good.manifest, str(good.path))
-    with agreed(context, f"loading {good.path}"):
-        info = _restore(good, places, matches, targets, context)
-    get_dist_logger().info(f"loaded step {info.step} from {info.folder}, saved on {info.layout}")
-    return info
+    tensors = locate_tensors(model, context, "loading")
+    path, manifest, skipped = _newest_good(folder, step, content, context)
+    with agreed(context, f"loading {path}"):
+        plan = LoadPlan(tensors, manifest)
+    plan.check(gather_json(plan.note(), context), str(path))
+    with agreed(context, f"loading {path}"):
+        # Everything that may still fail is read and checked before the objects of this rank change.
+        reader = TensorReader(path)
+        values = SavedValues(manifest, reader, context)
+        states, plain = values.extras(extra)
+        state = OptimizerLoader(plan, reader, values).state_dict_for(optimizer) if optimizer is not None else None
+        plan.load_model(model, reader, values)
+        if state is not None:
+            load_optimizer(optimizer, state)
+        for name, value in states.items():
+            extra[name].load_state_dict(value)
+        random = values.restore_random()
+    get_dist_logger().info(f"loaded step {manifest.step} from {path}, saved on {manifest.layout}")
+    return LoadedInfo(manifest.step, path, str(manifest.layout), values.same_layout, random, plain, skipped)
 
 
-def _newest_good(folder: Path, step: int | None, content: bool, context: ParallelContext) -> _Good:
+def _newest_good(
+    folder: Path, step: int | None, content: bool, context: ParallelContext
+) -> tuple[Path, Manifest, tuple[str, ...]]:
+    """The checkpoint that all ranks find in order, and why newer ones were skipped. Collective."""
     skipped: list[str] = []
     for found in _candidates(folder, step, context):
         manifest, problem = _examined(found, content, context)
         if manifest is not None:
             if skipped:
                 get_dist_logger().warning(f"loading {found.path.name} instead, the last good one", ranks=[0])
-            return _Good(found.path, manifest, tuple(skipped))
+            return found.path, manifest, tuple(skipped)
         skipped.append(f"{found.path.name}: {problem}")
         get_dist_logger().warning(f"the checkpoint {found.path} is damaged: {problem}", ranks=[0])
     wanted = f" of step {step}" if step is not None else ""
@@ -94,12 +91,11 @@ def _newest_good(folder: Path, step: int | None, content: bool, context: Paralle
 
 def _candidates(folder: Path, step: int | None, context: ParallelContext) -> list[Found]:
     """What rank 0 sees, newest first, on every rank."""
-    listings: list[list[list[Any]]] = [[]]
+    listing: list[list[Any]] = []
     with agreed(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
-            listings = [[[found.step, found.revision, found.path.name] for found in published(folder)]]
-    entries = gather(listings[0], context)[0]
-    there = [Found(number, revision, folder / name) for number, revision, name in reversed(entries)]
+            listing += [[found.step, found.revision, found.path.name] for found in reversed(published(folder))]
+    there = [Found(number, revision, folder / name) for number, revision, name in gather_json(listing, context)[0]]
     wanted = [found for found in there if step in (None, found.step)]
     if not wanted:
         steps = listed(sorted({found.step for found in there}))
@@ -119,36 +115,9 @@ def _examined(found: Found, content: bool, context: ParallelContext) -> tuple[Ma
         note["damaged"] = str(error)
     except Exception as error:  # a newer format is no damage, and an older checkpoint no answer to it
         note["unreadable"] = str(error)
-    notes = gather(note, context)
+    notes = gather_json(note, context)
     for told in notes:
         if told["unreadable"]:
             raise CheckpointError(f"{found.path} cannot be loaded: {told['unreadable']}")
     problem = next((told["damaged"] for told in notes if told["damaged"]), "")
-    return (manifest, "") if not problem else (None, problem)
-
-
-def _restore(
-    good: _Good, places: Sequence[Located], matches: Matches, targets: Targets, context: ParallelContext
-) -> LoadedInfo:
-    """Read and check everything that may still fail, and only then change the objects of this rank."""
-    reader = TensorReader(good.path)
-    values = Values(good.manifest, reader, context)
-    extras = values.extras(targets.extra)
-    state = None
-    if targets.optimizer is not None:
-        state = OptimizerReader(good.manifest, places, matches, reader, values).state_dict_for(targets.optimizer)
-    restore_weights(targets.model, places, matches, reader, values)
-    if state is not None:
-        load_optimizer(targets.optimizer, state)
-    for name, value in extras.objects.items():
-        targets.extra[name].load_state_dict(value)
-    source = values.random()
-    return LoadedInfo(
-        step=good.manifest.step,
-        folder=good.path,
-        layout=str(good.manifest.layout),
-        same_layout=values.same_layout,
-        random=source,
-        extra=extras.plain,
-        skipped=good.skipped,
-    )
+    return (None, problem) if problem else (manifest, "")

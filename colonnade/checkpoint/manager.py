@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collect import RankPart, contents_of, part_of
-from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.folder import check_space, clean, discard, make_folder, megabytes, published, staging_name
-from colonnade.checkpoint.integrity import verify as verify_checkpoint
-from colonnade.checkpoint.load import LoadedInfo, Targets, load_checkpoint
-from colonnade.checkpoint.lock import RunLock
-from colonnade.checkpoint.manifest import LayoutRecord
-from colonnade.checkpoint.together import agreed, gather
-from colonnade.checkpoint.write import Background, Save
+from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.format.manifest import LayoutRecord
+from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
+from colonnade.checkpoint.plan.save import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.plan.tensors import locate_tensors
+from colonnade.checkpoint.storage.folder import published, staging_name
+from colonnade.checkpoint.storage.lock import RunLock
+from colonnade.checkpoint.storage.verify import newest_good
+from colonnade.checkpoint.storage.writer import BackgroundWriter, StorageWriter
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
-
-_MANIFEST_SPACE = 1 << 20
-_VISIBLE_WITHIN = 10.0
 
 
 class CheckpointManager:
@@ -58,13 +54,12 @@ class CheckpointManager:
         self.background = background
         self.verify = verify
         self.read_only = read_only
-        self._pending: Background | None = None
+        self._pending: BackgroundWriter | None = None
         self._lock: RunLock | None = None
         with agreed(context, f"opening {self.folder}"):
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
             if not read_only and self._is_first:
-                make_folder(self.folder)
                 self._lock = RunLock(self.folder)
 
     # -- what there is ------------------------------------------------------------------------------------
@@ -75,13 +70,8 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """The newest step whose manifest, files and sizes are in order. This rank's own look at the folder."""
-        for found in reversed(published(self.folder)):
-            try:
-                verify_checkpoint(found.path, content=False)
-            except (CheckpointError, OSError):
-                continue
-            return found.step
-        return None
+        found, _ = newest_good(self.folder, content=False)
+        return None if found is None else found.step
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -92,20 +82,28 @@ class CheckpointManager:
         that was saved before is replaced once the new checkpoint is in place.
         """
         self.wait()
-        with agreed(self.context, f"saving step {step}"):
+        with self._saving(step):
             self._check_save(step)
-            contents = contents_of(model, optimizer, extra, self.context)
-        notes = gather(contents.note(), self.context)
-        with agreed(self.context, f"saving step {step}"):
-            mine = part_of(contents, notes, self.context)
-        save = self._stage(step, mine)
+        tensors = locate_tensors(model, self.context, f"saving step {step}")
+        with self._saving(step):
+            state = LocalState(tensors, model, optimizer, extra, self.context)
+        notes = gather_json(state.note(), self.context)
+        with self._saving(step):
+            plan = plan_save(state, notes, self.context.get_global_rank())
+        writer = self._stage(step, plan)
         try:
             if self.background:
-                self._write_beside(save, mine)
+                with self._saving(step):
+                    plan.copy_to_host()
+                self._pending = BackgroundWriter(writer, plan)
             else:
-                self._write_now(save, mine)
+                with self._saving(step):
+                    writer.write(plan)
+                with self._saving(step):
+                    if self._is_first:
+                        writer.commit()
         except BaseException:
-            self._drop(save)
+            writer.drop()
             raise
 
     def wait(self) -> None:
@@ -114,7 +112,7 @@ class CheckpointManager:
         if pending is None:
             return
         try:
-            for rank, error in enumerate(gather(pending.part_error(), self.context)):
+            for rank, error in enumerate(gather_json(pending.part_error(), self.context)):
                 if error:
                     pending.give_up(f"on rank {rank}: {error}")
         except BaseException:
@@ -123,7 +121,7 @@ class CheckpointManager:
         pending.join()
         with agreed(self.context, "saving in the background"):
             if pending.error is not None:
-                self._drop(pending.save)
+                pending.writer.drop()
                 raise pending.error
 
     def close(self) -> None:
@@ -161,8 +159,7 @@ class CheckpointManager:
         loaded. Objects in `extra` get their state; plain values come back in the result.
         """
         self.wait()
-        targets = Targets(model, optimizer, extra or {})
-        return load_checkpoint(self.folder, self.context, targets, step, self.verify)
+        return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -182,67 +179,28 @@ class CheckpointManager:
                 f"step, so delete them if this run has left them behind."
             )
 
-    def _stage(self, step: int, mine: RankPart) -> Save:
+    def _saving(self, step: int) -> AbstractContextManager[None]:
+        return agreed(self.context, f"saving step {step}")
+
+    def _stage(self, step: int, plan: SavePlan) -> StorageWriter:
         """Agree on the staged folder and make it. Collective."""
-        notes = gather({"step": step, "size": mine.size, "name": staging_name(step)}, self.context)
+        notes = gather_json({"step": step, "size": plan.size, "name": staging_name(step)}, self.context)
         steps = {note["step"] for note in notes}
         if len(steps) > 1:
             raise CheckpointError(
                 f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
             )
-        needed = sum(note["size"] for note in notes) + _MANIFEST_SPACE
+        layout, size = LayoutRecord.of(self.context.layout), sum(note["size"] for note in notes)
         staged = self.folder / notes[0]["name"]
-        with agreed(self.context, f"saving step {step}"):
+        writer = StorageWriter(step, staged, self.context.get_global_rank(), layout, size, self.keep)
+        with self._saving(step):
             if self._is_first:
-                clean(self.folder)
-                check_space(self.folder, needed)
-                staged.mkdir()
-                fault_point("staged")
-        with agreed(self.context, f"saving step {step}"):
-            _check_visible(staged, self.context)
-        return Save(
-            step, staged, self.context.get_global_rank(), LayoutRecord.of(self.context.layout), needed, self.keep
-        )
-
-    def _write_now(self, save: Save, mine: RankPart) -> None:
-        started = time.monotonic()
-        with agreed(self.context, f"saving step {save.step}"):
-            save.write(mine)
-        with agreed(self.context, f"saving step {save.step}"):
-            if self._is_first:
-                _report(save, save.commit(), started)
-
-    def _write_beside(self, save: Save, mine: RankPart) -> None:
-        started = time.monotonic()
-        with agreed(self.context, f"saving step {save.step}"):
-            mine.on_host()
-        self._pending = Background(save, mine, lambda path: _report(save, path, started))
-
-    def _drop(self, save: Save) -> None:
-        """Delete what a failed save has left; all ranks have stopped writing, or are gone."""
-        if self._is_first:
-            discard(save.staged)
+                writer.stage()
+        with self._saving(step):
+            writer.check_visible()
+        return writer
 
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _check_visible(staged: Path, context: ParallelContext) -> None:
-    """Refuse a folder that only some ranks see; network file systems get a moment to show it."""
-    end = time.monotonic() + _VISIBLE_WITHIN
-    while not staged.is_dir():
-        if time.monotonic() > end:
-            raise CheckpointError(
-                f"rank {context.get_global_rank()} on {socket.gethostname()} does not see {staged}, which rank 0 has made; "
-                f"checkpoints need a folder that all ranks share"
-            )
-        time.sleep(0.05)
-
-
-def _report(save: Save, path: Path, started: float) -> None:
-    seconds = time.monotonic() - started
-    get_dist_logger().info(
-        f"saved step {save.step} to {path} ({megabytes(save.needed - _MANIFEST_SPACE)}, {seconds:.2f} s)"
-    )

@@ -45,7 +45,7 @@ def ckpt(
         raise typer.Exit(_show(_rows(path, step, content=action is Action.verify), as_json))
     if out is None:
         raise CheckpointError(f"{action.value} needs --out: " + ("a file" if action is Action.export else "a folder"))
-    from colonnade.checkpoint.export import export_full, find_checkpoint, reshard
+    from colonnade.checkpoint.convert import export_full, find_checkpoint, reshard
 
     source = find_checkpoint(path, step)
     written = export_full(source, out) if action is Action.export else reshard(source, out, files)
@@ -54,8 +54,8 @@ def ckpt(
 
 def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
     """One row for each checkpoint, newest last."""
-    from colonnade.checkpoint.folder import published
-    from colonnade.checkpoint.manifest import MANIFEST
+    from colonnade.checkpoint.format.manifest import MANIFEST
+    from colonnade.checkpoint.storage.folder import published
 
     alone = (path / MANIFEST).exists()
     folders = [path] if alone else [found.path for found in published(path) if step in (None, found.step)]
@@ -68,7 +68,7 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
 
 
 def _row(folder: Path, content: bool) -> dict[str, Any]:
-    from colonnade.checkpoint.integrity import verify
+    from colonnade.checkpoint.storage.verify import verify
 
     try:
         manifest = verify(folder, content)
@@ -98,7 +98,7 @@ def _show_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from colonnade.checkpoint.folder import megabytes
+    from colonnade.checkpoint.storage.folder import megabytes
 
     table = Table(box=None, pad_edge=False)
     for title in ("checkpoint", "step", "size", "files", "layout", "saved", "ok"):

@@ -20,6 +20,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.shards import part_indices
 
 Tensors = dict[str, Tensor]
 
@@ -124,11 +125,7 @@ def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Param
 
 
 def _piece(entry: Held, tensor: Tensor, context: ParallelContext) -> _Piece:
-    place: dict[int, tuple[int, int]] = {}
-    for mode, shard in entry.placement.shards.items():
-        at, parts = place.get(shard.dim, (0, 1))
-        size = context.get_world_size(mode)
-        place[shard.dim] = (at * size + context.get_local_rank(mode), parts * size)
+    place = part_indices(context.layout, entry.placement, context.get_global_rank())
     # A clone, as a view would take all that it is a view of along.
     content = local_part(tensor).to("cpu", torch.float64, copy=True).contiguous()
     return _Piece(entry.name, context.get_global_rank(), place, content)

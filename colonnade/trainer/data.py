@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from colonnade.checkpoint.collect import has_state, random_state, set_random_state
+from colonnade.checkpoint.format.values import is_stateful
+from colonnade.checkpoint.random_state import random_state, set_random_state
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
@@ -139,7 +140,7 @@ class Feed:
     def own_state(self) -> dict[str, Any]:
         """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
         own = {"began": self._began, "ahead": self._before_ahead}
-        return {**own, "loader": self.loader.state_dict()} if has_state(self.loader) else own
+        return {**own, "loader": self.loader.state_dict()} if is_stateful(self.loader) else own
 
     def load_state_dict(self, state: dict[str, Any], own: dict[str, Any] | None) -> int:
         """Take both up again; `own` is None where the layout is another. Returns the batches that are behind."""

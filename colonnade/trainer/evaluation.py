@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from colonnade.checkpoint.collect import has_state
+from colonnade.checkpoint.format.values import is_stateful
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.micro_batch import join
 from colonnade.errors import ConfigError, TrainerError
@@ -115,7 +115,7 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
         return None
     if isinstance(loader.sampler, (RandomSampler, WeightedRandomSampler)):
         raise ConfigError("predict gives outputs in the order of the dataset: give it a loader with shuffle=False")
-    before = loader.sampler.state_dict() if has_state(loader.sampler) else None  # type: ignore[attr-defined]
+    before = loader.sampler.state_dict() if is_stateful(loader.sampler) else None  # type: ignore[attr-defined]
     flat = [index for batch in loader.batch_sampler for index in batch]
     if before is not None:
         loader.sampler.load_state_dict(before)  # type: ignore[attr-defined]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.collect import has_state, set_random_state
+from colonnade.checkpoint.format.values import is_stateful
+from colonnade.checkpoint.random_state import set_random_state
 from colonnade.errors import ColonnadeError, ConfigError, TrainerError
 from colonnade.trainer.data import NO_BATCH, Feed, Lengths, moves_together, read_lengths
 from colonnade.trainer.evaluation import run_test
@@ -64,7 +65,7 @@ class Loop:
         # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
         self._lag = 1 if self._context.device.type == "cuda" else 0
         waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
-        self._ahead = waits and self._even and not has_state(loader)
+        self._ahead = waits and self._even and not is_stateful(loader)
         self._waiting: deque[Draft] = deque()
         self._question: _Question | None = None
         self._told: tuple[_Question, list[float]] | None = None

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from colonnade.checkpoint.collect import random_state
 from colonnade.checkpoint.load import LoadedInfo
+from colonnade.checkpoint.random_state import random_state
 from colonnade.comm.messages import agreed_errors
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.engine.engine import Engine

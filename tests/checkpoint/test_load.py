@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.checkpoint.format.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError

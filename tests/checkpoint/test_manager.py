@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import (
 )
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint import folder as folder_module
-from colonnade.checkpoint.folder import check_space
+from colonnade.checkpoint.storage import folder as folder_module
+from colonnade.checkpoint.storage.folder import check_space
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError

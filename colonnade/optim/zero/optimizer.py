@@ -15,8 +15,9 @@ from colonnade.errors import GradientError
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.zero.inner import Part, check_elementwise, copy_options, optimizer_of_parts
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.optim.zero.state import FlatShard, ShardedState
+from colonnade.optim.zero.state import ShardedState
 from colonnade.parallel.agreement import Held
+from colonnade.parallel.shards import FlatShard
 from colonnade.reduce.gather import Gather, GatherAhead
 from colonnade.reduce.plan import Shards
 from colonnade.reduce.records import Sharding

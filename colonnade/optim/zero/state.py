@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,8 @@ from colonnade.errors import CheckpointError
 from colonnade.optim.zero.inner import Part, cut
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened, view_like
+from colonnade.parallel.shards import MASTER, FlatShard
 from colonnade.reduce.values import BucketValues
-
-MASTER = "master"
-"""The slot of a master copy, beside the optimizer's own."""
-
-
-@dataclass(frozen=True, eq=False)
-class FlatShard:
-    """Elements [start, stop) of a parameter's local part, in the order they have in memory, and what is kept of them.
-
-    `ranks` share the parameter among themselves. `state` has 1-d tensors of `stop - start` elements, and values that
-    are the same for the whole parameter.
-    """
-
-    start: int
-    stop: int
-    ranks: tuple[int, ...]
-    state: dict[str, Any]
 
 
 class ShardedState:

@@ -1,0 +1,91 @@
+"""LoadPlan: the tensors of a model and of a checkpoint, matched by name. What does not fit is listed, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from colonnade.checkpoint.format.manifest import Manifest, TensorRecord
+from colonnade.checkpoint.format.tensors import TensorReader, type_name
+from colonnade.checkpoint.plan.tensors import EXTRA_STATE, LocalTensor
+from colonnade.checkpoint.plan.values import SavedValues
+from colonnade.errors import CheckpointError, listed
+
+_SHOWN = 12
+
+
+class LoadPlan:
+    """For every tensor of this rank's model, what the checkpoint has under any of its names."""
+
+    def __init__(self, tensors: Sequence[LocalTensor], manifest: Manifest) -> None:
+        self.tensors, self.manifest = tensors, manifest
+        self._records: dict[int, TensorRecord] = {}
+        self._missing: list[str] = []
+        self._mismatched: list[str] = []
+        known: dict[str, TensorRecord] = {}
+        for record in manifest.tensors:
+            if not record.state_name:
+                for name in (record.label, *record.names):
+                    known.setdefault(name, record)
+        for tensor in tensors:
+            found = [known[name] for name in (*tensor.names, tensor.label) if name in known]
+            if found:
+                self._match(tensor, found[0])
+            else:
+                self._missing.append(tensor.names[0])
+
+    def record_of(self, tensor: LocalTensor) -> TensorRecord:
+        """What the checkpoint has of a tensor."""
+        return self._records[id(tensor)]
+
+    def note(self) -> dict[str, list[str]]:
+        """What the other ranks must know, for `check`."""
+        used = sorted(record.label for record in self._records.values())
+        return {"used": used, "missing": self._missing, "mismatched": self._mismatched}
+
+    def check(self, notes: Sequence[dict[str, list[str]]], where: str) -> None:
+        """Raise the same error on every rank unless all tensors of the checkpoint and of all ranks found each other."""
+        used = {label for note in notes for label in note["used"]}
+        problems = {
+            "missing in the checkpoint": _union(note["missing"] for note in notes),
+            "in the checkpoint, but not in the model": [
+                (record.names or (record.label,))[0]
+                for record in self.manifest.tensors
+                if not record.state_name and record.label not in used
+            ],
+            "of another shape or type": _union(note["mismatched"] for note in notes),
+        }
+        lines = [f"  {what} ({len(names)}): {_some(names)}" for what, names in problems.items() if names]
+        if lines:
+            raise CheckpointError(
+                f"{where} does not fit this model; nothing was loaded:\n" + "\n".join(lines) + "\nBuild the model that "
+                "was saved (names, sizes and types are in the manifest), or load another checkpoint."
+            )
+
+    def load_model(self, model: nn.Module, reader: TensorReader, values: SavedValues) -> None:
+        """Fill every parameter and buffer in place, reading only what this rank needs; give modules their extra state."""
+        for tensor in self.tensors:
+            record = self.record_of(tensor)
+            reader.fill(tensor.local, tensor.box, record.blocks, record.dtype)
+        for name, module in model.named_modules():
+            key = f"model/{name}{'.' if name else ''}{EXTRA_STATE}"
+            if values.has(key):
+                module.set_extra_state(values.get(key))
+
+    def _match(self, tensor: LocalTensor, record: TensorRecord) -> None:
+        self._records[id(tensor)] = record
+        dtype = type_name(tensor.local, tensor.names[0])
+        if (dtype, tensor.shape) != (record.dtype, record.shape):
+            self._mismatched.append(
+                f"{tensor.names[0]}: {record.dtype} {list(record.shape)} in the checkpoint, {dtype} "
+                f"{list(tensor.shape)} here"
+            )
+
+
+def _union(lists: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in lists for name in names))
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")

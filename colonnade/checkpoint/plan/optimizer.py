@@ -1,0 +1,242 @@
+"""An optimizer's state by the names of its parameters, so that it means the same on every layout: read, and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from colonnade.checkpoint.format.boxes import Box
+from colonnade.checkpoint.format.manifest import GroupRecord, TensorRecord
+from colonnade.checkpoint.format.tensors import TensorReader
+from colonnade.checkpoint.format.values import Encoded, encode
+from colonnade.checkpoint.plan.load import LoadPlan
+from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory
+from colonnade.checkpoint.plan.values import SavedValues
+from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
+
+_NOT_OPTIONS = ("params", "param_names")
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options that choose an implementation; they are the running optimizer's, never the checkpoint's."""
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterState:
+    """One thing the optimizer keeps for a parameter, under `name`.
+
+    `like_parameter`: it is a tensor of the parameter's shape, and lies as the parameter does. Else it is one value for
+    the whole parameter, such as its count of steps. With a `shard`, such a tensor has only the shard's elements.
+    """
+
+    parameter: LocalTensor
+    name: str
+    value: Any
+    like_parameter: bool
+    shard: FlatShard | None = None
+
+    def __str__(self) -> str:
+        return f"the optimizer's {self.name} of {self.parameter.names[0]}"
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterGroup:
+    """A parameter group: its place, its members and its options."""
+
+    index: int
+    members: tuple[LocalTensor, ...]
+    options: Encoded
+
+
+def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterGroup]:
+    """The optimizer's groups, their parameters found in the model."""
+    return [
+        ParameterGroup(at, members, encode(_options(group), f"param_groups[{at}]"))
+        for at, (group, members) in enumerate(zip(optimizer.param_groups, _members(optimizer, tensors), strict=True))
+    ]
+
+
+def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterState]:
+    """All that is kept for the parameters, as `state_dict()` gives it; of a sharded optimizer, this rank's shards."""
+    groups = _members(optimizer, tensors)
+    if isinstance(optimizer, ShardedOptimizer):
+        return [state for members in groups for parameter in members for state in _shard_state(optimizer, parameter)]
+    saved = optimizer.state_dict()
+    return [
+        _whole_state(parameter, name, value)
+        for group, members in zip(saved["param_groups"], groups, strict=True)
+        for number, parameter in zip(group["params"], members, strict=True)
+        for name, value in saved["state"].get(number, {}).items()
+    ]
+
+
+def _shard_state(optimizer: ShardedOptimizer, parameter: LocalTensor) -> list[ParameterState]:
+    shard = optimizer.flat_shard(parameter.tensor)
+    if shard is None:
+        return []
+    size = (shard.stop - shard.start,)
+    return [
+        ParameterState(parameter, name, value, isinstance(value, Tensor) and value.shape == size, shard)
+        for name, value in shard.state.items()
+    ]
+
+
+def _whole_state(parameter: LocalTensor, name: str, value: Any) -> ParameterState:
+    like = isinstance(value, Tensor) and local_part(value).shape == parameter.local.shape
+    state = ParameterState(parameter, name, value, like)
+    if not isinstance(value, Tensor):
+        if encode(value, str(state)).tensors:
+            raise CheckpointError(f"{state} is a {type(value).__name__} of tensors, which has no place in a layout")
+        return state
+    lies = getattr(value, "placements", None)
+    if is_dtensor(value) and (not like or lies != getattr(parameter.tensor, "placements", None)):
+        raise CheckpointError(f"{state} is a DTensor that does not lie as the parameter does")
+    if not like and parameter.parts and value.numel() != 1:
+        raise CheckpointError(
+            f"{state} has shape {tuple(value.shape)}, not the parameter's {tuple(parameter.local.shape)}; of a parameter "
+            f"that is split over ranks, only state of its own shape or of one element can be saved"
+        )
+    return state
+
+
+def _members(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[tuple[LocalTensor, ...]]:
+    """The model's tensors in each group of the optimizer."""
+    by_tensor = {id(tensor.tensor): tensor for tensor in tensors}
+    groups = []
+    for at, group in enumerate(optimizer.param_groups):
+        strangers = [parameter for parameter in group["params"] if id(parameter) not in by_tensor]
+        if strangers:
+            raise CheckpointError(
+                f"group {at} of the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does "
+                f"not have; save and load the optimizer with the model whose parameters it was made for"
+            )
+        groups.append(tuple(by_tensor[id(parameter)] for parameter in group["params"]))
+    return groups
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+
+
+class OptimizerLoader:
+    """Reads the options and the state of an optimizer's own parameters, whichever those are on this rank."""
+
+    def __init__(self, plan: LoadPlan, reader: TensorReader, values: SavedValues) -> None:
+        if plan.manifest.groups is None:
+            raise CheckpointError("the checkpoint was saved without an optimizer; load it with optimizer=None")
+        self._groups = plan.manifest.groups
+        self._plan, self._reader, self._values = plan, reader, values
+        self._records: dict[str, list[TensorRecord]] = {}
+        for record in plan.manifest.tensors:
+            if record.state_name:
+                self._records.setdefault(record.label, []).append(record)
+
+    def state_dict_for(self, optimizer: Any) -> dict[str, Any]:
+        """What this optimizer is to load, in torch's format; refuses groups that do not fit."""
+        groups: list[dict[str, Any]] = []
+        state: dict[int, dict[str, Any]] = {}
+        number = 0
+        members = _members(optimizer, self._plan.tensors)
+        for index, (group, parameters) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+            options = self._saved_options(index, group, {self._plan.record_of(one).label for one in parameters})
+            kept = {key: group[key] for key in (*_NOT_OPTIONS, *_IMPLEMENTATION) if key in group}
+            groups.append({**options, **kept, "params": list(range(number, number + len(parameters)))})
+            for parameter in parameters:
+                found = self._state_of(parameter, optimizer)
+                if found:
+                    state[number] = found
+                number += 1
+        return {"state": state, "param_groups": groups}
+
+    def _saved_options(self, index: int, group: Mapping[str, Any], labels: set[str]) -> dict[str, Any]:
+        """The options that these parameters had; for a group without any here, those of the group in its place."""
+        records = self._records_of_group(index, labels)
+        found = [self._values.decoded(record.options) for record in records]
+        if len({encode(options, "options").digest() for options in found}) > 1:
+            raise CheckpointError(
+                f"group {index} of the optimizer joins parameters that had different options when they were saved: "
+                f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were."
+            )
+        options = found[0] if found else _options(group)
+        unknown = [key for key in _options(group) if key not in options and key not in _IMPLEMENTATION]
+        if unknown:
+            raise CheckpointError(
+                f"group {index} of the optimizer has the options {listed(unknown)}, which the saved one had not: it was "
+                f"another kind of optimizer. Load with that kind, or with optimizer=None."
+            )
+        return options
+
+    def _records_of_group(self, index: int, labels: set[str]) -> list[GroupRecord]:
+        if not labels:
+            return [record for record in self._groups if record.index == index]
+        found = [record for record in self._groups if labels.intersection(record.names)]
+        lost = sorted(labels.difference(*(record.names for record in found)))
+        if lost:
+            raise CheckpointError(
+                f"the optimizer that was saved did not have {listed(lost[:5])}, which group {index} has; make the groups "
+                f"as they were, or load with optimizer=None"
+            )
+        return found
+
+    def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any]:
+        shard = None
+        if isinstance(optimizer, ShardedOptimizer):
+            shard = optimizer.flat_shard(parameter.tensor)
+            if shard is None:  # all of it is other ranks'
+                return {}
+        weight = self._plan.record_of(parameter)
+        state: dict[str, Any] = {}
+        for record in self._records.get(weight.label, ()):
+            if record.shape != weight.shape or record.state_name == "step":
+                state[record.state_name] = self._reader.whole(record)
+            elif shard is not None:
+                state[record.state_name] = self._shard(parameter, shard, record)
+            elif record.state_name != MASTER:
+                value = self._reader.new(parameter.box, record.blocks, record.dtype)
+                state[record.state_name] = _as_parameter(value, parameter.tensor)
+        return {**state, **self._values.optimizer_state_of(weight.label)}
+
+    def _shard(self, parameter: LocalTensor, shard: FlatShard, record: TensorRecord) -> Tensor:
+        """Just the elements of the shard."""
+        values = self._reader.new(Box((0,), (shard.stop - shard.start,)), (), record.dtype)
+        for box, view in boxes_in_memory(parameter, shard.start, shard.stop, values):
+            self._reader.fill(view, box, record.blocks, record.dtype)
+        return values
+
+
+def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Load it by the optimizer's own method, so that its hooks run; every moment keeps the type it was saved with."""
+    optimizer.load_state_dict(state_dict)
+    if not isinstance(optimizer, ShardedOptimizer):  # which takes its elements as they are
+        _keep_types(optimizer, state_dict["state"])
+
+
+def _as_parameter(value: Tensor, parameter: Any) -> Tensor:
+    """A DTensor around this rank's part where the parameter is one."""
+    if not is_dtensor(parameter):
+        return value
+    # Imported here: it costs those who have no DTensors two seconds.
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value.to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _keep_types(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undo the cast of `load_state_dict`, which gives every moment the type of its parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, saved in state.items():
+        held = optimizer.state[parameters[number]]
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(held.get(name), Tensor) and held[name].dtype != value.dtype:
+                held[name] = value.to(held[name].device)

@@ -1,0 +1,181 @@
+"""Where each tensor of a model lies in its whole, read from its placement: the names, the box, the holders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.format.boxes import Box, boxes_of_range, whole_box
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.demand import holding
+from colonnade.parallel.dtensor import effective_placement, local_part
+from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, placement_of
+from colonnade.parallel.shards import part_indices
+
+EXTRA_STATE = "_extra_state"
+Sizes = Mapping[str, Mapping[str, Sequence[int]]]
+"""What a rank says of its uneven tensors: label -> dimension -> (index of its part, size of its part)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTensor:
+    """One tensor of this rank's model, under all the names it has here: the elements `box` of a whole of `shape`.
+
+    `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
+    the whole. `parts` says for each split dimension: (index of this part, number of parts).
+    """
+
+    label: str
+    names: tuple[str, ...]
+    tensor: Tensor
+    placement: Placement
+    holders: tuple[int, ...]
+    sharers: tuple[int, ...]
+    parts: Mapping[int, tuple[int, int]]
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def local(self) -> Tensor:
+        """The elements that this rank holds."""
+        return local_part(self.tensor).detach()
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether its box depends on the sizes of other ranks' parts."""
+        return bool(self.parts) and self.placement.shape is not None and not is_dtensor(self.tensor)
+
+
+def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> list[LocalTensor]:
+    """Every parameter and persistent buffer of this rank's model, once. Collective over the world.
+
+    Sizes of uneven parts are known only to the ranks that hold them, so the ranks tell each other.
+    """
+    with agreed(context, doing):
+        found = _tensors_of(model, context)
+    everyone = gather_json(_uneven_sizes(found), context)
+    with agreed(context, doing):
+        return [_located(tensor, everyone, context) for tensor in found]
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules add to the model's state by `get_extra_state`, by key."""
+    state = model.state_dict(keep_vars=True)
+    return {key: value for key, value in state.items() if _is_extra_state(key)}
+
+
+def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Where elements [start, stop) of a tensor lie in its whole, with the view of `values` (1-d) of each box.
+
+    Elements are counted as they lie in memory, which need not be row order (channels-last weights).
+    """
+    local = tensor.local
+    order = list(range(local.dim()))
+    if not local.is_contiguous():
+        strides = local.stride()
+        order.sort(key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(local.dim())]
+    done = 0
+    for box in boxes_of_range(start, stop, [local.shape[dim] for dim in order]):
+        view = values[done : done + box.numel].view(box.shape).permute(back)
+        offset = [tensor.box.offset[dim] + box.offset[back[dim]] for dim in range(local.dim())]
+        done += box.numel
+        yield Box(tuple(offset), tuple(box.shape[at] for at in back)), view
+
+
+def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]:
+    """The tensors as this rank alone sees them: each as if its own part were the whole."""
+    named: dict[int, tuple[Tensor, list[str]]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not _is_extra_state(key):
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"the model's state_dict() holds {key}, a {type(value).__name__}, not a tensor")
+            named.setdefault(id(value), (value, []))[1].append(key)
+    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
+    if lost:
+        raise CheckpointError(
+            f"the model's state_dict() does not hold the parameters {listed(lost[:5])} themselves, so they cannot be "
+            f"saved; a hook of the model replaces or drops them"
+        )
+    return [_alone(tuple(names), tensor, context) for tensor, names in named.values()]
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
+def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> LocalTensor:
+    layout, rank = context.layout, context.get_global_rank()
+    placement = effective_placement(tensor, layout, rank)
+    tied = placement.tied
+    anywhere = Placement({ParallelMode.PIPELINE: tied} if tied is not None else {})
+    box = whole_box(local_part(tensor).shape)
+    return LocalTensor(
+        label=names[0] if tied is None else f"tie:{tied.key}",
+        names=names,
+        tensor=tensor,
+        placement=placement,
+        holders=holding(layout, placement, rank).ranks,
+        sharers=holding(layout, anywhere, rank).ranks,
+        parts=part_indices(layout, placement, rank),
+        shape=box.shape,
+        box=box,
+    )
+
+
+def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
+    return {
+        tensor.label: {str(dim): [at, tensor.box.shape[dim]] for dim, (at, _) in tensor.parts.items()}
+        for tensor in tensors
+        if tensor.may_be_uneven
+    }
+
+
+def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelContext) -> LocalTensor:
+    """With its place in the whole. A DTensor's is from its mesh, inside the part that was cut by hand if one was."""
+    layout, rank, tensor = context.layout, context.get_global_rank(), found.tensor
+    by_hand = placement_of(tensor)
+    sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
+    shape = logical_shape(tensor, by_hand, sizes)
+    offset = _dtensor_offset(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
+    for dim, (at, count) in part_indices(layout, by_hand, rank).items():
+        if found.may_be_uneven:
+            offset[dim] = _uneven_offset(found, dim, shape[dim], everyone)
+            continue
+        if is_dtensor(tensor) and shape[dim] != count * tensor.shape[dim]:
+            raise CheckpointError(
+                f"{found.names[0]} is cut by hand into uneven parts ({by_hand}) and sharded by FSDP: where a part lies "
+                f"cannot be told. Cut it evenly, or use zero stage 1 or 2."
+            )
+        offset[dim] += at * tensor.shape[dim]
+    return replace(found, shape=shape, box=Box(tuple(offset), found.box.shape))
+
+
+def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[Sizes]) -> int:
+    index, count = found.parts[dim]
+    told: dict[int, set[int]] = {at: set() for at in range(count)}
+    for sizes in everyone:
+        if found.label in sizes:
+            at, size = sizes[found.label][str(dim)]
+            told[at].add(size)
+    widths = [sizes.pop() if len(sizes) == 1 else None for sizes in told.values()]
+    known = [width for width in widths if width is not None]
+    if len(known) != count or sum(known) != whole:
+        raise CheckpointError(
+            f"{found.names[0]} is placed as {found.placement} with {whole} elements along dimension {dim}, but its "
+            f"{count} parts have {listed(widths)}; ranks that hold the same part must agree, and the parts must add up"
+        )
+    return sum(known[:index])
+
+
+def _dtensor_offset(tensor: Any) -> list[int]:
+    # Imported here: it costs those who have no DTensors two seconds.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -1,0 +1,87 @@
+"""Boxes tile a whole exactly when every element is in one of them; ranges in row order become boxes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colonnade.checkpoint.format.boxes import Box, boxes_of_range, tiles, whole_box
+
+
+def elements(box: Box) -> list[tuple[int, ...]]:
+    return list(product(*(range(start, stop) for start, stop in zip(box.offset, box.stop, strict=True))))
+
+
+@st.composite
+def shapes_and_boxes(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    boxes = [whole_box(shape)]
+    for _ in range(draw(st.integers(0, 4))):  # cut boxes in two, so that many examples do tile
+        at = draw(st.integers(0, len(boxes) - 1))
+        box = boxes.pop(at)
+        if not shape:
+            boxes.append(box)
+            continue
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, box.shape[dim]))
+        for start, size in ((0, cut), (cut, box.shape[dim] - cut)):
+            offset, part = list(box.offset), list(box.shape)
+            offset[dim] += start
+            part[dim] = size
+            boxes.append(Box(tuple(offset), tuple(part)))
+    for _ in range(draw(st.integers(0, 2))):  # and sometimes spoil it
+        offset = tuple(draw(st.integers(-1, 3)) for _ in shape)
+        extra = Box(offset, tuple(draw(st.integers(0, 2)) for _ in shape))
+        if draw(st.booleans()) and boxes:
+            boxes.pop()
+        boxes.append(extra)
+    return shape, boxes
+
+
+@given(shapes_and_boxes())
+@settings(max_examples=200, deadline=None)
+def test_tiles_is_every_element_once(case):
+    shape, boxes = case
+    met = sorted(element for box in boxes for element in elements(box))
+    assert tiles(boxes, shape) == (met == elements(whole_box(shape)))
+
+
+def test_two_halves_twice_do_not_make_a_whole():
+    half = Box((0,), (2,))
+    assert not tiles([half, half], (4,))
+    assert tiles([half, Box((2,), (2,))], (4,))
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_thousand_boxes_are_checked_at_once(rank):
+    boxes = [Box((at,) + (0,) * (rank - 1), (1,) + (5,) * (rank - 1)) for at in range(1000)]
+    assert tiles(boxes, (1000,) + (5,) * (rank - 1))
+    assert not tiles(boxes[:-1], (1000,) + (5,) * (rank - 1))
+
+
+def test_what_two_boxes_share():
+    one, other = Box((1, 0), (3, 4)), Box((2, 2), (5, 5))
+    shared = one.shared_with(other)
+    assert shared == Box((2, 2), (2, 2))
+    assert shared.slices_in(one) == (slice(1, 3), slice(2, 4))
+    assert one.shared_with(Box((4, 0), (1, 1))) is None
+    assert Box((), ()).shared_with(Box((), ())) == Box((), ())
+
+
+SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
+
+
+@given(SHAPES, st.data())
+def test_a_range_is_cut_into_few_boxes_in_order(shape, data):
+    whole = torch.arange(torch.empty(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    boxes = boxes_of_range(start, stop, shape)
+    origin = Box((0,) * len(shape), shape)
+    read = [whole[box.slices_in(origin)].flatten() for box in boxes]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *read]), torch.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

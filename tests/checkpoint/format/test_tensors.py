@@ -1,0 +1,130 @@
+"""Files of tensors: safetensors reads them, bits are kept for every type, and the hash is that of the file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from colonnade.checkpoint.format.boxes import Box, whole_box
+from colonnade.checkpoint.format.manifest import WIDTHS, Block
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.tensors import (
+    _NAMES,
+    Entry,
+    TensorReader,
+    raw_bytes,
+    write_tensors,
+)
+
+TYPES = list(_NAMES)
+
+
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random bits of a type."""
+    width = WIDTHS[_NAMES[dtype]]
+    size = (torch.Size(shape).numel() * width,)
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, size, dtype=torch.uint8)
+    return bits.view(dtype).reshape(shape)
+
+
+def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
+    tensors = {f"{at}": some(dtype, 3, 5) for at, dtype in enumerate(TYPES)}
+    tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 4), "turned": some(torch.float32, 4, 6).t()}
+    tensors |= {"conjugate": torch.tensor([1 + 2j]).conj(), "é/strange key#1": torch.ones(1)}
+    record = write_tensors(
+        tmp_path / "rank-00000.safetensors", [Entry.of(key, value) for key, value in tensors.items()]
+    )
+    content = (tmp_path / record.name).read_bytes()
+    assert (record.size, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    found = load_file(tmp_path / record.name)
+    assert set(found) == set(tensors)
+    assert found["conjugate"].item() == 1 - 2j
+    for key, value in tensors.items():
+        assert found[key].dtype is value.dtype, key
+        assert found[key].shape == value.shape, key
+        assert bytes(raw_bytes(found[key])) == bytes(raw_bytes(value)), key
+
+
+def test_elements_are_aligned(tmp_path):
+    tensors = [
+        Entry.of("a", some(torch.uint8, 3)),
+        Entry.of("b", some(torch.float64, 2)),
+        Entry.of("c", some(torch.bfloat16, 1)),
+    ]
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    content = (tmp_path / "x.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for place in json.loads(content[8 : 8 + length]).values():
+        assert place["data_offsets"][0] % WIDTHS[place["dtype"]] == 0
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_box_is_read_from_any_blocks(tmp_path_factory, data):
+    shape = (7, 5)
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    spans = [list(itertools.pairwise(cut)) for cut in cuts]
+    whole = torch.arange(35).reshape(shape)
+    blocks, entries = [], []
+    for top, bottom in spans[0]:
+        for left, right in spans[1]:
+            key = f"{top},{left}"
+            blocks.append(Block("x.safetensors", key, (top, left), (bottom - top, right - left)))
+            entries.append(Entry.of(key, whole[top:bottom, left:right]))
+    folder = tmp_path_factory.mktemp("boxes")
+    write_tensors(folder / "x.safetensors", entries)
+    start = [data.draw(st.integers(0, size)) for size in shape]
+    box = Box(tuple(start), tuple(data.draw(st.integers(0, size - at)) for at, size in zip(start, shape, strict=True)))
+    found = TensorReader(folder).new(box, blocks, "I64")
+    assert torch.equal(found, whole[box.slices_in(whole_box(shape))])
+
+
+def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
+    write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2, 2))])
+    reader = TensorReader(tmp_path)
+    for block, dtype in [
+        (Block("x.safetensors", "a", (0,), (4,)), "F32"),
+        (Block("x.safetensors", "a", (0, 0), (2, 2)), "I32"),
+        (Block("x.safetensors", "b", (0, 0), (2, 2)), "F32"),
+        (Block("y.safetensors", "a", (0, 0), (2, 2)), "F32"),
+    ]:
+        with pytest.raises(Damaged):
+            reader.new(block.box, [block], dtype)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80\x04K\x01.", (2**63).to_bytes(8, "little") + b"{}", (1 << 40).to_bytes(8, "little"), b"\0" * 64],
+    ids=["empty", "pickle", "header of 2^63", "header of 2^40", "zeros"],
+)
+def test_crafted_files_are_refused(tmp_path, content):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(Damaged):
+        TensorReader(tmp_path).entry("x.safetensors", "a")
+
+
+@pytest.mark.slow
+def test_numpy_is_not_needed(tmp_path):
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import torch; from torch import nn\n"
+        "from colonnade.checkpoint import CheckpointManager\n"
+        "from colonnade.context.parallel_context import ParallelContext\n"
+        "model = nn.Linear(3, 2).bfloat16(); before = model.weight.clone()\n"
+        "manager = CheckpointManager(sys.argv[1], ParallelContext()); manager.save(1, model)\n"
+        "nn.init.zeros_(model.weight); manager.load(model); assert torch.equal(model.weight, before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

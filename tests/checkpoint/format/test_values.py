@@ -1,0 +1,95 @@
+"""State as JSON: what goes in comes out, and what cannot go in is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from enum import Enum
+
+import pytest
+import torch
+
+from colonnade.checkpoint.format.values import decode, encode
+from colonnade.errors import CheckpointError
+
+
+class Colour(int, Enum):
+    RED = 1
+
+
+def through_json(value):
+    encoded = encode(value, "it")
+    return decode(json.loads(json.dumps(encoded.value, allow_nan=False)), lambda at: encoded.tensors[at])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        -(2**80),
+        0.1,
+        5e-324,
+        math.inf,
+        -math.inf,
+        "text é $tensor",
+        [1, [2, (3, ("x",))]],
+        {"a": {"b": [None]}},
+        {1: "one", (2, 3): "pair", None: 0},
+        {"$tensor": 1, "$tuple": [2]},
+        Counter({30: 1, 80: 2}),
+        OrderedDict(a=1),
+        (),
+        {},
+        [],
+    ],
+    ids=repr,
+)
+def test_values_come_back_with_their_types(value):
+    found = through_json(value)
+    assert found == value
+    assert type(found) is (dict if isinstance(value, OrderedDict) else type(value))
+
+
+def test_nan_and_tensors_come_back():
+    found = through_json({"nan": math.nan, "list": [torch.arange(3), (torch.tensor(True),)]})
+    assert math.isnan(found["nan"])
+    assert torch.equal(found["list"][0], torch.arange(3))
+    assert found["list"][1][0].dtype is torch.bool
+
+
+def test_a_digest_tells_values_apart_by_their_bits():
+    values = [
+        1,
+        1.5,
+        "1",
+        [1],
+        (1,),
+        torch.ones(2),
+        torch.ones(2).double(),
+        torch.ones(1, 2),
+        torch.tensor([1.0, -1.0]),
+    ]
+    assert len({encode(value, "it").digest() for value in values}) == len(values)
+    assert encode({"a": torch.ones(2)}, "it").digest() == encode({"a": torch.ones(2)}, "it").digest()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": [{1, 2}]}, r"it\['a'\]\[0\] is a builtins.set"),
+        ({"f": print}, r"it\['f'\] is a builtins.builtin_function_or_method"),
+        (b"bytes", "it is a builtins.bytes"),
+        (Colour.RED, "it is a tests.checkpoint.format.test_values.Colour"),
+        (torch.zeros(2, dtype=torch.complex128), "it is torch.complex128, which a checkpoint cannot hold"),
+        (torch.zeros(2, 2).to_sparse(), "only dense ones"),
+        (torch.zeros(2, device="meta"), "a meta tensor"),
+        (object(), "give the object a state_dict"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_a_checkpoint_cannot_hold_is_named(value, message):
+    with pytest.raises(CheckpointError, match=message):
+        encode(value, "it")

@@ -1,0 +1,102 @@
+"""One run writes to a folder at a time; the second is told who does, and a dead one's lock is taken over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.storage.lock import LOCK_FILE, RunLock
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
+from colonnade.testing import run_world
+from tests.checkpoint.models import WAYS, launched
+
+HOLD = (
+    "import sys, time, os\n"
+    "from pathlib import Path\n"
+    "from colonnade.checkpoint.storage.lock import RunLock\n"
+    "lock = RunLock(Path(sys.argv[1]))\n"
+    "forks = 'fork' in sys.argv\n"
+    "if not forks or os.fork() == 0:\n"
+    "    print('ready', flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+@pytest.fixture
+def holder(tmp_path, request):
+    """Another process that holds the lock of the folder."""
+    words = [sys.executable, "-c", HOLD, str(tmp_path), *getattr(request, "param", [])]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    yield process
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_second_run_is_told_who_holds_the_folder(tmp_path, holder):
+    asked = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"process {holder.pid} on {socket.gethostname()}, since 20"):
+        CheckpointManager(tmp_path, ParallelContext())
+    assert time.monotonic() - asked < 1
+    CheckpointManager(tmp_path, ParallelContext(), read_only=True).close()
+
+
+@pytest.mark.parametrize("holder", [[], ["fork"]], indirect=True, ids=["alone", "with a child that lives on"])
+def test_the_lock_of_a_killed_run_is_taken_over(tmp_path, holder, caplog):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    with caplog.at_level("INFO"):
+        lock = RunLock(tmp_path)
+    assert f"took over {tmp_path / LOCK_FILE} from process {holder.pid}" in caplog.text
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    lock.release()
+
+
+def test_two_managers_of_one_process_do_not_share_a_folder(tmp_path):
+    first = CheckpointManager(tmp_path, ParallelContext())
+    with pytest.raises(CheckpointError, match="this process already has a CheckpointManager"):
+        CheckpointManager(tmp_path, ParallelContext())
+    first.close()
+    CheckpointManager(tmp_path, ParallelContext()).close()
+    assert (tmp_path / LOCK_FILE).read_text() == ""
+
+
+def test_a_forgotten_manager_gives_the_folder_back(tmp_path):
+    CheckpointManager(tmp_path, ParallelContext())
+    CheckpointManager(tmp_path, ParallelContext()).close()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="opening"):
+        CheckpointManager(tmp_path, ParallelContext())
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def open_a_held_folder(folder: Path) -> str:
+    with launched(WAYS["data 2"]) as context:
+        try:
+            CheckpointManager(folder, context)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def test_every_rank_of_the_second_run_is_refused(tmp_path, holder):
+    for message in run_world(2, open_a_held_folder, tmp_path).values:
+        assert f"process {holder.pid} on" in message
