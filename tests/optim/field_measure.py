@@ -20,7 +20,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.optim.clip import clip_grad_norm_
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.placement import Shard, place
+from colonnade.parallel.placement import Shard, is_dtensor, place
 from tests.optim.field_facts import ALIKE, Fact
 from tests.optim.field_pieces import Piece, counted, is_held, norm_of, raw_salt, where, whole
 from tests.optim.watch import Operations, collectives
@@ -191,7 +191,8 @@ class Bag(nn.Module):
         for piece in self.pieces:
             if is_held(piece, layout, rank) and not piece.frozen and not piece.silent:
                 value = whole(piece, self.kind, step, raw_salt(piece, layout, rank))[where(piece, layout, rank)]
-                total = total + (local_part(self.get_parameter(piece.name)) * value).sum()
+                parameter: Any = self.get_parameter(piece.name)
+                total = total + ((parameter.to_local() if is_dtensor(parameter) else parameter) * value).sum()
         return total
 
 

@@ -118,9 +118,9 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
     plan = SavePlan(RankNote(rank, None if state.groups is None else []))
     for tensor in state.tensors:
         _plan_weight(plan, tensor)
-    is_stateful = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
+    with_state = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
     for kept in state.optimizer:
-        _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in is_stateful[at]])
+        _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in with_state[at]])
     for group in state.groups or ():
         _plan_group(plan, group, [note["optimizer"] for note in notes])
     for name, item in state.items.items():
