@@ -20,7 +20,7 @@ SLOW_MODULES = (
     "engine/gradient_handler/test_reducer.py",
     "engine/gradient_handler/test_reducer_uneven.py",
     "engine/gradient_handler/test_transport.py",
-    "engine/schedule/test_executor.py",
+    "engine/schedule/executor/test_executor.py",
     "engine/schedule/test_pipeline.py",
     "engine/test_clip.py",
     "engine/test_pipeline.py",

@@ -7,9 +7,10 @@ parameters whatever the cut. Parameters that end up in two stages are found and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -40,8 +41,18 @@ class Stage(nn.Module):
         first, *others = (self.get_submodule(name) for name in self.layer_names)
         value = first(*args, **kwargs)
         for layer in others:
-            value = layer(value) if self.takes_one_value else _call(layer, value)
+            value = call_layer(layer, value, self.takes_one_value)
         return value
+
+
+def call_layer(layer: Callable[..., Any], value: Any, one_value: bool = False) -> Any:
+    """Call `layer` as a person would write it: a dict by keyword, a tuple or list by position, anything else alone.
+
+    `one_value`: always alone, as in nn.Sequential.
+    """
+    if isinstance(value, Mapping) and not one_value:
+        return layer(**value)
+    return layer(*value) if isinstance(value, (tuple, list)) and not one_value else layer(value)
 
 
 @dataclass(frozen=True)
@@ -78,15 +89,14 @@ def split(
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return _own_stages(list(model), at, num_stages)
-    layers = _layers(model)
+    one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential
+    layers = _sequential_layers(model) if one_value else _declared_layers(model)
     _check_covered(model, layers)
-    firsts = _given_cuts(layers, at, num_stages) if at is not None else None
-    if firsts is None:
-        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, _is_sequential(model)))
-    stops = [*firsts[1:], len(layers)]
-    stages: list[nn.Module] = [
-        Stage(layers[first:stop], _is_sequential(model)) for first, stop in zip(firsts, stops, strict=True)
-    ]
+    if at is not None:
+        firsts = _given_cuts(layers, at, num_stages)
+    else:
+        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
+    stages: list[nn.Module] = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 
 
@@ -112,20 +122,14 @@ def _own_stages(stages: list[nn.Module], at: Sequence[str] | None, num_stages: i
 # -- layers -----------------------------------------------------------------------------------------------
 
 
-def _is_sequential(model: nn.Module) -> bool:
-    return not hasattr(model, "pipeline_layers")
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _sequential_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers in the order in which they are called, with their names in the model."""
-    if not _is_sequential(model):
-        return _declared_layers(model)
-    if isinstance(model, nn.Sequential):
-        return list(_flat(model, ""))
-    raise ScheduleError(
-        f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() that "
-        "returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
-    )
+    if not isinstance(model, nn.Sequential):
+        raise ScheduleError(
+            f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() "
+            "that returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
+        )
+    return list(_flat(model, ""))
 
 
 def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -188,12 +192,6 @@ def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
     holder.add_module(last, layer)
 
 
-def _call(layer: nn.Module, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return layer(**value)
-    return layer(*value) if isinstance(value, (tuple, list)) else layer(value)
-
-
 # -- where to cut -----------------------------------------------------------------------------------------
 
 
@@ -233,9 +231,7 @@ def _balanced_cuts(
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` runs of items starts, so that the heaviest is as light as can be, then the rest even."""
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = list(accumulate(weights, initial=0.0))
 
     @cache
     def best(start: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
@@ -269,7 +265,7 @@ def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any,
 def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: bool) -> list[float]:
     """Seconds of forward and backward for each layer; gradients, modes and random state stay as they were."""
     seconds: list[float] = []
-    value, call = sample, _call
+    value, alone = sample, False
     devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         for _, layer in layers:
@@ -277,13 +273,13 @@ def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: b
             layer.eval()
             try:
                 value = tree_map(_fresh, value)
-                seconds.append(min(_seconds(layer, value, call) for _ in range(3)))
+                seconds.append(min(_seconds(layer, value, alone) for _ in range(3)))
                 with torch.no_grad():
-                    value = call(layer, value)
+                    value = call_layer(layer, value, alone)
             finally:
                 for module, training in modes.items():
                     module.training = training
-            call = (lambda layer, value: layer(value)) if one_value else _call
+            alone = one_value
     return seconds
 
 
@@ -292,19 +288,20 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_() if floating else leaf
 
 
-def _seconds(layer: nn.Module, value: Any, call: Any) -> float:
+def _seconds(layer: nn.Module, value: Any, one_value: bool) -> float:
     _synchronize(value)
     start = time.perf_counter()
-    output = call(
-        layer, tree_map(lambda leaf: leaf * 1 if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value)
-    )
-    roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    candidates = [*layer.parameters(), *tree_leaves(value)]
-    leaves = [leaf for leaf in candidates if isinstance(leaf, Tensor) and leaf.requires_grad]
+    output = call_layer(layer, tree_map(lambda leaf: leaf * 1 if _needs_grad(leaf) else leaf, value), one_value)
+    roots = [leaf for leaf in tree_leaves(output) if _needs_grad(leaf)]
+    leaves = [leaf for leaf in [*layer.parameters(), *tree_leaves(value)] if _needs_grad(leaf)]
     if roots and leaves:
         torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     _synchronize(value)
     return time.perf_counter() - start
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _synchronize(value: Any) -> None:

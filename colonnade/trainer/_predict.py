@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from colonnade.checkpoint.collect import has_state
-from colonnade.engine.schedule.micro_batch import join
+from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError
 from colonnade.trainer._lengths import read_lengths
 from colonnade.trainer._reach import gather_values, speaks

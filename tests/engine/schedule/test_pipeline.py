@@ -15,11 +15,10 @@ from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule import pipeline
 from colonnade.engine.schedule.actions import format_csv
-from colonnade.engine.schedule.backward import run_backward
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.named import GPipe, TableSchedule
+from colonnade.engine.schedule.executor.backward import run_backward
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.pipeline import GPipe, PipelineSchedule, TableSchedule
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 from colonnade.testing import run_world

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from colonnade.engine.schedule.values import Meta
+from colonnade.engine.schedule.transfer.values import Meta
 
 HEADER_BYTES = 64
 

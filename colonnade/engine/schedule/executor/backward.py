@@ -67,8 +67,8 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-class Entrance:
-    """Where a tensor from another stage enters this stage's graph; the tensor itself is changed."""
+class StageInput:
+    """A tensor from another stage, made the start of this stage's graph; the tensor itself is changed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._caught: list[Tensor] = []
@@ -132,14 +132,14 @@ class WeightWork:
 
 
 def backward_input(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], entrances: Sequence[Entrance]
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[StageInput]
 ) -> tuple[list[Tensor | None], WeightWork]:
-    """The input part: gradients at the entrances, and the weight part for later. No parameter is touched.
+    """The input part: gradients of the inputs, and the weight part for later. No parameter is touched.
 
     Raises RuntimeError, with nothing changed, if the graph holds something that cannot be run in part.
     """
     roots = [get_gradient_edge(output) for output in outputs]
-    ends = {entrance.edge.node for entrance in entrances}
+    ends = {each.edge.node for each in inputs}
     on_way = _nodes_on_way(roots, ends)
     groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
@@ -147,7 +147,7 @@ def backward_input(
     try:
         found = torch.autograd.grad(
             list(outputs),
-            [entrance.edge for entrance in entrances],
+            [each.edge for each in inputs],
             list(grads),
             retain_graph=True,
             allow_unused=True,

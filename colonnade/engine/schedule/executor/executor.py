@@ -7,6 +7,7 @@ says, one action after another. Losses are scaled, gradients never are, so calls
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.context.rendezvous import gather_texts
 from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv, only_forward
-from colonnade.engine.schedule.backward import RunBackward, run_backward
 from colonnade.engine.schedule.check import Facts, check
-from colonnade.engine.schedule.micro_batch import MicroBatch
-from colonnade.engine.schedule.misfit import misfit, shown, takes
-from colonnade.engine.schedule.non_pipeline import call_model
-from colonnade.engine.schedule.program import add_transfers, peer_stage, receive_early
-from colonnade.engine.schedule.step import ForwardHook, LossFunction, Place, Step
-from colonnade.engine.schedule.transfer import Link, PeerFailed
+from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
+from colonnade.engine.schedule.executor.call import call_module
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, RankSetup, Step
+from colonnade.engine.schedule.loss import LossForm
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed
+from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
 from colonnade.errors import ScheduleError, listed
-from colonnade.parallel.split import Stage
 
 
 @dataclass(frozen=True)
-class Ran:
+class ExecutedStep:
     """What a step gave on this rank; losses and outputs are there only where the last stage is."""
 
     losses: list[Tensor]
@@ -44,24 +45,6 @@ class Ran:
     """The compute actions in the order in which they ran."""
 
 
-def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
-    """The usual forward hook: a dict goes in by keyword, a tuple or list by position, anything else alone.
-
-    A stage cut out of an nn.Sequential takes what the layer before it returned as one argument, as it did there.
-    """
-    alone = stage > 0 and isinstance(module, Stage) and module.takes_one_value
-    try:
-        return module(inputs) if alone else call_model(module, inputs)
-    except (TypeError, RuntimeError) as error:
-        if stage > 0 and (reason := misfit(module, inputs, alone, error)):
-            raise ScheduleError(
-                f"stage {stage} cannot take what stage {stage - 1} gives: {reason}\n"
-                f"  stage {stage - 1} gives: {shown(inputs)}\n"
-                f"  stage {stage} takes: {takes(module)}"
-            ) from error
-        raise
-
-
 class Executor:
     """Runs a table on this rank's stages.
 
@@ -70,8 +53,8 @@ class Executor:
     another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
     have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
-    is done. Creating one is collective over the group: all ranks must have the same table, and a fault on
-    one is an error on all.
+    is done; `loss_form` holds the losses to one form. Creating one is collective over the group: all ranks must
+    have the same table, and a fault on one is an error on all.
     """
 
     def __init__(
@@ -86,6 +69,7 @@ class Executor:
         device: torch.device | None = None,
         forward: ForwardHook = call_module,
         loss_fn: LossFunction | None = None,
+        loss_form: LossForm | None = None,
         backward: RunBackward = run_backward,
         tensor_shape: Sequence[int] | None = None,
     ) -> None:
@@ -93,19 +77,19 @@ class Executor:
         self._transfer_group = transfer_group or group
         self._device = device or torch.device("cpu")
         self._links: dict[int, Link] = {}
-        self._counts: bool | None = None
         self.table, self.facts = table, self._agree(chunks, table)
-        stages = [stage for stage, home in enumerate(self.facts.stage_ranks) if home == rank]
-        self._place = Place(
+        modules = dict(zip(self.facts.stages_of(rank), chunks, strict=True))
+        self._setup = RankSetup(
             rank=rank,
             stage_ranks=self.facts.stage_ranks,
-            modules=dict(zip(stages, chunks, strict=True)),
+            modules=modules,
             links=self._link,
             forward=forward,
             loss_fn=loss_fn,
+            loss_form=loss_form or LossForm(),
             backward=backward,
             tensor_shape=None if tensor_shape is None else tuple(tensor_shape),
-            accounts=_accounts(dict(zip(stages, chunks, strict=True))),
+            sharing=_first_sharing(modules),
         )
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
         transfers = [action for action in programs[0] if action.kind not in COMPUTE]
@@ -133,18 +117,16 @@ class Executor:
         keep_outputs: bool = False,
         backward_scale: float | Tensor = 1.0,
         sum_scale: float | Tensor = 1.0,
-        takes_counts: bool = True,
-    ) -> Ran:
+    ) -> ExecutedStep:
         """Run one step. Collective over the pipeline: all its ranks, with the same flags.
 
         Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
         one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies a mean, and
-        `sum_scale` the sum of a (sum, count), for the backward pass only; `takes_counts=False` refuses such losses.
+        `sum_scale` the sum of a (sum, count), for the backward pass only.
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
-        scales, forms = (backward_scale, sum_scale), (takes_counts, self._counts)
-        step = Step(self._place, micro_batches, train, with_loss or train, keep_outputs, *scales, *forms)
+        step = Step(self._setup, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
         try:
             step.run(self._forward_program if forward_only else self._program)
             for link in self._links.values():
@@ -152,30 +134,32 @@ class Executor:
         except Exception as error:
             self._tell_failure(error)
             raise
-        self._counts = step.counts_before
-        loss, count = _joined_loss(step, micro_batches)
-        return Ran(
+        loss, count = step.batch_loss()
+        return ExecutedStep(
             losses=[step.losses[index] for index in sorted(step.losses)],
             loss=loss,
             count=count,
             outputs=[step.outputs[index] for index in sorted(step.outputs)],
-            order=step.ran,
+            order=step.executed,
         )
 
-    def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss and count (NaN: there is none) of the last stage on all ranks, in float64.
+    def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Loss and count (None for a mean) of the last stage on all ranks, in float64.
 
         Collective over the pipeline: a broadcast.
         """
-        device = self._collective_device()
-        shared = torch.full((2,), torch.nan, dtype=torch.float64, device=device)
+        on_gloo = not dist.is_initialized() or dist.get_backend(self._group) == "gloo"
+        shared = torch.full((2,), torch.nan, dtype=torch.float64, device="cpu" if on_gloo else self._device)
         for at, value in enumerate((loss, count)):
             if value is not None:
                 shared[at].copy_(value.detach().reshape(()))
         if len(self._ranks) > 1:
             dist.broadcast(shared, src=self._ranks[self.facts.stage_ranks[-1]], group=self._group)
-        value, counted = shared.to(self._device).unbind()
-        return value, counted
+        mean, counted = shared.to(self._device).unbind()
+        form = self._setup.loss_form
+        if form.counted is None:  # a rank without the last stage asks the device, once: losses keep their form
+            form.keep(not bool(counted.isnan()))
+        return mean, counted if form.counted else None
 
     def _link(self, rank: int) -> Link:
         if rank not in self._links:
@@ -194,71 +178,51 @@ class Executor:
         expected = self.facts.num_micro_batches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
-        if self.has_last_stage and self._place.loss_fn is None and not forward_only:
+        if self.has_last_stage and self._setup.loss_fn is None and not forward_only:
             raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
-
-    def _collective_device(self) -> torch.device:
-        on_gloo = not dist.is_initialized() or dist.get_backend(self._group) == "gloo"
-        return torch.device("cpu") if on_gloo else self._device
 
     def _agree(self, chunks: Sequence[nn.Module], table: Table) -> Facts:
         """The facts of a table that every rank can run and that is the same on all; else an error on all."""
-        facts, problem = self._problem(chunks, table)
+        problem: ScheduleError | None = None
+        try:
+            facts = self._check_own(chunks, table)
+        except ScheduleError as error:
+            problem = error
         if len(self._ranks) > 1:
-            digest = hashlib.sha256(format_csv(table).encode()).digest()
-            mine = torch.tensor([int.from_bytes(digest[:7], "big"), problem is not None])
-            mine = mine.to(self._collective_device())
-            everyone = [torch.empty_like(mine) for _ in self._ranks]
-            dist.all_gather(everyone, mine, group=self._group)
-            digests, failed = zip(*(row.tolist() for row in everyone), strict=True)
-            if problem is None and any(failed):
-                ranks = listed(rank for rank, bad in zip(self._ranks, failed, strict=True) if bad)
-                problem = ScheduleError(f"rank {ranks} cannot run this table; its own message says why")
-            if problem is None and len(set(digests)) > 1:
+            mine = json.dumps([hashlib.sha256(format_csv(table).encode()).hexdigest(), problem is not None])
+            everyone = [json.loads(text) for text in gather_texts(mine, self._device, self._group)]
+            failed = [rank for rank, (_, bad) in zip(self._ranks, everyone, strict=True) if bad]
+            if problem is None and failed:
+                problem = ScheduleError(f"rank {listed(failed)} cannot run this table; its own message says why")
+            if problem is None and len({digest for digest, _ in everyone}) > 1:
                 problem = ScheduleError(
                     f"the ranks {listed(self._ranks)} of this pipeline have different tables of actions; "
                     "give all of them the same table, order and number of micro-batches"
                 )
-        if problem is not None or facts is None:
-            raise problem or ScheduleError("this table of actions cannot run")
+        if problem is not None:
+            raise problem
         return facts
 
-    def _problem(self, chunks: Sequence[nn.Module], table: Table) -> tuple[Facts | None, ScheduleError | None]:
-        """What is wrong on this rank, as an error that is not raised yet."""
-        try:
-            facts = check(table)
-            stages = [stage for stage, home in enumerate(facts.stage_ranks) if home == self._rank]
-            size = len(self._ranks)
-            if facts.num_ranks != size:
-                raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {size}")
-            if len(stages) != len(chunks):
-                raise ScheduleError(
-                    f"this table gives pipeline rank {self._rank} the stages {listed(stages)}, but {len(chunks)} "
-                    "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
-                )
-        except ScheduleError as error:
-            return None, error
-        return facts, None
+    def _check_own(self, chunks: Sequence[nn.Module], table: Table) -> Facts:
+        """The facts of a table that this rank can run."""
+        facts = check(table)
+        if facts.num_ranks != len(self._ranks):
+            raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self._ranks)}")
+        stages = facts.stages_of(self._rank)
+        if len(stages) != len(chunks):
+            raise ScheduleError(
+                f"this table gives pipeline rank {self._rank} the stages {listed(stages)}, but {len(chunks)} "
+                "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
+            )
+        return facts
 
 
-def _joined_loss(step: Step, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor | None, Tensor | None]:
-    """(loss of the batch, count of the batch), each None where there is none."""
-    if not step.losses:
-        return None, None
-    if step.counts:
-        count = torch.stack([step.counts[index].reshape(()) for index in sorted(step.counts)]).sum()
-        return torch.stack([step.losses[index].reshape(()) for index in sorted(step.losses)]).sum() / count, count
-    weighted = [step.losses[index].reshape(()) * micro_batches[index].weight for index in sorted(step.losses)]
-    return torch.stack(weighted).sum(), None
-
-
-def _accounts(modules: Mapping[int, nn.Module]) -> dict[int, int]:
+def _first_sharing(modules: Mapping[int, nn.Module]) -> dict[int, int]:
     """For each stage the first one that it shares parameters with, directly or not; mostly itself."""
-    accounts = {stage: stage for stage in modules}
+    first = {stage: stage for stage in modules}
     owner: dict[Tensor, int] = {}
     for stage, module in modules.items():
         for parameter in module.parameters():
-            first = accounts[owner.setdefault(parameter, stage)]
-            own = accounts[stage]
-            accounts = {key: min(first, own) if value in (first, own) else value for key, value in accounts.items()}
-    return accounts
+            both = first[owner.setdefault(parameter, stage)], first[stage]
+            first = {key: min(both) if value in both else value for key, value in first.items()}
+    return first

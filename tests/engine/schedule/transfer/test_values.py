@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from colonnade.engine.schedule.values import describe, rebuild
+from colonnade.engine.schedule.transfer.values import describe, rebuild
 from colonnade.errors import ScheduleError
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

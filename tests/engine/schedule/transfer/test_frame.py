@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from colonnade.engine.schedule.frame import empty_frame, header_of, pack, payload_bytes, unpack
-from colonnade.engine.schedule.values import describe, metas
+from colonnade.engine.schedule.transfer.frame import empty_frame, header_of, pack, payload_bytes, unpack
+from colonnade.engine.schedule.transfer.values import describe, metas
 
 KINDS = [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool]
 

@@ -1,4 +1,4 @@
-"""Programs: a table of compute actions with the transfers that it needs, added by the library.
+"""Programs: a table of compute actions with the transfers that it needs, added here.
 
 All ranks work out the same total order of everything, compute and transfers, from the same replay, and each
 runs its own part of it in that order. A transfer has one place in the total order, on both sides. So the
@@ -34,8 +34,8 @@ def add_transfers(table: Table) -> Table:
 def receive_early(actions: Sequence[Action]) -> list[Action]:
     """The program of one rank with every receive begun one compute action sooner.
 
-    So there is room for what comes before it is sent, and it comes while this rank computes. Only for backends
-    on which a receive that waits holds up nothing else (gloo): elsewhere the one order of both sides is needed.
+    So its memory is ready before it is sent, and it comes while this rank computes. Only for backends on which a
+    receive that waits holds up nothing else (gloo): elsewhere both sides must keep the one order.
     """
     ahead: list[Action] = []
     after: list[Action] = []  # the last compute action and what follows it
@@ -57,8 +57,8 @@ def peer_stage(transfer: Action) -> int:
 
 
 def _total_order(table: Table) -> list[tuple[int, Action]]:
-    slots = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).slots
-    events = [(slot.end, rank, slot.action) for rank, row in slots.items() for slot in row]
+    rows = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).rows
+    events = [(timed.end, rank, timed.action) for rank, row in rows.items() for timed in row]
     return [(rank, action) for _, rank, action in sorted(events, key=lambda event: event[:2])]
 
 
