@@ -119,7 +119,10 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int) ->
 
 @ORDERS.register_module
 def interleaved_zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
-    """Interleaved 1F1B with split backward (ZB1P of Qi et al., Zero Bubble Pipeline Parallelism): W fills the waits, memory as 1F1B."""
+    """Interleaved 1F1B with split backward: W fills the waits, memory as 1F1B.
+
+    ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
+    """
     table = _one_for_one(num_ranks, num_micro_batches, num_chunks, Kind.INPUT, lead=1)
     group = _group_sizes(num_ranks, num_micro_batches)[0]
     return fill_weights(table, limit=(num_chunks - 1) * group + num_ranks)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from colonnade.engine.schedule.actions import Kind, Table, format_rows
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.orders import check_chunks, chunks_of, loop_stages, make_table
+from colonnade.engine.schedule.orders import check_chunks, chunks_of, chunks_per_rank, loop_stages, make_table, zb_v
 from colonnade.engine.schedule.simulate import simulate
-from colonnade.errors import ScheduleError
+from colonnade.errors import RegistryError, ScheduleError
 from colonnade.registry import ORDERS
 
 SHAPES = [(4, 8), (4, 16), (8, 16), (8, 32)]
@@ -108,3 +110,34 @@ def test_bad_requests_say_what_is_allowed() -> None:
         make_table("gpipe", 4, 0)
     with pytest.raises(ScheduleError, match="at least 1 of its ranks, not 0"):
         make_table("gpipe", 0, 4)
+
+
+@pytest.fixture
+def own_orders() -> Iterator[None]:
+    """Orders as a user writes them: rows of text, with one, two or any number of chunks."""
+
+    @ORDERS.register_module("one")
+    def one(num_ranks: int, num_micro_batches: int) -> list[str]:
+        backward = " ".join(f"{{0}}B{k}" for k in range(num_micro_batches))
+        forward = " ".join(f"{{0}}F{k}" for k in range(num_micro_batches))
+        return [f"{forward} {backward}".format(rank) for rank in range(num_ranks)]
+
+    ORDERS.register_module("two")(chunks_per_rank(2)(lambda num_ranks, num_micro_batches: zb_v(num_ranks, 1)))
+    ORDERS.register_module("any")(lambda num_ranks, num_micro_batches, num_chunks: [f"chunks: {num_chunks}"])
+    yield
+    for name in ("one", "two", "any"):
+        ORDERS.remove(name)
+
+
+def test_a_registered_function_is_an_order(own_orders: None) -> None:
+    assert make_table("one", 3, 4) == make_table("gpipe", 3, 4)
+    assert [chunks_of(name) for name in ("one", "two", "any")] == [1, 2, None]
+    assert [check_chunks(name) for name in ("one", "two", "any")] == [1, 2, 2]
+    with pytest.raises(ScheduleError, match=r"'one' has 1 chunk.*not 2.*take an order for 2: any, .*two"):
+        make_table("one", 3, 4, 2)
+    with pytest.raises(ScheduleError, match="'chunks:' is not an action"):
+        make_table("any", 3, 4, 5)
+    with pytest.raises(ScheduleError, match="Did you mean 'one'"):
+        check_chunks("onne")
+    with pytest.raises(RegistryError, match="pipeline order 'zb_v' is already registered"):
+        ORDERS.register_module("zb_v")(lambda num_ranks, num_micro_batches: {})
