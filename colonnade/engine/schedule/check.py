@@ -100,8 +100,8 @@ def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_micr
             problem = f"there is no micro-batch {action.micro_batch}: they are 0..{num_micro_batches - 1}"
         else:
             kinds = (action.kind, *_EXCLUDED_BY.get(action.kind, ()))
-            for other in seen.intersection(action._replace(kind=kind) for kind in kinds):
-                problem = f"{action} comes after {other}: one of the two is too many"
+            clash = next((other for kind in kinds if (other := action._replace(kind=kind)) in seen), None)
+            problem = f"{action} comes after {clash}: one of the two is too many" if clash else None
         if problem:
             raise _fault(table, {rank: column}, problem)
         seen.add(action)

@@ -26,9 +26,8 @@ def make_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: in
     for what, size in (("ranks", num_ranks), ("micro-batches", num_micro_batches)):
         if size < 1:
             raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}")
-    make = ORDERS.get_module(name)
-    chunks = (num_chunks,) if _takes_chunks(make) else ()
-    return parse_table(make(num_ranks, num_micro_batches, *chunks))
+    chunks = {} if chunks_of(name) else {"num_chunks": num_chunks}
+    return parse_table(ORDERS.get_module(name)(num_ranks, num_micro_batches, **chunks))
 
 
 def check_chunks(name: str, num_chunks: int | None = None) -> int:
@@ -51,11 +50,7 @@ def check_chunks(name: str, num_chunks: int | None = None) -> int:
 def chunks_of(name: str) -> int | None:
     """How many chunks per rank the order has; None: as many as it is asked for (it takes `num_chunks`)."""
     make = ORDERS.get_module(name)
-    return None if _takes_chunks(make) else getattr(make, "chunks_per_rank", 1)
-
-
-def _takes_chunks(make: Callable[..., Any]) -> bool:
-    return "num_chunks" in inspect.signature(make).parameters
+    return None if "num_chunks" in inspect.signature(make).parameters else getattr(make, "chunks_per_rank", 1)
 
 
 def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

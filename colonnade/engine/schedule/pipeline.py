@@ -6,17 +6,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import ExecutedStep, Executor, MicroBatch, call_module, cut_batch, join
-from colonnade.engine.schedule.executor.backward import RunBackward
+from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module, cut_batch, join
 from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
@@ -26,38 +25,6 @@ from colonnade.registry import ORDERS, SCHEDULE
 
 TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
 """A CSV file, or the rows: one per pipeline rank."""
-
-
-class PipelineEngine(Protocol):
-    """What a pipeline schedule asks of an engine."""
-
-    @property
-    def context(self) -> ParallelContext:
-        """The world; its PIPELINE mode is the pipeline."""
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's stage, or an nn.ModuleList of its stages in order."""
-
-    @property
-    def criterion(self) -> Callable[..., Tensor] | None:
-        """The loss of an output and a label."""
-
-    @property
-    def loss_scale(self) -> float | Tensor:
-        """What a loss is multiplied by for the backward pass (mixed precision, accumulation); else 1."""
-
-    @property
-    def sum_scale(self) -> float | Tensor:
-        """The same for the sum of a loss given as (sum, count): mixed precision; else 1."""
-
-    def note_loss(self, count: Tensor | None, here: bool) -> None:
-        """The count of this step's loss, None for a mean; `here` where the last stage is."""
-
-    @property
-    def backward_micro_batch(self) -> RunBackward:
-        """Accumulates gradients. `last`: no later call of this step touches the parameters of this chunk (of these
-        chunks, where some share parameters), so their gradients are complete after it; said at most once for each."""
 
 
 @SCHEDULE.register_module
@@ -73,6 +40,11 @@ class PipelineSchedule(BaseSchedule):
     `loss_weight(label)`; a criterion may also give (sum, count), which is divided once by the count of all ranks.
     `loss_everywhere`: all ranks return the loss, not only the last stage's. `max_live`: refuse an order that holds
     more micro-batches on a rank.
+
+    Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
+    `criterion`, `loss_scale` and `sum_scale` (what a mean, or the sum of a (sum, count), is multiplied by for the
+    backward pass), `backward_micro_batch` (a `RunBackward`) and `note_loss(count, here)`: the count of the step's
+    loss, None for a mean, with `here` where the last stage is.
     """
 
     runs_backward = True
@@ -118,7 +90,7 @@ class PipelineSchedule(BaseSchedule):
         """Which rank of a pipeline of `num_ranks` has each stage."""
         return check(self.table(num_ranks)).stage_ranks
 
-    def pre_processing(self, engine: PipelineEngine) -> None:
+    def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
         super().pre_processing(engine)
         context = engine.context
@@ -144,7 +116,7 @@ class PipelineSchedule(BaseSchedule):
 
     def forward_back_step(
         self,
-        engine: PipelineEngine,
+        engine: Any,
         data_iter: Iterator[Any] | None,
         forward_only: bool = False,
         return_loss: bool = True,
@@ -170,24 +142,17 @@ class PipelineSchedule(BaseSchedule):
             sum_scale=engine.sum_scale,
         )
         self.last_order = [str(action) for action in step.order]
-        loss = self._share_loss(engine, executor, step, forward_only) if with_loss else None
+        loss, self.loss_count = step.loss, step.count
+        if with_loss and self._loss_everywhere:
+            loss, self.loss_count = executor.share_loss(step.loss, step.count)
+        if not forward_only:
+            engine.note_loss(self.loss_count, executor.has_last_stage)
         loss = loss if return_loss else None
         if not (return_output_label and executor.has_last_stage):
             return None, None, loss
         if self._of_stage:
             label = join([micro_batch.label for micro_batch in micro_batches])
         return join(step.outputs), label, loss
-
-    def _share_loss(
-        self, engine: PipelineEngine, executor: Executor, step: ExecutedStep, forward_only: bool
-    ) -> Tensor | None:
-        """The loss, on every rank that asks; the engine is told of its form and count."""
-        loss, self.loss_count = step.loss, step.count
-        if self._loss_everywhere:
-            loss, self.loss_count = executor.share_loss(step.loss, step.count)
-        if not forward_only:
-            engine.note_loss(self.loss_count, executor.has_last_stage)
-        return loss
 
     def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
         needs_batch = executor.has_first_stage or executor.has_last_stage or self._of_stage is not None
@@ -245,11 +210,10 @@ def _num_arguments(function: Callable[..., Any] | None) -> int:
     """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
     if function is None:
         return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
     ]
     if len(parameters) not in (1, 2):
         raise ScheduleError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
 from colonnade.engine.schedule.executor.call import call_module
 from colonnade.engine.schedule.executor.micro_batch import MicroBatch
-from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, RankSetup, Step
+from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, Step
 from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
 from colonnade.errors import ScheduleError, listed
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ExecutedStep:
     """The compute actions in the order in which they ran."""
 
 
+@dataclass(eq=False, repr=False)
 class Executor:
     """Runs a table on this rank's stages.
 
@@ -57,56 +60,44 @@ class Executor:
     have the same table, and a fault on one is an error on all.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        table: Table,
-        *,
-        rank: int = 0,
-        ranks: Sequence[int] = (0,),
-        group: dist.ProcessGroup | None = None,
-        transfer_group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        forward: ForwardHook = call_module,
-        loss_fn: LossFunction | None = None,
-        loss_form: LossForm | None = None,
-        backward: RunBackward = run_backward,
-        tensor_shape: Sequence[int] | None = None,
-    ) -> None:
-        self._rank, self._ranks, self._group = rank, list(ranks), group
-        self._transfer_group = transfer_group or group
-        self._device = device or torch.device("cpu")
+    chunks: Sequence[nn.Module]
+    table: Table
+    _: KW_ONLY
+    rank: int = 0
+    ranks: Sequence[int] = (0,)
+    group: dist.ProcessGroup | None = None
+    transfer_group: dist.ProcessGroup | None = None
+    device: torch.device = _CPU
+    forward: ForwardHook = call_module
+    loss_fn: LossFunction | None = None
+    loss_form: LossForm = field(default_factory=LossForm)
+    backward: RunBackward = run_backward
+    tensor_shape: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
-        self.table, self.facts = table, self._agree(chunks, table)
-        modules = dict(zip(self.facts.stages_of(rank), chunks, strict=True))
-        self._setup = RankSetup(
-            rank=rank,
-            stage_ranks=self.facts.stage_ranks,
-            modules=modules,
-            links=self._link,
-            forward=forward,
-            loss_fn=loss_fn,
-            loss_form=loss_form or LossForm(),
-            backward=backward,
-            tensor_shape=None if tensor_shape is None else tuple(tensor_shape),
-            sharing=_first_sharing(modules),
-        )
+        self.facts = self._agree()
+        self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
+        self.first_sharing = _first_sharing(self.modules)
+        self.unsplittable = set[int]()
+        """Stages found to need their backward in one part."""
+        table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
         transfers = [action for action in programs[0] if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
-        if not any(self._link(peer).one_queue for peer in self._peers):
+        if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]
         self._program, self._forward_program = programs
 
     @property
     def has_first_stage(self) -> bool:
         """Whether this rank feeds the data in."""
-        return self.facts.stage_ranks[0] == self._rank
+        return self.facts.stage_ranks[0] == self.rank
 
     @property
     def has_last_stage(self) -> bool:
         """Whether losses and outputs appear on this rank."""
-        return self.facts.stage_ranks[-1] == self._rank
+        return self.facts.stage_ranks[-1] == self.rank
 
     def run(
         self,
@@ -126,7 +117,7 @@ class Executor:
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
-        step = Step(self._setup, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
+        step = Step(self, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
         try:
             step.run(self._forward_program if forward_only else self._program)
             for link in self._links.values():
@@ -148,29 +139,31 @@ class Executor:
 
         Collective over the pipeline: a broadcast.
         """
-        on_gloo = not dist.is_initialized() or dist.get_backend(self._group) == "gloo"
-        shared = torch.full((2,), torch.nan, dtype=torch.float64, device="cpu" if on_gloo else self._device)
+        on_gloo = not dist.is_initialized() or dist.get_backend(self.group) == "gloo"
+        shared = torch.full((2,), torch.nan, dtype=torch.float64, device="cpu" if on_gloo else self.device)
         for at, value in enumerate((loss, count)):
             if value is not None:
                 shared[at].copy_(value.detach().reshape(()))
-        if len(self._ranks) > 1:
-            dist.broadcast(shared, src=self._ranks[self.facts.stage_ranks[-1]], group=self._group)
-        mean, counted = shared.to(self._device).unbind()
-        form = self._setup.loss_form
-        if form.counted is None:  # a rank without the last stage asks the device, once: losses keep their form
-            form.keep(not bool(counted.isnan()))
-        return mean, counted if form.counted else None
+        if len(self.ranks) > 1:
+            dist.broadcast(shared, src=self.ranks[self.facts.stage_ranks[-1]], group=self.group)
+        mean, counted = shared.to(self.device).unbind()
+        if (
+            self.loss_form.counted is None
+        ):  # a rank without the last stage asks the device, once: losses keep their form
+            self.loss_form.keep(not bool(counted.isnan()))
+        return mean, counted if self.loss_form.counted else None
 
-    def _link(self, rank: int) -> Link:
+    def link_to(self, rank: int) -> Link:
+        """The channel to another rank of the pipeline."""
         if rank not in self._links:
-            self._links[rank] = Link(self._transfer_group, self._ranks[rank], self._device)
+            self._links[rank] = Link(self.transfer_group or self.group, self.ranks[rank], self.device)
         return self._links[rank]
 
     def _tell_failure(self, error: Exception) -> None:
         """Let the ranks that wait for this one fail too, now and with the reason, not at a timeout."""
         heard_from = error.peer if isinstance(error, PeerFailed) else None
         text = f"{type(error).__name__}: {error}"
-        ends = [self._link(peer).fail(text) for peer in self._peers if self._ranks[peer] != heard_from]
+        ends = [self.link_to(peer).fail(text) for peer in self._peers if self.ranks[peer] != heard_from]
         for end in ends:
             end()
 
@@ -178,40 +171,40 @@ class Executor:
         expected = self.facts.num_micro_batches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
-        if self.has_last_stage and self._setup.loss_fn is None and not forward_only:
+        if self.has_last_stage and self.loss_fn is None and not forward_only:
             raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
 
-    def _agree(self, chunks: Sequence[nn.Module], table: Table) -> Facts:
+    def _agree(self) -> Facts:
         """The facts of a table that every rank can run and that is the same on all; else an error on all."""
         problem: ScheduleError | None = None
         try:
-            facts = self._check_own(chunks, table)
+            facts = self._check_own()
         except ScheduleError as error:
             problem = error
-        if len(self._ranks) > 1:
-            mine = json.dumps([hashlib.sha256(format_csv(table).encode()).hexdigest(), problem is not None])
-            everyone = [json.loads(text) for text in gather_texts(mine, self._device, self._group)]
-            failed = [rank for rank, (_, bad) in zip(self._ranks, everyone, strict=True) if bad]
+        if len(self.ranks) > 1:
+            mine = json.dumps([hashlib.sha256(format_csv(self.table).encode()).hexdigest(), problem is not None])
+            everyone = [json.loads(text) for text in gather_texts(mine, self.device, self.group)]
+            failed = [rank for rank, (_, bad) in zip(self.ranks, everyone, strict=True) if bad]
             if problem is None and failed:
                 problem = ScheduleError(f"rank {listed(failed)} cannot run this table; its own message says why")
             if problem is None and len({digest for digest, _ in everyone}) > 1:
                 problem = ScheduleError(
-                    f"the ranks {listed(self._ranks)} of this pipeline have different tables of actions; "
+                    f"the ranks {listed(self.ranks)} of this pipeline have different tables of actions; "
                     "give all of them the same table, order and number of micro-batches"
                 )
         if problem is not None:
             raise problem
         return facts
 
-    def _check_own(self, chunks: Sequence[nn.Module], table: Table) -> Facts:
+    def _check_own(self) -> Facts:
         """The facts of a table that this rank can run."""
-        facts = check(table)
-        if facts.num_ranks != len(self._ranks):
-            raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self._ranks)}")
-        stages = facts.stages_of(self._rank)
-        if len(stages) != len(chunks):
+        facts = check(self.table)
+        if facts.num_ranks != len(self.ranks):
+            raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self.ranks)}")
+        stages = facts.stages_of(self.rank)
+        if len(stages) != len(self.chunks):
             raise ScheduleError(
-                f"this table gives pipeline rank {self._rank} the stages {listed(stages)}, but {len(chunks)} "
+                f"this table gives pipeline rank {self.rank} the stages {listed(stages)}, but {len(self.chunks)} "
                 "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
             )
         return facts

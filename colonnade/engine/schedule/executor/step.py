@@ -5,53 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
-from colonnade.engine.schedule.executor.backward import RunBackward, StageInput, WeightWork, backward_input
+from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
 from colonnade.engine.schedule.executor.micro_batch import MicroBatch
-from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.transfer.link import Incoming, Link
 from colonnade.engine.schedule.transfer.plan import peer_stage
 from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
 from colonnade.errors import ScheduleError
 from colonnade.logging import get_dist_logger
 
+if TYPE_CHECKING:
+    from colonnade.engine.schedule.executor.executor import Executor
+
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
-"""Gives a mean, or (sum, count)."""
-
-
-class ForwardHook(Protocol):
-    """How a stage is called. It may set the label of the micro-batch, which the loss gets."""
-
-    def __call__(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any: ...
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """What stays the same from step to step: the stages here, where the others are, how work is done."""
-
-    rank: int
-    stage_ranks: Sequence[int]
-    modules: Mapping[int, nn.Module]
-    links: Callable[[int], Link]
-    forward: ForwardHook
-    loss_fn: LossFunction | None
-    loss_form: LossForm
-    backward: RunBackward
-    tensor_shape: tuple[int, ...] | None
-    sharing: Mapping[int, int]
-    """For each stage here the first one that it shares parameters with: these are counted together."""
-    unsplittable: set[int] = field(default_factory=set)
-    """Stages found to need their backward in one part."""
-
-    @property
-    def last_stage(self) -> int:
-        return len(self.stage_ranks) - 1
+"""(output, label) -> a mean, or (sum, count)."""
+ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
+"""How a stage is called: (stage, module, inputs, micro-batch). It may set the label of the micro-batch, for the loss."""
 
 
 @dataclass
@@ -66,7 +41,7 @@ class _Graph:
 class Step:
     """Runs a program once. `losses` and `outputs` are filled where the last stage is, by micro-batch."""
 
-    setup: RankSetup
+    executor: Executor
     micro_batches: Sequence[MicroBatch]
     train: bool
     with_loss: bool
@@ -89,7 +64,7 @@ class Step:
     def run(self, program: Sequence[Action]) -> None:
         """Do every action in order."""
         self._to_come = Counter(
-            self.setup.sharing[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
+            self.executor.first_sharing[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
         )
         do = {
             Kind.FORWARD: self._forward,
@@ -125,8 +100,8 @@ class Step:
         incoming = Incoming(micro_batch.data, []) if stage == 0 else self._take(action, Kind.RECEIVE_FORWARD)
         inputs = [StageInput(tensor) for tensor in incoming.need_grad] if self.train else []
         with torch.set_grad_enabled(self.train):
-            output = self.setup.forward(stage, self.setup.modules[stage], incoming.value, micro_batch)
-            if stage == self.setup.last_stage:
+            output = self.executor.forward(stage, self.executor.modules[stage], incoming.value, micro_batch)
+            if stage == self.executor.facts.num_stages - 1:
                 roots = self._finish_forward(output, micro_batch)
             else:
                 roots = self._hand_on(action, output)
@@ -137,9 +112,9 @@ class Step:
         """The end of the pipeline: the loss, scaled for the backward pass."""
         if self.keep_outputs:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
-        if not self.with_loss or self.setup.loss_fn is None:
+        if not self.with_loss or self.executor.loss_fn is None:
             return []
-        loss, count = self.setup.loss_form.read(self.setup.loss_fn(output, micro_batch.label))
+        loss, count = self.executor.loss_form.read(self.executor.loss_fn(output, micro_batch.label))
         self.losses[micro_batch.index] = loss.detach()
         if count is None:
             return differentiable([loss * (micro_batch.weight * self.mean_scale)])
@@ -151,7 +126,7 @@ class Step:
         stage, _, index = action
         description, tensors = describe(output, f"the output of stage {stage}")
         self._check_shape(stage, output)
-        if self.setup.stage_ranks[stage + 1] == self.setup.rank:
+        if self.executor.facts.stage_ranks[stage + 1] == self.executor.rank:
             copies = [tensor.detach().clone() for tensor in tensors]
             self._inbox[Action(stage + 1, Kind.RECEIVE_FORWARD, index)] = Incoming(*rebuild(description, copies))
         else:
@@ -159,7 +134,7 @@ class Step:
         return differentiable(tensors)
 
     def _check_shape(self, stage: int, output: Any) -> None:
-        expected = self.setup.tensor_shape
+        expected = None if self.executor.tensor_shape is None else tuple(self.executor.tensor_shape)
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if expected is not None and found != expected:
             raise ScheduleError(
@@ -175,14 +150,14 @@ class Step:
         """The input part; where a stage cannot be split, all of it now, and nothing is left for W."""
         graph = self._graphs.pop((action.stage, action.micro_batch))
         roots, grads = self._roots(action, graph)
-        if not roots or not graph.inputs or action.stage in self.setup.unsplittable:
+        if not roots or not graph.inputs or action.stage in self.executor.unsplittable:
             return self._full_backward(action, graph, roots, grads)
         try:
             found, work = backward_input(roots, grads, graph.inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.setup.unsplittable.add(action.stage)
+            self.executor.unsplittable.add(action.stage)
             get_dist_logger().warning(
                 f"stage {action.stage} cannot do its backward pass in two parts, so W is done with I: {error}"
             )
@@ -193,17 +168,17 @@ class Step:
     def _backward_weight(self, action: Action) -> None:
         work = self._weight_work.pop((action.stage, action.micro_batch), None)
         if work is not None:
-            work.run(self.setup.backward, last=self._is_last(action))
+            work.run(self.executor.backward, last=self._is_last(action))
 
     def _full_backward(self, action: Action, graph: _Graph, roots: list[Tensor], grads: list[Tensor]) -> None:
         last = self._is_last(action)
         if roots:
-            self.setup.backward(roots, grads, inputs=None, last=last)
+            self.executor.backward(roots, grads, inputs=None, last=last)
         self._return_gradient(action, [each.grad for each in graph.inputs])
 
     def _roots(self, action: Action, graph: _Graph) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward pass starts, and with which gradients: the loss, or outputs that were used."""
-        if action.stage == self.setup.last_stage:
+        if action.stage == self.executor.facts.num_stages - 1:
             return graph.roots, [torch.ones_like(root) for root in graph.roots]
         grads = self._take(action, Kind.RECEIVE_BACKWARD).value
         used = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
@@ -211,7 +186,7 @@ class Step:
 
     def _is_last(self, action: Action) -> bool:
         """Count one pass that accumulates gradients; whether no later one touches the same parameters."""
-        first = self.setup.sharing[action.stage]
+        first = self.executor.first_sharing[action.stage]
         self._to_come[first] -= 1
         return self._to_come[first] == 0
 
@@ -221,7 +196,7 @@ class Step:
         if stage == 0:
             return
         value = list(grads)
-        if self.setup.stage_ranks[stage - 1] == self.setup.rank:
+        if self.executor.facts.stage_ranks[stage - 1] == self.executor.rank:
             self._inbox[Action(stage - 1, Kind.RECEIVE_BACKWARD, index)] = Incoming(value, [])
         else:
             self._outbox[Action(stage, Kind.SEND_BACKWARD, index)] = describe(value, "the gradient")
@@ -245,7 +220,7 @@ class Step:
         self._link(action).sent(action._replace(kind=started))
 
     def _link(self, action: Action) -> Link:
-        return self.setup.links(self.setup.stage_ranks[peer_stage(action)])
+        return self.executor.link_to(self.executor.facts.stage_ranks[peer_stage(action)])
 
 
 def _sum(values: Mapping[int, Tensor]) -> Tensor:

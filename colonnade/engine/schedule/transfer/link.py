@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ _SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
 _FAILURE_TIMEOUT = timedelta(seconds=2)
 """How long a failing rank tries to tell the others."""
+
+
+Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
+"""Work that is under way, each with the memory that it needs."""
 
 
 class PeerFailed(ScheduleError):
@@ -62,23 +66,22 @@ class Wire:
         self._group = group
         self._peer = peer
 
-    def send(self, tensor: Tensor, tag: int) -> list[tuple[dist.Work, Tensor]]:
+    def send(self, tensor: Tensor, tag: int) -> Pending:
         """Start to send; the result is to be kept until its work is over."""
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
         data = plain.view(-1).view(torch.uint8)
-        work = dist.isend(data, dst=self._peer, group=self._group, tag=tag)
-        return [(_started(work), data)]
+        return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
-    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, list[dist.Work]]:
+    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
         """Start to receive; the tensor may be used once the work is over."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
-    def fill(self, memory: Tensor, tag: int) -> list[dist.Work]:
+    def fill(self, memory: Tensor, tag: int) -> Pending:
         """Start to receive bytes into `memory`; gloo may fill only a part of it."""
-        return [_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag))]
+        return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -91,8 +94,8 @@ def with_cpu(group: dist.ProcessGroup | None) -> str:
     return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
+def _wait(pending: Pending) -> None:
+    for work, _ in pending:
         work.wait()
 
 
@@ -114,7 +117,7 @@ class Incoming:
 class _Arriving:
     description: str
     tensors: list[Tensor]
-    works: list[dist.Work]
+    pending: Pending
 
 
 class _FrameSize:
@@ -145,9 +148,9 @@ class Link:
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
         self._sent_frames, self._received_frames = _FrameSize(), _FrameSize()
-        self._expected: deque[tuple[Action, Tensor, list[dist.Work]]] = deque()
+        self._expected: deque[tuple[Action, Tensor, Pending]] = deque()
         self._arriving: dict[Action, _Arriving] = {}
-        self._sends: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+        self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
 
     @property
@@ -161,11 +164,12 @@ class Link:
             self._start_expected()
         fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
-        if number is not None and fits:
-            self._sends[key] = self._cpu_wire.send(pack((number, _INSIDE), tensors), _FRAME)
-            return
-        self._sends[key] = self._send_description(description)
-        for tensor in tensors:
+        if number is None:
+            self._sends[key] = self._send_description(description)
+        else:
+            header = (number, _INSIDE if fits else _APART)
+            self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
+        for tensor in tensors if number is None or not fits else ():
             self._sends[key] += self._wire.send(tensor, _TENSOR)
 
     def sent(self, key: Action) -> None:
@@ -185,7 +189,7 @@ class Link:
         with self._named_in_errors(key):
             self._start_expected(key)
             arriving = self._arriving.pop(key)
-            _wait(arriving.works)
+            _wait(arriving.pending)
         tensors = [tensor.to(self._device) for tensor in arriving.tensors]
         return Incoming(*rebuild(arriving.description, tensors))
 
@@ -202,7 +206,7 @@ class Link:
 
         Call the result to wait for it; a peer that does not listen is given up.
         """
-        sends: list[tuple[dist.Work, Tensor]] = []
+        sends: Pending = []
         with contextlib.suppress(RuntimeError):
             sends = self._send_bytes(_FAILED, text.encode()[:2000])
 
@@ -213,24 +217,21 @@ class Link:
 
         return end
 
-    def _send_description(self, description: str) -> list[tuple[dist.Work, Tensor]]:
-        number = self._sent_numbers.get(description)
-        if number is not None:
-            return self._cpu_wire.send(pack((number, _APART)), _FRAME)
+    def _send_description(self, description: str) -> Pending:
         if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
             self._sent_numbers.clear()
         self._sent_numbers[description] = len(self._sent_numbers)
         return self._send_bytes(_NEW, description.encode())
 
-    def _send_bytes(self, number: int, data: bytes) -> list[tuple[dist.Work, Tensor]]:
+    def _send_bytes(self, number: int, data: bytes) -> Pending:
         header = self._cpu_wire.send(pack((number, len(data))), _FRAME)
         return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, works = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
-        _wait(works)
+        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
+        _wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
             raise PeerFailed(self._peer, text)
@@ -242,8 +243,8 @@ class Link:
     def _start_expected(self, until: Action | None = None) -> None:
         """Read the descriptions of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
-            key, frame, works = self._expected.popleft()
-            _wait(works)
+            key, frame, pending = self._expected.popleft()
+            _wait(pending)
             number, second = header_of(frame)
             description = self._read_description(number, second)
             expected = metas(description)
@@ -253,13 +254,13 @@ class Link:
                 continue
             arriving = self._arriving[key] = _Arriving(description, [], [])
             for meta in expected:
-                tensor, works = self._wire.receive(meta, _TENSOR)
+                tensor, pending = self._wire.receive(meta, _TENSOR)
                 arriving.tensors.append(tensor)
-                arriving.works += works
+                arriving.pending += pending
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
-            _wait([work for work, _ in self._sends.pop(key, ())])
+            _wait(self._sends.pop(key, []))
 
     @contextlib.contextmanager
     def _named_in_errors(self, key: Action) -> Iterator[None]:

@@ -8,10 +8,13 @@ where a pair of ranks has one channel for both directions (NCCL): no valid table
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import num_stages, replay
+
+_FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SENT_FORWARD)
+_BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, Kind.SENT_BACKWARD)
 
 
 def add_transfers(table: Table) -> Table:
@@ -25,7 +28,7 @@ def add_transfers(table: Table) -> Table:
     program: Table = {rank: [] for rank in table}
     for rank, action in _total_order(table):
         program[rank].append(action)
-        for transfer in [*_ended(action, last_stage), *_started(action, last_stage)]:
+        for transfer in _transfers_after(action, last_stage):
             if home[transfer.stage] != home[peer_stage(transfer)]:
                 program[home[transfer.stage]].append(transfer)
     return program
@@ -62,27 +65,17 @@ def _total_order(table: Table) -> list[tuple[int, Action]]:
     return [(rank, action) for _, rank, action in sorted(events, key=lambda event: event[:2])]
 
 
-def _started(action: Action, last_stage: int) -> list[Action]:
-    """The transfers that begin when `action` is done: the send, and the receive at the other end."""
+def _transfers_after(action: Action, last_stage: int) -> Iterator[Action]:
+    """What happens when `action` is done: the send that it used is over, and what it gives is sent and received."""
     stage, kind, micro_batch = action
-    if kind is Kind.FORWARD and stage < last_stage:
-        return [
-            Action(stage, Kind.SEND_FORWARD, micro_batch),
-            Action(stage + 1, Kind.RECEIVE_FORWARD, micro_batch),
-        ]
-    if kind in GIVES_INPUT_GRADIENT and stage > 0:
-        return [
-            Action(stage, Kind.SEND_BACKWARD, micro_batch),
-            Action(stage - 1, Kind.RECEIVE_BACKWARD, micro_batch),
-        ]
-    return []
-
-
-def _ended(action: Action, last_stage: int) -> list[Action]:
-    """The send that is over for certain when `action`, which used what was sent, is done."""
-    stage, kind, micro_batch = action
-    if kind is Kind.FORWARD and stage > 0:
-        return [Action(stage - 1, Kind.SENT_FORWARD, micro_batch)]
-    if kind in GIVES_INPUT_GRADIENT and stage < last_stage:
-        return [Action(stage + 1, Kind.SENT_BACKWARD, micro_batch)]
-    return []
+    if kind is Kind.FORWARD:
+        send, receive, sent, before, after = *_FORWARD, stage - 1, stage + 1
+    elif kind in GIVES_INPUT_GRADIENT:
+        send, receive, sent, before, after = *_BACKWARD, stage + 1, stage - 1
+    else:
+        return
+    if 0 <= before <= last_stage:
+        yield Action(before, sent, micro_batch)
+    if 0 <= after <= last_stage:
+        yield Action(stage, send, micro_batch)
+        yield Action(after, receive, micro_batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,7 +42,7 @@ def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
     return json.dumps(tree, separators=(",", ":")), tensors
 
 
-def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
+def build(description: str, make: Callable[[Meta], Any]) -> Any:
     """The value of a description; `make` gives each tensor, in order."""
     return _decode(_tree(description), make)
 
@@ -51,27 +51,15 @@ def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
 def metas(description: str) -> tuple[Meta, ...]:
     """The tensors of a description, in order."""
     found: list[Meta] = []
-
-    def note(meta: Meta) -> Tensor:
-        found.append(meta)
-        return torch.empty(0)
-
-    build(description, note)
+    build(description, found.append)
     return tuple(found)
 
 
-def rebuild(description: str, tensors: Iterable[Tensor]) -> tuple[Any, list[Tensor]]:
+def rebuild(description: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The value of a description with these tensors in it, and those of them that need a gradient."""
     source = iter(tensors)
-    need_grad: list[Tensor] = []
-
-    def make(meta: Meta) -> Tensor:
-        tensor = next(source)
-        if meta.requires_grad:
-            need_grad.append(tensor)
-        return tensor
-
-    return build(description, make), need_grad
+    value = build(description, lambda _: next(source))
+    return value, [tensor for tensor, meta in zip(tensors, metas(description), strict=True) if meta.requires_grad]
 
 
 def differentiable(tensors: list[Tensor]) -> list[Tensor]:
@@ -104,7 +92,7 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
     )
 
 
-def _decode(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
+def _decode(tree: Any, make: Callable[[Meta], Any]) -> Any:
     if isinstance(tree, list):
         return [_decode(item, make) for item in tree]
     if not isinstance(tree, dict):
