@@ -21,6 +21,8 @@ from colonnade.errors import ScheduleError, did_you_mean, listed
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
+Layers = Sequence[tuple[str, nn.Module]]
+"""Layers in the order in which they are called, with their names in the model."""
 
 
 class Stage(nn.Module):
@@ -30,7 +32,7 @@ class Stage(nn.Module):
     tuple goes in by position and a dict by keyword.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], takes_one_value: bool) -> None:
+    def __init__(self, layers: Layers, takes_one_value: bool) -> None:
         super().__init__()
         self.takes_one_value = takes_one_value
         self.layer_names = tuple(name for name, _ in layers)
@@ -88,7 +90,13 @@ def split(
     A list of modules is taken as stages that you made yourself. No parameter is copied.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
-        return _own_stages(list(model), at, num_stages)
+        stages = list(model)
+        if at is not None or num_stages not in (None, len(stages)):
+            raise ScheduleError(
+                f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or give "
+                "the model in one piece"
+            )
+        return Split(stages, find_ties(stages))
     one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential
     layers = _sequential_layers(model) if one_value else _declared_layers(model)
     _check_covered(model, layers)
@@ -96,7 +104,7 @@ def split(
         firsts = _given_cuts(layers, at, num_stages)
     else:
         firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
-    stages: list[nn.Module] = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
+    stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 
 
@@ -110,20 +118,10 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
     return [tuple((name, stage) for stage, name in held.items()) for held in places.values() if len(held) > 1]
 
 
-def _own_stages(stages: list[nn.Module], at: Sequence[str] | None, num_stages: int | None) -> Split:
-    if at is not None or num_stages not in (None, len(stages)):
-        raise ScheduleError(
-            f"a list of {len(stages)} modules is {len(stages)} stages as it is; leave out at= and num_stages=, or give "
-            "the model in one piece"
-        )
-    return Split(stages, find_ties(stages))
-
-
 # -- layers -----------------------------------------------------------------------------------------------
 
 
-def _sequential_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers in the order in which they are called, with their names in the model."""
+def _sequential_layers(model: nn.Module) -> Layers:
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(
             f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() "
@@ -143,7 +141,7 @@ def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield prefix + name, layer
 
 
-def _declared_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _declared_layers(model: nn.Module) -> Layers:
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), name)
@@ -165,7 +163,7 @@ def _declared_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
-def _check_covered(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+def _check_covered(model: nn.Module, layers: Layers) -> None:
     """Every parameter and buffer of the model lies in some layer, or it would be lost."""
     kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
     lost = [key for key in _tensor_names(model) if key not in kept]
@@ -195,7 +193,7 @@ def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
 # -- where to cut -----------------------------------------------------------------------------------------
 
 
-def _given_cuts(layers: Sequence[tuple[str, nn.Module]], at: Sequence[str], num_stages: int | None) -> list[int]:
+def _given_cuts(layers: Layers, at: Sequence[str], num_stages: int | None) -> list[int]:
     """The index of the first layer of each stage."""
     names = [name for name, _ in layers]
     firsts = [0]
@@ -216,9 +214,7 @@ def _given_cuts(layers: Sequence[tuple[str, nn.Module]], at: Sequence[str], num_
     return firsts
 
 
-def _balanced_cuts(
-    layers: Sequence[tuple[str, nn.Module]], num_stages: int | None, weights: Sequence[float]
-) -> list[int]:
+def _balanced_cuts(layers: Layers, num_stages: int | None, weights: Sequence[float]) -> list[int]:
     if num_stages is None:
         raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
     if not 1 <= num_stages <= len(layers):
@@ -252,7 +248,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 # -- how heavy a layer is ---------------------------------------------------------------------------------
 
 
-def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any, one_value: bool) -> list[float]:
+def _weights(layers: Layers, balance: str, sample: Any, one_value: bool) -> list[float]:
     if balance == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
     if balance != "time":
@@ -262,7 +258,7 @@ def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any,
     return _measured(layers, sample, one_value)
 
 
-def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: bool) -> list[float]:
+def _measured(layers: Layers, sample: Any, one_value: bool) -> list[float]:
     """Seconds of forward and backward for each layer; gradients, modes and random state stay as they were."""
     seconds: list[float] = []
     value, alone = sample, False

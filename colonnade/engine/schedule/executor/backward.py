@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -21,24 +22,19 @@ Root: TypeAlias = "Tensor | GradientEdge"
 
 
 class RunBackward(Protocol):
-    """How gradients are accumulated; `torch.autograd.backward` with a word on whether more is to come."""
+    """How gradients are accumulated: `torch.autograd.backward`, and whether more is to come.
+
+    `last`: no later call of this step touches the parameters of this chunk (of these chunks, where some share
+    parameters), so their gradients are complete after it; said at most once for a chunk.
+    """
 
     def __call__(
-        self,
-        tensors: Sequence[Root],
-        grads: Sequence[Tensor],
-        *,
-        inputs: Sequence[Tensor] | None,
-        last: bool,
+        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None: ...
 
 
 def run_backward(
-    tensors: Sequence[Root],
-    grads: Sequence[Tensor],
-    *,
-    inputs: Sequence[Tensor] | None,
-    last: bool,
+    tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
 ) -> None:
     """Accumulate gradients: into all leaves and free the graph, or into the leaves `inputs` and keep it."""
     torch.autograd.backward(
@@ -123,7 +119,7 @@ class WeightWork:
         edges, grads = zip(*starts, strict=True)
         # A crossing above another one would pass it what has already arrived there, and hooks on tensors
         # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
-        handles = [node.register_prehook(_give(self._arrived.get(node))) for node in group.crossings]
+        handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
         try:
             backward(edges, grads, inputs=group.leaves, last=last)
         finally:
@@ -143,30 +139,16 @@ def backward_input(
     on_way = _nodes_on_way(roots, ends)
     groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(_keep(arrived, node)) for group in groups for node in group.crossings]
+    handles = [
+        node.register_prehook(partial(arrived.__setitem__, node)) for group in groups for node in group.crossings
+    ]
     try:
-        found = torch.autograd.grad(
-            list(outputs),
-            [each.edge for each in inputs],
-            list(grads),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        edges = [each.edge for each in inputs]
+        found = torch.autograd.grad(list(outputs), edges, list(grads), retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     return list(found), WeightWork(groups, arrived)
-
-
-def _keep(arrived: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:
-    def hook(grads: tuple[Tensor | None, ...]) -> None:
-        arrived[node] = grads
-
-    return hook
-
-
-def _give(grads: tuple[Tensor | None, ...] | None) -> Any:
-    return lambda _: grads
 
 
 def _below(node: Node) -> Iterator[Node]:
