@@ -49,7 +49,7 @@ GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT})
 ENDS_MICRO_BATCH = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 """After one of these nothing of the micro-batch is kept on the stage."""
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SENT_F|SEND_B|RECV_B|SENT_B|F|B|I|W)(\d+)")
+_ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _REDUCE = re.compile(r"\d+REDUCE_GRAD")
 _SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")

@@ -200,38 +200,32 @@ class _VRow:
         self.actions: list[Action] = []
         self._stages = (rank, 2 * num_ranks - 1 - rank)
         self._num_micro_batches = num_micro_batches
-        self._count = Counter[tuple[int, Kind]]()
+        self._forwards, self._backwards = [0, 0], [0, 0]
         self._owed: deque[Action] = deque()
 
-    def forward(self, chunk: int) -> None:
-        """The next forward pass of the chunk, if one is left."""
-        self._add(chunk, Kind.FORWARD, self._num_micro_batches)
+    def add(self, actions: str, times: int = 1) -> None:
+        """Write down actions like "F0 I1 W", so many times.
 
-    def input(self, chunk: int) -> None:
-        """The next input gradient of the chunk, if its forward pass is there; its W is owed from now on."""
-        if self._add(chunk, Kind.INPUT, self._count[chunk, Kind.FORWARD]):
-            self._owed.append(self.actions[-1]._replace(kind=Kind.WEIGHT))
+        `F0` is the next forward pass of chunk 0 and `B0` or `I0` its next backward pass or input gradient, each if
+        one is left; `W` is the oldest weight gradient that an I still owes.
+        """
+        for text in actions.split() * times:
+            if text == "W":
+                self.actions.append(self._owed.popleft())
+                continue
+            kind, chunk = Kind(text[0]), int(text[1])
+            count = self._forwards if kind is Kind.FORWARD else self._backwards
+            if count[chunk] == (self._num_micro_batches if kind is Kind.FORWARD else self._forwards[chunk]):
+                continue
+            self.actions.append(Action(self._stages[chunk], kind, count[chunk]))
+            count[chunk] += 1
+            if kind is Kind.INPUT:
+                self._owed.append(self.actions[-1]._replace(kind=Kind.WEIGHT))
 
-    def weight(self) -> None:
-        """The oldest W owed."""
-        self.actions.append(self._owed.popleft())
-
-    def backward(self, chunk: int) -> None:
-        """The next backward pass of the chunk as one action."""
-        if self._add(chunk, Kind.INPUT, self._count[chunk, Kind.FORWARD]):
-            self.actions[-1] = self.actions[-1]._replace(kind=Kind.BACKWARD)
-
-    def left(self, chunk: int) -> int:
-        """How many micro-batches of the chunk still lack an input gradient."""
-        return self._num_micro_batches - self._count[chunk, Kind.INPUT]
-
-    def _add(self, chunk: int, kind: Kind, end: int) -> bool:
-        index = self._count[chunk, kind]
-        if index >= end:
-            return False
-        self._count[chunk, kind] += 1
-        self.actions.append(Action(self._stages[chunk], kind, index))
-        return True
+    @property
+    def complete(self) -> bool:
+        """Whether every micro-batch has gone back through both chunks."""
+        return min(self._backwards) == self._num_micro_batches
 
 
 @ORDERS.register_module
@@ -245,19 +239,11 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Table:
     table: Table = {}
     for rank in range(num_ranks):
         row = _VRow(rank, num_ranks, num_micro_batches)
-        for _ in range(2 * (num_ranks - rank) - 1):
-            row.forward(0)
-        for _ in range(rank):
-            row.forward(1)
-            row.forward(0)
-        for _ in range(num_ranks - rank):
-            row.forward(1)
-            row.input(1)
-        while row.left(0) or row.left(1):
-            row.forward(0)
-            row.input(0)
-            row.forward(1)
-            row.input(1)
+        row.add("F0", 2 * (num_ranks - rank) - 1)
+        row.add("F1 F0", rank)
+        row.add("F1 I1", num_ranks - rank)
+        while not row.complete:
+            row.add("F0 I0 F1 I1")
         table[rank] = row.actions
     return fill_weights(table, limit=2 * num_ranks)
 
@@ -275,36 +261,19 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Table:
             f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, not "
             f"{num_micro_batches}. Raise num_microbatches, or use order='zb_v', which takes any number."
         )
-    return {rank: _dualpipe_row(rank, num_ranks, num_micro_batches).actions for rank in range(num_ranks)}
-
-
-def _dualpipe_row(rank: int, num_ranks: int, num_micro_batches: int) -> _VRow:
-    row = _VRow(rank, num_ranks, num_micro_batches)
-    below = num_ranks - rank - 1
-    for _ in range(2 * below):
-        row.forward(0)
-    for _ in range(rank + 1):
-        row.forward(0)
-        row.forward(1)
-    for _ in range(below):
-        row.input(1)
-        row.weight()
-        row.forward(1)
-    for _ in range(num_micro_batches - 2 * num_ranks + rank + 1):
-        row.forward(0)
-        row.backward(1)
-        row.forward(1)
-        row.backward(0)
-    for _ in range(below):
-        row.backward(1)
-        row.forward(1)
-        row.backward(0)
-    # From half-way through the drain on, ranks wait for each other: the weight gradients are kept for then.
-    for step in range(2 * (rank + 1)):
-        (row.backward if step <= rank else row.input)(1 - step % 2)
-    for _ in range(below):
-        row.weight()
-        row.input(0)
-    for _ in range(rank + 1):
-        row.weight()
-    return row
+    table: Table = {}
+    for rank in range(num_ranks):
+        row = _VRow(rank, num_ranks, num_micro_batches)
+        below = num_ranks - rank - 1
+        row.add("F0", 2 * below)
+        row.add("F0 F1", rank + 1)
+        row.add("I1 W F1", below)
+        row.add("F0 B1 F1 B0", num_micro_batches - 2 * num_ranks + rank + 1)
+        row.add("B1 F1 B0", below)
+        # From half-way through the drain on, ranks wait for each other: the weight gradients are kept for then.
+        for step in range(2 * (rank + 1)):
+            row.add(f"{'B' if step <= rank else 'I'}{1 - step % 2}")
+        row.add("W I0", below)
+        row.add("W", rank + 1)
+        table[rank] = row.actions
+    return table

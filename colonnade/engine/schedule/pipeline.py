@@ -63,8 +63,8 @@ class PipelineSchedule(BaseSchedule):
         loss_everywhere: bool = True,
         max_live: float | None = None,
     ) -> None:
-        self._of_stage = data_process_func if _num_arguments(data_process_func) == 2 else None
-        super().__init__(None if self._of_stage else data_process_func)
+        self._stage_data_func = data_process_func if _num_arguments(data_process_func) == 2 else None
+        super().__init__(None if self._stage_data_func else data_process_func)
         self._table = None if table is None else _read_table(table)
         self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
@@ -150,27 +150,27 @@ class PipelineSchedule(BaseSchedule):
         loss = loss if return_loss else None
         if not (return_output_label and executor.has_last_stage):
             return None, None, loss
-        if self._of_stage:
+        if self._stage_data_func:
             label = join([micro_batch.label for micro_batch in micro_batches])
         return join(step.outputs), label, loss
 
     def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
-        needs_batch = executor.has_first_stage or executor.has_last_stage or self._of_stage is not None
+        needs_batch = executor.has_first_stage or executor.has_last_stage or self._stage_data_func is not None
         if data_iter is None and not needs_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
         pieces = cut_batch(data, label, self.num_microbatches, self._loss_weight)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
-            piece.data = (piece.data, piece.label) if self._of_stage else piece.data
+            piece.data = (piece.data, piece.label) if self._stage_data_func else piece.data
         return pieces, label
 
     def _forward(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
         if self._switch_virtual_rank is not None:
             self._switch_virtual_rank(stage)
-        if self._of_stage:
+        if self._stage_data_func:
             before = None if stage == 0 else inputs
-            inputs, micro_batch.label = self._of_stage(before, micro_batch.data)
+            inputs, micro_batch.label = self._stage_data_func(before, micro_batch.data)
         return call_module(stage, module, inputs, micro_batch)
 
 
