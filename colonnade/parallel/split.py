@@ -93,8 +93,8 @@ def split(
         stages = list(model)
         if at is not None or num_stages not in (None, len(stages)):
             raise ScheduleError(
-                f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or give "
-                "the model in one piece"
+                f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or "
+                "give the model in one piece"
             )
         return Split(stages, find_ties(stages))
     one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential

@@ -1,7 +1,7 @@
 """Schedules: how one step's forward and backward passes run.
 
-`base`, `non_pipeline`, `pipeline`: what a config names. `actions`, `orders`, `check`, `replay`, `simulate`: a pipeline's
-order of passes as a table, without torch. `transfer`: what goes between stages, and how. `executor`: runs a table.
+`base`, `non_pipeline`, `pipeline`: what a config names. `actions`, `orders`, `check`, `replay`, `simulate`: the order
+of passes in a pipeline as a table, without torch. `executor`: runs a table. `transfer`: what goes between stages.
 """
 
 from colonnade.engine.schedule.base import BaseSchedule

@@ -143,7 +143,7 @@ def _parse_cell(cell: object) -> list[Action]:
         return [Action.parse(part) for part in overlapped[1].split(";")]
     if _SHARDING.fullmatch(text):
         raise ScheduleError(
-            f"{text} cannot be done by a table: parameters are gathered and freed by zero stage 3 (FSDP2), pass by pass. "
+            f"{text} cannot be done by a table: zero stage 3 (FSDP2) gathers and frees parameters pass by pass. "
             "Leave out UNSHARD and RESHARD."
         )
     return [Action.parse(text)] if text and not _REDUCE.fullmatch(text) else []

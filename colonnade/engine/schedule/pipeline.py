@@ -65,7 +65,9 @@ class PipelineSchedule(BaseSchedule):
     ) -> None:
         self._stage_data_func = data_process_func if _num_arguments(data_process_func) == 2 else None
         super().__init__(None if self._stage_data_func else data_process_func)
-        self._table = None if table is None else _read_table(table)
+        self._table: Table | None = None
+        if table is not None:
+            self._table = read_csv(table) if isinstance(table, (str, Path)) else parse_table(table)
         self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
@@ -192,10 +194,6 @@ def _transfer_group(context: ParallelContext) -> Any:
     """
     own = context.get_group(ParallelMode.PIPELINE)
     return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
-
-
-def _read_table(source: TableSource) -> Table:
-    return read_csv(source) if isinstance(source, (str, Path)) else parse_table(source)
 
 
 def _num_micro_batches(given: int | None, table: Table | None) -> int:

@@ -298,6 +298,7 @@ def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
         ({"num_microbatches": 2, "data_process_func": lambda a, b, c: a}, "not 3 arguments"),
         ({"num_microbatches": None, "table": ["0F0 0Q0"]}, "'0Q0' is not an action"),
         ({"num_microbatches": None, "table": "nowhere.csv"}, "cannot be read"),
+        ({"num_microbatches": 2, "table": []}, "one row for each pipeline rank"),
         ({"num_microbatches": None, "table": ["0B0 0F0"]}, "0B0 is before 0F0"),
     ],
 )

@@ -100,7 +100,15 @@ class WeightWork:
         """Accumulate the gradients of the parameters; to be called once. Only the last group's call is told `last`."""
         started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
         for index, (group, starts) in enumerate(started, 1):
-            self._run_group(group, starts, backward, last and index == len(started))
+            edges, grads = zip(*starts, strict=True)
+            # A crossing above another one would pass it what has already arrived there, and hooks on tensors
+            # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
+            handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
+            try:
+                backward(edges, grads, inputs=group.leaves, last=last and index == len(started))
+            finally:
+                for handle in handles:
+                    handle.remove()
         self._groups, self._arrived = [], {}
 
     def _starts(self, group: _Group) -> list[tuple[GradientEdge, Tensor]]:
@@ -112,19 +120,6 @@ class WeightWork:
             if grad is not None
         ]
         return group.sources + arrived
-
-    def _run_group(
-        self, group: _Group, starts: list[tuple[GradientEdge, Tensor]], backward: RunBackward, last: bool
-    ) -> None:
-        edges, grads = zip(*starts, strict=True)
-        # A crossing above another one would pass it what has already arrived there, and hooks on tensors
-        # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
-        handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
-        try:
-            backward(edges, grads, inputs=group.leaves, last=last)
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def backward_input(

@@ -147,9 +147,7 @@ class Executor:
         if len(self.ranks) > 1:
             dist.broadcast(shared, src=self.ranks[self.facts.stage_ranks[-1]], group=self.group)
         mean, counted = shared.to(self.device).unbind()
-        if (
-            self.loss_form.counted is None
-        ):  # a rank without the last stage asks the device, once: losses keep their form
+        if self.loss_form.counted is None:  # on a rank without the last stage; asked of the device only once
             self.loss_form.keep(not bool(counted.isnan()))
         return mean, counted if self.loss_form.counted else None
 
@@ -182,11 +180,11 @@ class Executor:
         except ScheduleError as error:
             problem = error
         if len(self.ranks) > 1:
-            mine = json.dumps([hashlib.sha256(format_csv(self.table).encode()).hexdigest(), problem is not None])
-            everyone = [json.loads(text) for text in gather_texts(mine, self.device, self.group)]
-            failed = [rank for rank, (_, bad) in zip(self.ranks, everyone, strict=True) if bad]
+            mine = [hashlib.sha256(format_csv(self.table).encode()).hexdigest(), str(problem or "")]
+            everyone = [json.loads(text) for text in gather_texts(json.dumps(mine), self.device, self.group)]
+            failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:
-                problem = ScheduleError(f"rank {listed(failed)} cannot run this table; its own message says why")
+                problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]))
             if problem is None and len({digest for digest, _ in everyone}) > 1:
                 problem = ScheduleError(
                     f"the ranks {listed(self.ranks)} of this pipeline have different tables of actions; "

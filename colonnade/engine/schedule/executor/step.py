@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
 """(output, label) -> a mean, or (sum, count)."""
 ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
-"""How a stage is called: (stage, module, inputs, micro-batch). It may set the label of the micro-batch, for the loss."""
+"""How a stage is called: (stage, module, inputs, micro-batch) -> output. It may set the label of the micro-batch."""
 
 
 @dataclass

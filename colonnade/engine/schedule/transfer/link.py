@@ -21,8 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.transfer.frame import empty_frame, header_of, pack, payload_bytes, unpack
-from colonnade.engine.schedule.transfer.values import Meta, metas, rebuild
+from colonnade.engine.schedule.transfer.values import (
+    Meta,
+    empty_frame,
+    header_of,
+    metas,
+    pack,
+    payload_bytes,
+    rebuild,
+    unpack,
+)
 from colonnade.errors import ScheduleError, listed
 
 _NEW, _FAILED = -1, -2
