@@ -20,8 +20,10 @@ from _worlds import World
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colonnade.engine.gradient_handler._lane import HEAP_BYTES
-from colonnade.engine.gradient_handler._reducer import GradientReducer, GroupReduction, SyncOptions
+from colonnade.comm.memory import HEAP_BYTES
+from colonnade.reduce.options import SyncOptions
+from colonnade.reduce.records import Sum
+from colonnade.reduce.synchroniser import Synchroniser
 
 RANKS = 2
 CASES = ("gpt", "wide", "layers400")
@@ -99,10 +101,10 @@ def flatten_copy(model: nn.Module) -> None:
         grad.copy_(summed)
 
 
-def reducer_of(model: nn.Module, variant: str) -> GradientReducer:
+def reducer_of(model: nn.Module, variant: str) -> Synchroniser:
     names, parameters = zip(*model.named_parameters(), strict=True)
-    reduction = GroupReduction(names, parameters, tuple(range(RANKS)), dist.group.WORLD, float(RANKS))
-    return GradientReducer([reduction], SyncOptions(shared_memory=variant == "shm"))
+    options = SyncOptions(shared_memory=variant == "shm")
+    return Synchroniser([Sum(names, parameters, tuple(range(RANKS)), dist.group.WORLD, float(RANKS), options)])
 
 
 def contestant(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: str) -> tuple[Step, int]:
@@ -111,13 +113,13 @@ def contestant(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: s
         reducer = reducer_of(model, variant)
 
         def ours() -> None:
-            reducer.zero_grad()
+            model.zero_grad(set_to_none=True)
             out = loss(model)
             reducer.prepare(last=True)
             out.backward()
             reducer.wait()
 
-        return ours, sum(b.room.nbytes for b in reducer.buckets) if variant == "shm" else 0
+        return ours, sum(b.buffer.flat.nbytes for b in reducer.buckets) if variant == "shm" else 0
     wrapped, after = _torch_way(model, variant)
 
     def theirs() -> None:

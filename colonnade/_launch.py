@@ -41,8 +41,9 @@ def launch(
 ) -> ParallelContext:
     """Join the world and create the groups that the config asks for. Collective over the world.
 
-    Rank, world size, host and port come from the arguments, else from torch.distributed if it is
-    already initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is nccl where there is CUDA, gloo elsewhere.
+    Rank, world size, host and port come from the arguments, else from torch.distributed if it is already
+    initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is
+    nccl where there is CUDA, gloo elsewhere.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
     address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)
@@ -51,21 +52,21 @@ def launch(
 
 def launch_from_torch(config: ConfigSource, backend: str | None = None, **options: Any) -> ParallelContext:
     """`launch` for processes started by torchrun, `python -m torch.distributed.launch` or `colonnade run`."""
-    return _launch_from(read(TORCH), config, backend, options)
+    return _start(config, read(TORCH), backend, **options)
 
 
 def launch_from_slurm(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
     """`launch` for processes started by srun; `host` and `port` are those of rank 0."""
-    return _launch_from(read(SLURM, host=host, port=port), config, backend, options)
+    return _start(config, read(SLURM, host=host, port=port), backend, **options)
 
 
 def launch_from_openmpi(
     config: ConfigSource, host: str, port: int, backend: str | None = None, **options: Any
 ) -> ParallelContext:
     """`launch` for processes started by mpirun; `host` and `port` are those of rank 0."""
-    return _launch_from(read(OPENMPI, host=host, port=port), config, backend, options)
+    return _start(config, read(OPENMPI, host=host, port=port), backend, **options)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -84,25 +85,15 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _launch_from(
-    address: WorldAddress, config: ConfigSource, backend: str | None, options: dict[str, Any]
-) -> ParallelContext:
-    known = {"seed": None, "verbose": True, "context": None, "cpu_groups": False, "timeout": None}
-    unknown = options.keys() - known.keys()
-    if unknown:
-        raise TypeError(f"unexpected argument {sorted(unknown)[0]!r}; allowed: {', '.join(known)}")
-    return _start(config, address, backend, **{**known, **options})
-
-
 def _start(
     config: ConfigSource,
     address: WorldAddress,
     backend: str | None,
-    seed: int | None,
-    verbose: bool,
-    context: ParallelContext | None,
-    cpu_groups: bool,
-    timeout: float | None,
+    seed: int | None = None,
+    verbose: bool = True,
+    context: ParallelContext | None = None,
+    cpu_groups: bool = False,
+    timeout: float | None = None,
 ) -> ParallelContext:
     check_torch(torch.__version__)
     context = global_context if context is None else context

@@ -13,10 +13,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from colonnade.config.words import ALIASES
 from colonnade.errors import ColonnadeError
 
 _ALIAS = "colossalai"
 _HOME = "colonnade"
+_KEYS = {"NUM_MICRO_BATCHES": "num_microbatches"}
 
 
 class _AliasLoader(importlib.abc.Loader):
@@ -52,7 +54,10 @@ class _AliasFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed."""
+    """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed.
+
+    From then on a config may also use the name that its keys had there.
+    """
     if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     real = importlib.util.find_spec(_ALIAS) if _ALIAS not in sys.modules else sys.modules[_ALIAS].__spec__
@@ -62,6 +67,7 @@ def install() -> None:
             f"Uninstall it, or import {_HOME} by its own name."
         )
     sys.meta_path.insert(0, _AliasFinder())
+    ALIASES.update(_KEYS)
 
 
 def uninstall() -> None:
@@ -69,3 +75,5 @@ def uninstall() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
     for name in [name for name in sys.modules if name == _ALIAS or name.startswith(f"{_ALIAS}.")]:
         del sys.modules[name]
+    for key in _KEYS:
+        ALIASES.pop(key, None)

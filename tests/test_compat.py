@@ -10,7 +10,8 @@ import pytest
 
 import colonnade
 from colonnade import compat
-from colonnade.errors import ColonnadeError
+from colonnade.config import load_config
+from colonnade.errors import ColonnadeError, ConfigError
 
 
 @pytest.fixture
@@ -67,3 +68,20 @@ def test_the_alias_works_in_a_fresh_interpreter():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["launch", "BaseGradientHandler", "1"]
+
+
+def test_a_config_may_use_the_old_name_of_a_key_with_the_alias_only():
+    old = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4}
+    with pytest.raises(ConfigError, match="Write num_microbatches = 4"):
+        load_config(old)
+    compat.install()
+    try:
+        config = load_config(old)
+        assert config.num_microbatches == config.NUM_MICRO_BATCHES == 4
+        assert load_config(config.freeze()) is config
+        with pytest.raises(ConfigError, match="Write num_microbatches = 4"):
+            load_config({**old, "num_microbatches": 2})
+    finally:
+        compat.uninstall()
+    with pytest.raises(ConfigError, match="Write num_microbatches = 4"):
+        load_config(old)

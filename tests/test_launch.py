@@ -78,7 +78,7 @@ def _by(name: str, port: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("name", ["arguments", "environment", "torch", "slurm", "openmpi"])
 def test_every_way_to_launch(name):
-    assert run_world(3, _by, name, free_port(), init=None).values == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
+    assert run_world(3, _by, name, free_port(), backend=None).values == [(0, 3, 6), (1, 3, 6), (2, 3, 6)]
 
 
 def _adopt() -> tuple[int, int]:
@@ -113,7 +113,7 @@ def _bad(config: dict) -> str:
     ],
 )
 def test_a_bad_config_is_refused_on_every_rank_before_anything_connects(config, part):
-    for message in run_world(4, _bad, config, init=None).values:
+    for message in run_world(4, _bad, config, backend=None).values:
         assert part in message
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from colonnade.context.agree import agreed_errors
+from colonnade.comm.messages import agreed_errors, gather_texts
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import CheckpointError
 
 
@@ -22,7 +21,7 @@ def agreed(context: ParallelContext, doing: str) -> Iterator[None]:
 
     The block itself must not communicate: a rank that fails in it goes straight to the agreement.
     """
-    with agreed_errors(context) if context.is_launched else nullcontext(), as_checkpoint_errors(doing):
+    with agreed_errors(context.device) if context.is_launched else nullcontext(), as_checkpoint_errors(doing):
         yield
 
 

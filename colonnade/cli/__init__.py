@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; an error of Colonnade's own is one message and exit code 2."""
-    from colonnade.cli._app import build_app
+    from colonnade.cli.app import build_app
     from colonnade.errors import ColonnadeError
 
     try:

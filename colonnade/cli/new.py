@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 import re
 import shlex
+from collections.abc import Iterator
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -39,9 +40,7 @@ def new(
     own, test = folder / f"{name}.py", folder / f"test_{name}.py"
     _check_absent([own, test])
     templates = [_template(f"{kind.value}.py.txt"), _template(f"test_{kind.value}.py.txt")]
-    _check_mode(name)
-    _check_words(name, templates)
-    _check_module(name)
+    _check_free(name, templates)
     for target, template in zip((own, test), templates, strict=True):
         _write(target, _filled(template, name))
     typer.echo(f"wrote {own}: a mode, its initializer, a layer with placements, a gradient handler")
@@ -67,48 +66,37 @@ def _check_absent(targets: list[Path]) -> None:
         )
 
 
-def _check_mode(name: str) -> None:
-    """Refuse the name of a mode, and one that `parallel` does not take for an axis."""
+def _check_free(name: str, templates: list[str]) -> None:
+    """Refuse a name that stands for something else: a mode, an axis, a word of the files, a module."""
+    for why, more in _clashes(name, templates):
+        raise RegistryError(f"{why}; choose another name, such as {'my_' + name!r}. {more}".rstrip())
+
+
+def _clashes(name: str, templates: list[str]) -> Iterator[tuple[str, str]]:
     from colonnade.config import parallel_sizes
     from colonnade.context.parallel_mode import ParallelMode
+    from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
 
     for mode in ParallelMode:
         if name in (mode.value, mode.name.lower()):
-            taken = listed(known.name for known in ParallelMode)
-            raise RegistryError(
-                f"{name!r} is taken by {mode}; choose another name, such as {'my_' + name!r}. The modes are {taken}."
-            )
+            yield f"{name!r} is taken by {mode}", f"The modes are {listed(known.name for known in ParallelMode)}."
     try:
         parallel_sizes({"parallel": {name: {"size": 2}}})
     except ConfigError as error:
-        raise RegistryError(f"{name!r} cannot be an axis of `parallel`; choose another name. {error}") from None
-
-
-def _check_words(name: str, templates: list[str]) -> None:
-    """Refuse a name whose classes or constant would be those of Colonnade, or others that the files use."""
-    from colonnade.registry import DIST_GROUP_INITIALIZER, GRADIENT_HANDLER
-
+        yield f"{name!r} cannot be an axis of `parallel`", str(error)
     used = {*re.findall(r"\w+", " ".join(templates)), *DIST_GROUP_INITIALIZER, *GRADIENT_HANDLER}
     camel = _camel(name)
     made = (name.upper(), f"{camel}Initializer", f"{camel}Linear", f"{camel}GradientHandler")
     if name != _MODE and (clash := [word for word in made if word in used]):
-        raise RegistryError(
-            f"{name!r} would define {listed(clash)}, which is something else already; choose another name, such as "
-            f"{'my_' + name!r}"
-        )
-
-
-def _check_module(name: str) -> None:
-    """Refuse the name of a module that Python finds: the file would hide it, or be hidden by it."""
+        yield f"{name!r} would define {listed(clash)}, which is something else already", ""
     found = importlib.util.find_spec(name)
     if found is not None and found.origin is not None:
-        raise RegistryError(
-            f"Python has a module {name!r} already ({found.origin}); choose another name, such as {'my_' + name!r}"
-        )
+        # The file would hide it, or be hidden by it.
+        yield f"Python has a module {name!r} already ({found.origin})", ""
 
 
 def _template(file: str) -> str:
-    return files("colonnade.cli").joinpath("_templates").joinpath(file).read_text(encoding="utf-8")
+    return files("colonnade.cli").joinpath("templates").joinpath(file).read_text(encoding="utf-8")
 
 
 def _filled(template: str, name: str) -> str:

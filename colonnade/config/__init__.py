@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from colonnade.config.config import Config
-from colonnade.config.load import load_config
+from colonnade.config.config import Config, load_config
 from colonnade.config.parallel import AxisSpec, ParallelSizes, parallel_sizes
 from colonnade.config.schema import describe_keys
 

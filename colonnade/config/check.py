@@ -6,11 +6,10 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from colonnade.config.foreign import foreign_word
-from colonnade.config.names import near_miss
 from colonnade.config.problems import Problem, Source, config_error
 from colonnade.config.rules import check_value
 from colonnade.config.schema import KEYS, REFUSED
+from colonnade.config.words import foreign_word, near_miss
 
 
 def require_valid(values: Mapping[str, Any], source: Source) -> None:
@@ -58,8 +57,6 @@ def _combinations(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _scales(fp16: Mapping[str, Any]) -> Iterator[Problem]:
-    if "init_scale" in fp16 and "initial_scale" in fp16:
-        yield Problem(("fp16", "initial_scale"), "is set beside init_scale, its other name: keep one")
     low, high = fp16.get("min_scale"), fp16.get("max_scale")
     if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
         yield Problem(("fp16", "min_scale"), f"must not be above max_scale = {high}", low)

@@ -1,15 +1,17 @@
-"""`Config`: a dict with attribute access that can be frozen and prints back as a config file."""
+"""`Config`, a dict with attribute access that can be frozen, and `load_config`, which makes a checked one."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
 from pathlib import Path
+from pprint import pformat
 from typing import Any, NoReturn, TypeVar
 
 from colonnade.config.check import require_valid
 from colonnade.config.files import read_file
-from colonnade.config.text import call, source
+from colonnade.config.problems import Source, shortened
+from colonnade.config.words import ALIASES
 from colonnade.errors import ConfigError, did_you_mean, listed
 
 Self = TypeVar("Self", bound="Config")
@@ -22,6 +24,7 @@ class Config(dict[str, Any]):
 
     Dicts, lists and tuples that go in are copied, and each dict in them becomes a Config. A key that is also
     the name of a method is reached as `config["items"]`. Copies are never frozen; a pickle stays as it was.
+    Printed, it is a config file: a line `key = value` for each key.
     """
 
     __slots__ = ("_frozen",)
@@ -35,9 +38,8 @@ class Config(dict[str, Any]):
     @classmethod
     def from_file(cls: type[Self], path: str | Path) -> Self:
         """Read and check a `.py` or `.toml` file; every problem is told in one ConfigError."""
-        values, origin = read_file(path)
-        require_valid(values, origin)
-        return cls(values)
+        values, source = read_file(path)
+        return _checked(cls(values), source)
 
     def freeze(self: Self) -> Self:
         """Refuse any later change, here and in everything inside; returns self.
@@ -110,10 +112,8 @@ class Config(dict[str, Any]):
         return [*super().__dir__(), *(key for key in self if isinstance(key, str))]
 
     def __str__(self) -> str:
-        return source(self)
-
-    def __repr__(self) -> str:
-        return call(type(self).__name__, self)
+        rows = ((f"{key} = ", pformat(value, width=100, sort_dicts=False)) for key, value in self.items())
+        return "\n".join(start + text.replace("\n", "\n" + " " * len(start)) for start, text in rows)
 
     def __copy__(self: Self) -> Self:
         return self.copy()
@@ -132,6 +132,30 @@ class Config(dict[str, Any]):
         keys = [key for key in self if isinstance(key, str)]
         hint = did_you_mean(name, keys) or f" Keys: {listed(keys[:_KEYS_SHOWN])}."
         return f"the config has no key {name!r}.{hint}"
+
+
+def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
+    """Return the checked Config of a `.py` or `.toml` path, a dict, or a Config.
+
+    A Config comes back as the same object, so that freezing it at launch also stops its owner from setting
+    what nobody would read any more. Every problem is told in one ConfigError.
+    """
+    if isinstance(source, (str, Path)):
+        return Config.from_file(source)
+    if not isinstance(source, dict):
+        raise ConfigError(
+            f"a config is a path to a .py or .toml file (str or Path), a dict or a Config, "
+            f"not {type(source).__name__}: {shortened(source)}"
+        )
+    return _checked(source if isinstance(source, Config) else Config(source), Source())
+
+
+def _checked(config: Self, source: Source) -> Self:
+    for alias, key in ALIASES.items():
+        if alias in config:
+            config.setdefault(key, config[alias])
+    require_valid(config, source)
+    return config
 
 
 class FrozenList(list[Any]):

@@ -1,34 +1,34 @@
-"""Reading a config file: `.py` or `.toml` to plain values, and where each key stands in it."""
+"""Reading a config file, `.py` or `.toml`, to plain values; every error has the path, the line and what to do."""
 
 from __future__ import annotations
+import __future__
 
+import contextlib
 import difflib
 import importlib
+import inspect
+import os
 import re
+import runpy
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from colonnade.config.problems import Source, file_error
-from colonnade.config.python_file import run_python_file
-from colonnade.config.source_lines import Lines, python_lines, toml_lines
+from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError, listed
 
 _SUFFIXES = (".py", ".toml")
-_FRAMES_SHOWN = 6
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], Source]:
-    """Return the values of a config file and its key lines; ConfigError with the path if that fails."""
-    given, file = str(path), Path(path).expanduser()
-    text = _read_text(given, file)
-    if file.suffix == ".toml":
-        values, lines = _read_toml(given, file, text)
-    else:
-        values, lines = _read_python(given, file, text)
-    return values, Source(given, file.name, lines)
+    """Return the values of a config file and where they came from; ConfigError with the path if that fails."""
+    file = Path(path).expanduser()
+    source = Source(str(path), file.name, _read_text(str(path), file))
+    return (_read_toml(source) if file.suffix == ".toml" else _read_python(source, file.resolve())), source
 
 
 def _read_text(given: str, file: Path) -> str:
@@ -61,45 +61,76 @@ def _config_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
 
 
-def _read_toml(given: str, file: Path, text: str) -> tuple[dict[str, Any], Lines]:
+def _read_toml(source: Source) -> dict[str, Any]:
     toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return toml.loads(text), toml_lines(text)
+        return dict(toml.loads(source.text))
     except toml.TOMLDecodeError as error:
         place = re.search(r"at line (\d+)", str(error))
-        line = int(place[1]) if place else None
-        raise file_error(given, file.name, str(error), line=line, shown=_row(file, text, line)) from None
+        raise _failed(source, str(error), int(place[1]) if place else None) from None
 
 
-def _read_python(given: str, file: Path, text: str) -> tuple[dict[str, Any], Lines]:
-    path = file.resolve()
+def _read_python(source: Source, path: Path) -> dict[str, Any]:
+    """Run the file and return the names it leaves: functions too, but no modules, classes and dunder names."""
     try:
-        return run_python_file(path, text), python_lines(text)
-    except SyntaxError as error:
-        if error.filename == str(path):
-            shown = _row(file, text, error.lineno)
-            raise file_error(given, file.name, f"SyntaxError: {error.msg}", line=error.lineno, shown=shown) from None
-        raise _raised(given, file, path, error) from None
+        with _importing_from(str(path.parent)):
+            names = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:
-        raise _raised(given, file, path, error) from None
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            raise _failed(source, f"SyntaxError: {error.msg}", error.lineno) from None
+        raise _raised(source, path, error) from None
+    return {name: value for name, value in names.items() if _is_setting(name, value, names["__name__"])}
 
 
-def _raised(given: str, file: Path, path: Path, error: BaseException) -> ConfigError:
-    """The error of a file that raised: the line of the file, then the calls from there on, none of ours."""
+def _is_setting(name: str, value: Any, module: str) -> bool:
+    if name.startswith("__") or inspect.ismodule(value) or inspect.isclass(value):
+        return False
+    if isinstance(value, __future__._Feature):
+        return False
+    # `from math import log` is no setting of ours; `def log()` is one, and wrong.
+    imported = inspect.isroutine(value) and getattr(value, "__module__", None) != module
+    return not (imported and name in KEYS)
+
+
+@contextlib.contextmanager
+def _importing_from(folder: str) -> Iterator[None]:
+    """Let a config import its neighbours. They are forgotten afterwards unless any import would find them."""
+    if any(os.path.realpath(entry) == folder for entry in sys.path):
+        yield
+        return
+    importlib.invalidate_caches()
+    before = set(sys.modules)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+        new = set(sys.modules) - before
+        neighbours = {name for name in new if "." not in name and _is_in(sys.modules[name], folder)}
+        for name in new:
+            if name.partition(".")[0] in neighbours:
+                del sys.modules[name]
+
+
+def _is_in(module: ModuleType, folder: str) -> bool:
+    """Whether a top-level module was found directly in `folder`, not in an environment further down."""
+    places = getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""]
+    return os.path.realpath(os.path.dirname(next(iter(places)))) == folder
+
+
+def _raised(source: Source, path: Path, error: BaseException) -> ConfigError:
+    """The error of a file that raised: the line of the file, and the last one called from there; none of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [index for index, frame in enumerate(frames) if frame.filename == str(path)]
     calls = frames[own[0] :] if own else []
-    rows = [f"{Path(frame.filename).name}:{frame.lineno} | {frame.line}" for frame in _ends(calls)]
-    line = calls[0].lineno if own else None
-    text = f"{type(error).__name__}: {error}"
-    return file_error(given, file.name, text, line=line, shown="\n".join(rows))
+    rows = [f"{Path(frame.filename).name}:{frame.lineno} | {frame.line}" for frame in (*calls[:1], *calls[1:][-1:])]
+    line = calls[0].lineno if calls else None
+    return file_error(source.name, source.file, f"{type(error).__name__}: {error}", line=line, shown="\n".join(rows))
 
 
-def _ends(frames: list[traceback.FrameSummary]) -> Iterable[traceback.FrameSummary]:
-    """The first call and the last ones: the config's own line, and where it failed."""
-    return frames if len(frames) <= _FRAMES_SHOWN else [frames[0], *frames[1 - _FRAMES_SHOWN :]]
-
-
-def _row(file: Path, text: str, line: int | None) -> str:
-    rows = text.splitlines()
-    return f"{file.name}:{line} | {rows[line - 1]}" if line is not None and 0 < line <= len(rows) else ""
+def _failed(source: Source, text: str, line: int | None) -> ConfigError:
+    """The error of a text that cannot be read, with the line that is at fault."""
+    rows = source.text.splitlines()
+    shown = f"{source.file}:{line} | {rows[line - 1]}" if line is not None and 0 < line <= len(rows) else ""
+    return file_error(source.name, source.file, text, line=line, shown=shown)

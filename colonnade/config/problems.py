@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from colonnade.config.text import shortened
 from colonnade.errors import ConfigError
 
 KeyPath = tuple[Any, ...]
@@ -14,6 +14,8 @@ KeyPath = tuple[Any, ...]
 
 UNSAID: Any = object()
 """The value of a problem that is not about one value."""
+
+_LONGEST = 60
 
 
 @dataclass(frozen=True)
@@ -27,24 +29,32 @@ class Problem:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a config came from: its name in the head line, its short name, and the lines of its keys."""
+    """Where a config came from: its name in the head line, its short name, and its text."""
 
     name: str = "the config"
-    file: str | None = None
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    file: str = ""
+    text: str = ""
 
     def where(self, path: KeyPath) -> str:
-        """Return `file:line` of `path` or of the nearest value around it, or as much of that as is known."""
-        if self.file is None:
-            return ""
-        around = [path[:length] for length in range(len(path), 0, -1)]
-        line = next((self.lines[outer] for outer in around if outer in self.lines), None)
-        return self.file if line is None else f"{self.file}:{line}"
+        """Return `file:line` of the first line with the key at `path`, or with the nearest one around it.
+
+        A top-level key begins its line, `.py` or `.toml`; a nested one comes after the key it lies in. What a
+        list holds has the line of the list; a key that came by an import has none.
+        """
+        position = -1
+        for depth, key in enumerate(path):
+            name = re.escape(str(key))
+            form = rf"""\b{name}["']?\s*[]=:.]""" if depth else rf"""^(?:\[+ *)?["']?{name}\b"""
+            found = re.compile(form, re.MULTILINE).search(self.text, position + 1)
+            if found is None or isinstance(key, int):
+                break
+            position = found.start()
+        return self.file if position < 0 else f"{self.file}:{self.text.count(chr(10), 0, position) + 1}"
 
 
 def config_error(problems: Sequence[Problem], source: Source) -> ConfigError:
     """Return one error that tells every problem, each with its place in the source."""
-    rows = [(source.where(problem.path), _told(problem)) for problem in problems]
+    rows = [(source.where(_present(problem)), _told(problem)) for problem in problems]
     width = max(len(where) for where, _ in rows)
     lines = [f"  {where:<{width}}  {text}" if width else f"  {text}" for where, text in rows]
     return ConfigError("\n".join([_head(len(rows), source.name), *lines]))
@@ -69,6 +79,17 @@ def _head(count: int, name: str) -> str:
     return f"colonnade: {count} problem{'' if count == 1 else 's'} in {name}"
 
 
+def _present(problem: Problem) -> KeyPath:
+    """The path of what is there: a nested problem without a value is about a key that is missing."""
+    return problem.path[:-1] if problem.value is UNSAID and len(problem.path) > 1 else problem.path
+
+
 def _told(problem: Problem) -> str:
     value = "" if problem.value is UNSAID else f" = {shortened(problem.value)}"
     return f"{dotted(problem.path)}{value}   {problem.text}"
+
+
+def shortened(value: object) -> str:
+    """Return `value` as one line of limited length, for a message."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from colonnade.config.kinds import (
+from colonnade.config.rules import (
     ANYTHING,
     BOOL,
     COLLECTION,
     COUNT,
     DTYPE,
     FRACTION,
-    FUNCTION,
     INT,
     LEVEL,
     MEMBER,
@@ -24,6 +23,9 @@ from colonnade.config.kinds import (
     SHAPE,
     TEXT,
     TEXTS,
+    Key,
+    Rule,
+    Section,
     any_of,
     choice,
     int_from,
@@ -32,7 +34,6 @@ from colonnade.config.kinds import (
     only_dict,
     with_dict,
 )
-from colonnade.config.rules import Key, Rule, Section
 
 
 def _words(**by_key: str) -> dict[str, str]:
@@ -106,7 +107,6 @@ _FP16 = Section(
     {
         "mode": Key(any_of(TEXT, MEMBER, NONE), "kind of mixed precision"),
         "init_scale": Key(POSITIVE, "loss scale to start from"),
-        "initial_scale": Key(POSITIVE, "another name of init_scale"),
         "growth_factor": Key(number_above(1), "the scale grows by this factor"),
         "backoff_factor": Key(FRACTION, "the scale shrinks by this factor after an overflow"),
         "growth_interval": Key(COUNT, "steps without overflow before the scale grows"),
@@ -118,7 +118,7 @@ _FP16 = Section(
         "verbose": Key(BOOL, "log changes of the scale"),
     },
     renamed=_words(
-        init_scale="loss_scale initial_scale_power scale",
+        init_scale="initial_scale loss_scale initial_scale_power scale",
         growth_interval="loss_scale_window",
         min_scale="min_loss_scale",
         max_scale="max_loss_scale",
@@ -137,9 +137,8 @@ _ZERO = Section(
         "reduce_scatter": Key(BOOL, "reduce-scatter gradients instead of all-reduce"),
         "offload": Key(any_of(BOOL, TEXT, NONE), "device that keeps the shards between steps"),
         "bucket_mb": Key(POSITIVE, "bucket size in MB"),
-        "prefetch": Key(
-            any_of(BOOL, int_from(0)), "stages 1, 2: gather during the next forward; 3: modules gathered ahead"
-        ),
+        "gather_ahead": Key(any_of(BOOL, NONE), "stages 1, 2: gather parameters while the next forward pass runs"),
+        "prefetch": Key(int_from(0), "stage 3: how many modules are gathered ahead"),
         "master_weights": Key(BOOL, "stages 1, 2: half-precision parameters have fp32 copies, sharded too"),
         "replicate": Key(any_of(TEXT, NONE), "stage 3: the axis on which shards are replicas (HSDP)"),
         "wrap": Key(any_of(TEXT, TEXTS, NONE), "stage 3: names of the modules that are gathered one by one"),
@@ -160,17 +159,16 @@ _SYNC = Section(
         "first_bucket_mb": Key(POSITIVE, "size of the bucket that is ready first"),
         "overlap": Key(any_of(BOOL, choice("auto")), "reduce while backward runs"),
         "reduce_dtype": Key(any_of(DTYPE, TEXT, NONE), "dtype of the reduction"),
-        "compress": Key(with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)"), "bucket compression"),
+        "compress": Key(any_of(choice("bf16", "fp16"), NONE), "dtype in which gradients are sent"),
         "fixed_order": Key(BOOL, "the same order of sums in every run"),
         "shared_memory": Key(any_of(BOOL, choice("auto"), NONE), "reduce in shared memory on one host"),
         "automatic": Key(BOOL, "attach handlers for what no named handler does"),
         "waive": Key(any_of(TEXT, TEXTS, NONE), "parameters that nobody need synchronise, by name"),
-        "callback": Key(any_of(FUNCTION, TEXT, NONE), "called with each bucket"),
     },
     renamed=_words(
         bucket_mb="bucket_cap_mb bucket_size_mb bucket_size bucket",
         overlap="overlap_comm overlap_grad_reduce",
-        callback="comm_hook hook",
+        compress="comm_hook",
         reduce_dtype="dtype",
         fixed_order="deterministic",
     ),
@@ -203,7 +201,7 @@ KEYS: dict[str, Key] = {
     "model": Key(Rule("anything", ANYTHING.accepts, _MODEL), "your own, but for num_chunks"),
     "log": Key(with_dict(LEVEL, _LOG, "dict(level=..., ...)"), "what is logged"),
     "max_ep_size": Key(COUNT, "largest expert-parallel size"),
-    "NUM_MICRO_BATCHES": Key(COUNT, "micro-batches per step of a pipeline"),
+    "num_microbatches": Key(COUNT, "micro-batches per step of a pipeline"),
     "TENSOR_SHAPE": Key(SHAPE, "shape sent between stages; left out, the stages ask each other"),
     "SEQ_LENGTH": Key(COUNT, "sequence length; with the next two, gives the shape sent between stages"),
     "GLOBAL_BATCH_SIZE": Key(COUNT, "samples per step on all ranks"),

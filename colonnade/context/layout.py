@@ -72,6 +72,10 @@ class Layout:
         """The rank with these axis coordinates; axes not named are at 0."""
         return self.grid.rank_at(**coordinates)
 
+    def rank_sets(self) -> list[tuple[int, ...]]:
+        """Every distinct group of every mode, in one order on all ranks; the world first, and not again."""
+        return list(dict.fromkeys(tuple(group) for mode in self._groups for group in self._groups[mode]))
+
     @property
     def distinct_data(self) -> int:
         """How many ranks see data of their own: the divisor of a mean over the joined batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable
 from datetime import timedelta
@@ -14,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from colonnade import logging as _logging
+from colonnade.comm.groups import ProcessGroups
+from colonnade.comm.messages import gather_json
 from colonnade.config import Config, load_config
 from colonnade.context.build import run_initializers
-from colonnade.context.communicators import Communicators
 from colonnade.context.layout import Layout
 from colonnade.context.mesh import mesh_of
 from colonnade.context.parallel_mode import ParallelMode
@@ -24,7 +24,6 @@ from colonnade.context.random import RandomStreams, derive_seed
 from colonnade.context.rendezvous import (
     agree_on_layout,
     count_ranks_on_this_host,
-    gather_texts,
     join_world,
     leave_world,
     share_rank_lists,
@@ -49,7 +48,7 @@ class ParallelContext:
     virtual_pipeline_parallel_rank: int | None
     _launched: bool
     _timeout: timedelta | None
-    _communicators: Communicators | None
+    _groups: ProcessGroups | None
 
     def __init__(self) -> None:
         self.verbose = True
@@ -84,16 +83,17 @@ class ParallelContext:
 
     def init_parallel_groups(self, cpu_groups: bool = False) -> None:
         """Create the process groups of every mode. Collective over the world."""
-        self._communicators = Communicators(self._rank, cpu_groups, self._timeout)
+        self._groups = ProcessGroups(self._rank, cpu_groups, self._timeout)
         self._take_ready_groups()
         self._layout = Layout(self._axes, self._build.groups)
-        agree_on_layout(self._layout, self._rank, self.world_size, self.device)
-        self._communicators.create(self._layout)
+        agree_on_layout(self._layout, self.device)
+        for ranks in self._layout.rank_sets():
+            self._groups.add(ranks)
 
     def destroy(self) -> None:
         """Leave the world and forget everything. Safe to call twice."""
-        if self._communicators is not None:
-            self._communicators.destroy()
+        if self._groups is not None:
+            self._groups.destroy()
         if self._owns_world:
             leave_world()
         _logging.detach()
@@ -166,8 +166,7 @@ class ParallelContext:
 
     def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Create groups for the rank sets that any rank asks for. Collective over the world, once at start-up."""
-        mine = json.dumps(sorted({tuple(sorted(ranks)) for ranks in rank_sets}))
-        asked = [json.loads(text) for text in gather_texts(mine, self.device)]
+        asked = gather_json(sorted({tuple(sorted(ranks)) for ranks in rank_sets}), self.device)
         for ranks in sorted({tuple(ranks) for sets in asked for ranks in sets}):
             self._joined().add(ranks)
 
@@ -267,16 +266,16 @@ class ParallelContext:
         self._rank = 0
         self._launched = False
         self._owns_world = False
-        self._communicators = None
+        self._groups = None
         self._timeout = None
         self._axes = world_axes(self.config, 1)
         self._build = run_initializers(self.config, 1, 0)
         self._layout = Layout(self._axes, self._build.groups)
 
-    def _joined(self) -> Communicators:
-        if self._communicators is None:
+    def _joined(self) -> ProcessGroups:
+        if self._groups is None:
             raise ContextError("there are no process groups before launch; call colonnade.launch(config) first")
-        return self._communicators
+        return self._groups
 
     def _axis_size(self, name: str) -> int:
         return self._layout.grid.sizes[name]
@@ -291,7 +290,7 @@ class ParallelContext:
         for made, source in self._build.ready:
             if self._rank not in made.ranks:
                 raise LayoutError(f"{source} gave rank {self._rank} the group {made.ranks}, which it is not in")
-            lists = share_rank_lists(made.mode.value, made.ranks, self._rank, self.world_size)
+            lists = share_rank_lists(made.mode.value, made.ranks)
             self._build.add({made.mode: lists}, source)
             self._joined().adopt(tuple(made.ranks), made.group, made.cpu_group)
             self._joined().know(tuple(ranks) for ranks in lists)

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from colonnade.comm.messages import message_device, share_texts
+from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, HashStore, PrefixStore, TCPStore, default_store
 from colonnade.context.layout import Layout
 from colonnade.errors import LaunchError, LayoutError, listed
 
 _launches = itertools.count()
 
-DEFAULT_TIMEOUT = 1800.0
 _LEAVE_SECONDS = 3.0
 
 
@@ -45,7 +45,7 @@ def join_world(
                 f"asked for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first."
             )
         return False
-    limit = timedelta(seconds=timeout or DEFAULT_TIMEOUT)
+    limit = timedelta(seconds=timeout) if timeout else DEFAULT_TIMEOUT
     store = _store(rank, world_size, host, port, limit)
     try:
         dist.init_process_group(
@@ -67,7 +67,7 @@ def leave_world() -> None:
     if not dist.is_initialized():
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 has died
         left = store.add("colonnade/left", 1)
         until = time.monotonic() + _LEAVE_SECONDS
@@ -82,17 +82,17 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def agree_on_layout(layout: Layout, rank: int, world_size: int, device: torch.device) -> None:
+def agree_on_layout(layout: Layout, device: torch.device) -> None:
     """Refuse, on every rank, a layout that is not the same everywhere. Collective over the world."""
     digest = layout.digest()
-    both = torch.tensor([digest, -digest], dtype=torch.int64, device=_device_of_world(device))
+    both = torch.tensor([digest, -digest], dtype=torch.int64, device=message_device(device))
     dist.all_reduce(both, op=dist.ReduceOp.MIN)
     low, high = both[0].item(), -both[1].item()
     if low == high:
         return
     mine = {mode.value: layout.groups(mode) for mode in layout.modes}
-    everyone = [json.loads(text) for text in _share("layout", json.dumps(mine), rank, world_size)]
-    differing = [other for other in range(world_size) if everyone[other] != everyone[0]]
+    everyone = [json.loads(text) for text in share_texts("layout", json.dumps(mine))]
+    differing = [other for other in range(layout.world_size) if everyone[other] != everyone[0]]
     modes = sorted({m for other in differing for m in _differing_modes(everyone[0], everyone[other])})
     first = modes[0]
     raise LayoutError(
@@ -103,16 +103,16 @@ def agree_on_layout(layout: Layout, rank: int, world_size: int, device: torch.de
     )
 
 
-def share_rank_lists(mode: str, ranks: list[int], rank: int, world_size: int) -> list[list[int]]:
+def share_rank_lists(mode: str, ranks: list[int]) -> list[list[int]]:
     """All distinct rank lists of a mode, from what each rank knows of its own. Collective over the world."""
-    texts = _share(f"groups/{mode}", json.dumps(ranks), rank, world_size)
+    texts = share_texts(f"groups/{mode}", json.dumps(ranks))
     return [list(group) for group in sorted({tuple(json.loads(text)) for text in texts})]
 
 
 def count_ranks_on_this_host(device: torch.device) -> int:
     """How many ranks run on this host. Collective over the world."""
     name = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(name, "big") >> 1], dtype=torch.int64, device=_device_of_world(device))
+    mine = torch.tensor([int.from_bytes(name, "big") >> 1], dtype=torch.int64, device=message_device(device))
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return sum(bool(other.item() == mine.item()) for other in everyone)
@@ -177,31 +177,5 @@ def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:
     )
 
 
-def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. Two collectives over the group; nothing is unpickled."""
-    where = _device_of_world(device)
-    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(where)
-    size = torch.tensor([content.numel()], device=where)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other.item()) for other in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=where)
-    padded[: content.numel()] = content
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(other[: int(length.item())].tolist()).decode() for other, length in zip(everyone, sizes, strict=True)]
-
-
-def _share(key: str, text: str, rank: int, world_size: int) -> list[str]:
-    """Every rank's text, through the store of the default group."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"colonnade/{key}/{rank}", text)
-    return [store.get(f"colonnade/{key}/{other}").decode() for other in range(world_size)]
-
-
 def _differing_modes(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [mode for mode in {**one, **other} if one.get(mode) != other.get(mode)]
-
-
-def _device_of_world(device: torch.device) -> torch.device:
-    return device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -11,14 +11,16 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
-from colonnade.engine.gradient_handler.sync import build_sync
+from colonnade.engine.gradient_handler.sync import GradientSync, build_sync
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
-from colonnade.engine.stepper import Stepper, wants_flat
+from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError
+from colonnade.logging import get_dist_logger
+from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
@@ -60,9 +62,8 @@ def initialize(
     zero = ZeroSettings.read(config.get("zero"))
     shard_parameters(built, optimizer, context, zero)
     chosen = _build_optimizer(optimizer, built)
-    chosen = shard_optimizer(chosen, built, context, zero, config.get("flat_step"))
-    flat = wants_flat(built, chosen, config.get("flat_step"))
-    sync = build_sync(built, chosen, context, _named_handlers(context), dict(config.get("sync") or {}), flat)
+    chosen = shard_optimizer(chosen, built, zero, config.get("flat_step"))
+    sync, flat = _synchronise(built, chosen, context)
     engine = Engine(
         built,
         chosen,
@@ -78,10 +79,29 @@ def initialize(
             flat,
             precision.build_scaler(context.device),
         ),
+        precision=precision,
         schedule=schedule,
         accumulation=int(config.get("gradient_accumulation") or 1),
     )
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+
+
+def _synchronise(model: nn.Module, optimizer: Any, context: ParallelContext) -> tuple[GradientSync, bool]:
+    """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
+    config = context.config
+    options, named = dict(config.get("sync") or {}), _named_handlers(context)
+    if not hasattr(optimizer, "shards_of"):
+        flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
+        return build_sync(model, optimizer, context, named, options, bucket_all=flat), flat
+    shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
+    sync = build_sync(model, optimizer, context, named, options, shards=shards)
+    optimizer.attach(sync.synchroniser, model)
+    sync.before_pass = optimizer.wait
+    get_dist_logger().info(
+        f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
+        f"elements are stepped on here"
+    )
+    return sync, False
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
@@ -164,17 +184,17 @@ def _build_schedule(context: ParallelContext) -> BaseSchedule:
 
 
 def _default_schedule(context: ParallelContext) -> dict[str, Any]:
-    """Without a `schedule` key: none of a pipeline, or the ancestor's keys for one."""
+    """Without a `schedule` key: none of a pipeline, or one by `num_microbatches` and `model.num_chunks`."""
     config = context.config
     if context.pipeline_parallel_size == 1:
         return {"type": "NonPipelineSchedule"}
-    if config.get("NUM_MICRO_BATCHES") is None:
+    if config.get("num_microbatches") is None:
         raise ConfigError(
             f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-            f"schedule=dict(type='OneFOneB', num_microbatches=8), or NUM_MICRO_BATCHES=8 for that same one"
+            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one"
         )
     chunks = (config.get("model") or {}).get("num_chunks")
     shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
     if chunks:
-        return {"type": "Interleaved1F1B", "num_microbatches": config.NUM_MICRO_BATCHES, "num_chunks": chunks, **shape}
-    return {"type": "OneFOneB", "num_microbatches": config.NUM_MICRO_BATCHES, **shape}
+        return {"type": "Interleaved1F1B", "num_microbatches": config.num_microbatches, "num_chunks": chunks, **shape}
+    return {"type": "OneFOneB", "num_microbatches": config.num_microbatches, **shape}

@@ -12,6 +12,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.losses import LossBook
+from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.loss import Count, split_loss
 from colonnade.engine.stepper import Stepper
@@ -38,6 +39,7 @@ class Engine:
         stepper: Stepper,
         schedule: BaseSchedule,
         accumulation: int = 1,
+        precision: Precision | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -45,6 +47,7 @@ class Engine:
         self._schedule = schedule
         self._sync = sync
         self._stepper = stepper
+        self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
         self._passes = self._total_passes = 0
         self.context = context
@@ -158,6 +161,7 @@ class Engine:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
         self._stepper.close()
         self._sync.close()
+        self._precision.undo(self._model, self._criterion)
 
     # -- what the last step was ---------------------------------------------------------------------------
 
@@ -200,25 +204,21 @@ class Engine:
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint needs beside model and optimizer, as plain values to be saved as `extra`.
 
-        The history of an adaptive clip method, the loss scale, and the order of the buckets, without which the
-        sums of a resumed run would differ in their last digit.
+        The history of an adaptive clip method, and the loss scale.
         """
         policy, scaler = self._stepper.policy, self._stepper.scaler
         return {
             "engine.clip": policy.state_dict() if policy is not None else {},
             "engine.scaler": scaler.state_dict() if scaler is not None else {},
-            "engine.order": self._sync.executor.order,
         }
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Take up what `extra_state` gave; other keys are passed over. Collective over the world."""
+        """Take up what `extra_state` gave; other keys are passed over."""
         policy, scaler = self._stepper.policy, self._stepper.scaler
         if policy is not None and extra.get("engine.clip"):
             policy.load_state_dict(extra["engine.clip"])
         if scaler is not None and extra.get("engine.scaler"):
             scaler.load_state_dict(extra["engine.scaler"])
-        if "engine.order" in extra:
-            self._sync.executor.follow(extra["engine.order"])
 
     # -- parts --------------------------------------------------------------------------------------------
 

@@ -50,15 +50,21 @@ class Precision:
         if not self.master_weights:
             model.to(self.dtype)
         for module in model if isinstance(model, nn.ModuleList) else [model]:
-            module.forward = _autocast(module.forward, device.type, self.dtype)
+            _autocast_module(module, device.type, self.dtype)
+
+    def undo(self, *modules: Any) -> None:
+        """Give modules their own forward pass back; of others, and of None, this does nothing."""
+        for module in modules:
+            for one in module if isinstance(module, nn.ModuleList) else [module]:
+                if getattr(type(one), "_autocasts", False):
+                    one.__class__ = type(one).__mro__[1]
 
     def around(self, criterion: Any, device: torch.device) -> Any:
         """The criterion under the same rule, which takes most losses in fp32 whatever the model's output is."""
         if self.dtype is None or criterion is None:
             return criterion
         if isinstance(criterion, nn.Module):
-            criterion.forward = _autocast(criterion.forward, device.type, self.dtype)
-            return criterion
+            return _autocast_module(criterion, device.type, self.dtype)
         return _autocast(criterion, device.type, self.dtype)
 
     def build_scaler(self, device: torch.device) -> LossScaler | None:
@@ -109,6 +115,24 @@ class LossScaler:
         self._good_steps.copy_(state["good_steps"])
 
 
+def _autocast_module(module: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
+    """Let the module's forward pass run under autocast.
+
+    By a class of its own, not by a method on the instance: that would belong to this module in a copy of it too, and
+    keep the module alive.
+    """
+    if "forward" in vars(module):
+        module.forward = _autocast(module.forward, device_type, dtype)
+        return module
+    own = type(module)
+    if getattr(own, "_autocasts", False):  # from an engine that was not closed
+        own = own.__mro__[1]
+    made = type(own.__name__, (own,), {"_autocasts": True, "__module__": own.__module__})
+    made.forward = _autocast(own.forward, device_type, dtype)  # type: ignore[attr-defined]
+    module.__class__ = made
+    return module
+
+
 def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -119,11 +143,7 @@ def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype)
 
 
 def _scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    options = {
-        key: value for key, value in settings.items() if key not in ("mode", "enabled", "verbose", "initial_scale")
-    }
-    if "initial_scale" in settings:
-        options["init_scale"] = settings["initial_scale"]
+    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled", "verbose")}
     if options.pop("hysteresis", 1) != 1:
         raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step")
     return options

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import ConfigError, did_you_mean
 from colonnade.optim.clip_settings import ClipSettings, Per
 from colonnade.parallel.agreement import Held

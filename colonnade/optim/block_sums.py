@@ -9,22 +9,23 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block, flattened, to_device
+from colonnade.optim.blocks import Block, to_device
 from colonnade.optim.norm_readers import KernelReader, TorchReader, join, suits_kernel
+from colonnade.parallel.flat import flattened
 
 
 class BlockSums:
     """Measures the blocks of one device; the plan is made once, `vector` runs it."""
 
-    def __init__(self, blocks: Sequence[Block], p: float, slots: int, *, whole: bool, once: bool) -> None:
+    def __init__(self, blocks: Sequence[Block], p: float, slots: int, *, once: bool) -> None:
         self._p = p
         self._blocks = sorted(blocks, key=lambda block: block.slot)
-        self._read = _reader([block.tensor if whole else block.owned for block in self._blocks], p, once=once)
+        self._read = _reader([block.owned for block in self._blocks], p, once=once)
         device = self._blocks[0].tensor.device
         self._weights: Tensor | None = None
-        if whole and not math.isinf(p):
-            weights = torch.tensor([1.0 / block.count for block in self._blocks], dtype=torch.float64)
-            self._weights = to_device(weights, device)
+        weights = [block.weight for block in self._blocks]
+        if not math.isinf(p) and any(weight != 1.0 for weight in weights):
+            self._weights = to_device(torch.tensor(weights, dtype=torch.float64), device)
         self._one_each = [block.slot for block in self._blocks] == list(range(slots))
         lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
         self._lengths = to_device(lengths, device)

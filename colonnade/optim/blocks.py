@@ -1,7 +1,8 @@
 """Gradient blocks: what each rank adds to a norm that covers the whole world.
 
 A block is a local gradient that `count` world ranks hold alike; this rank is number `index` among them. Each
-element must be counted once, so replica i of n reads only the i-th slice of the block.
+element must be counted once, so replica i of n reads only the i-th slice of the block; without an index it reads all,
+and counts 1/n of it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
+from colonnade.parallel.flat import FlatLayout, flattened, padded
 
 SLICE = 64
 """Slices of a replicated block start at multiples of this many elements, so that their loads stay aligned."""
@@ -39,11 +40,11 @@ class Block:
 
     tensor: Tensor
     count: int = 1
-    index: int = 0
+    index: int | None = 0
     slot: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count:
+        if self.index is not None and not 0 <= self.index < self.count:
             raise GradientError(
                 f"the index of a block held by {self.count} ranks is 0 to {self.count - 1}, not {self.index}"
             )
@@ -53,7 +54,7 @@ class Block:
     @property
     def owned(self) -> Tensor:
         """The slice of the block this rank reads; the slices of all holders make up the block once."""
-        if self.count == 1:
+        if self.count == 1 or self.index is None:
             return self.tensor
         flat = flattened(self.tensor)
         units = -(-flat.numel() // SLICE)
@@ -61,11 +62,16 @@ class Block:
         stop = min((self.index + 1) * units // self.count * SLICE, flat.numel())
         return flat[start : max(start, stop)]
 
+    @property
+    def weight(self) -> float:
+        """How much of what is read counts."""
+        return 1.0 / self.count if self.index is None else 1.0
+
 
 def bucket_blocks(
     layout: FlatLayout,
     buffer: Tensor,
-    holdings: Sequence[tuple[int, int]],
+    holdings: Sequence[tuple[int, int | None]],
     slots: Sequence[int] | None = None,
     *,
     absent: Collection[int] = (),
@@ -92,20 +98,6 @@ def bucket_blocks(
         Block(buffer[layout.spans[first].start : padded(layout.spans[last].stop, layout.dtype)], *keys[first])
         for first, last in runs
     ]
-
-
-def padded(stop: int, dtype: torch.dtype) -> int:
-    """Where the padding after an element span ends."""
-    step = max(1, ALIGN_BYTES // dtype.itemsize)
-    return -(-stop // step) * step
-
-
-def flattened(tensor: Tensor) -> Tensor:
-    """The elements as one row: a view when they fill one piece of memory in whatever order, else a copy."""
-    if tensor.is_contiguous():
-        return tensor if tensor.dim() == 1 else tensor.view(-1)
-    strides = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).reshape(-1)
 
 
 def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.device) -> Tensor:

@@ -66,7 +66,7 @@ def grad_norm(
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
     blocks = _blocks(held, known, shared)
-    vector = powsums(blocks, norm_type, device=_device(held, known), whole=known is None and shared)
+    vector = powsums(blocks, norm_type, device=_device(held, known))
     norms = reduce_norms(vector, norm_type) if shared else _alone(vector, norm_type)
     total = norms.total()
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -84,7 +84,8 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
         if parameter.grad is None:
             continue
         _refuse_pending(parameter.grad)
-        count, index = 1, 0
+        count: int = 1
+        index: int | None = 0
         # A DTensor's gradient need not be placed as the parameter is.
         placed = parameter.grad if is_dtensor(parameter.grad) else parameter
         if context is not None:
@@ -93,7 +94,7 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
                 known[placement] = holding(context.layout, placement, context.get_global_rank())
             count, index = known[placement].count, known[placement].index
         elif shared:
-            count = _holders_by_mesh(placed)
+            count, index = _holders_by_mesh(placed), None
         blocks.append(Block(local_part(parameter.grad), count, index))
     return blocks
 

@@ -7,6 +7,7 @@ hooks, schedulers, `zero_grad` and state dictionaries work as before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import on_device, padded, to_device
+from colonnade.optim.blocks import on_device, to_device
 from colonnade.optim.flat_runs import Fragment, Run, prepare
 from colonnade.optim.flat_state import FlatBucket, FlatState, join_neighbours
 from colonnade.optim.norm_readers import HALVES
+from colonnade.parallel.flat import padded
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -78,9 +80,10 @@ class FlatStep:
         self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
-        self._watched_step = Optimizer.profile_hook_step(self._update)
+        # Not a reference to this object: a step that nobody takes any more must be able to go, with its memory.
+        loaded = weakref.WeakMethod(self._loaded)
         self._hooks = [
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_post_hook(lambda optimizer: (loaded() or _nothing)(optimizer)),
             optimizer.register_state_dict_post_hook(_steps_as_torch),
         ]
         self._loaded(optimizer)
@@ -100,7 +103,7 @@ class FlatStep:
         """
         self._asked = (divisor, found_inf, absent)
         if _is_watched(self.optimizer):
-            self._watched_step(self.optimizer)
+            Optimizer.profile_hook_step(self._update)(self.optimizer)
         else:
             self._update(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
@@ -183,6 +186,10 @@ class FlatStep:
     def _loaded(self, optimizer: Optimizer) -> None:
         self._state.adopt()
         self._plan = _Plan(None, [], None)
+
+
+def _nothing(optimizer: Optimizer) -> None:
+    """What a hook does whose step is gone."""
 
 
 def _is_watched(optimizer: Optimizer) -> bool:

@@ -58,8 +58,7 @@ class Meter:
     """Reads a fixed list of blocks and returns this rank's part of the norm, as often as asked.
 
     The blocks must stay where they are (flat gradient buffers do); only their values may change between
-    measurements. `whole` is the debug mode: every replica reads all of its blocks and counts 1/n of them.
-    With `once` nothing is prepared on the device that only a second measurement would pay back.
+    measurements. With `once` nothing is prepared on the device that only a second measurement would pay back.
     """
 
     @torch.no_grad()
@@ -70,7 +69,6 @@ class Meter:
         *,
         slots: int = 1,
         device: torch.device | None = None,
-        whole: bool = False,
         once: bool = False,
     ) -> None:
         self.p = check_order(p)
@@ -81,8 +79,7 @@ class Meter:
         devices = list(dict.fromkeys(block.tensor.device for block in blocks))
         self.device = device or next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         self._parts = [
-            BlockSums([b for b in blocks if b.tensor.device == d], self.p, slots, whole=whole, once=once)
-            for d in devices
+            BlockSums([b for b in blocks if b.tensor.device == d], self.p, slots, once=once) for d in devices
         ]
 
     @torch.no_grad()
@@ -107,10 +104,9 @@ def powsums(
     slots: int = 1,
     *,
     device: torch.device | None = None,
-    whole: bool = False,
 ) -> Tensor:
     """One measurement of blocks that will not be seen again; see `Meter`."""
-    return Meter(blocks, p, slots=slots, device=device, whole=whole, once=True).measure()
+    return Meter(blocks, p, slots=slots, device=device, once=True).measure()
 
 
 def reduce_norms(vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None) -> Norms:

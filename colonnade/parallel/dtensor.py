@@ -25,9 +25,12 @@ def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placeme
     return _read(parameter, layout, rank) if is_dtensor(parameter) else placement_of(parameter)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The elements that this rank holds: a DTensor's local tensor, or the tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+def local_part(tensor: Tensor, like: Any = None) -> Tensor:
+    """The elements that this rank holds: a DTensor's local tensor (placed as `like` is), or the tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    placed: Any = tensor if like is None else tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    return placed.to_local().detach()
 
 
 def _read(parameter: Any, layout: Layout, rank: int) -> Placement:

@@ -62,6 +62,20 @@ class FlatLayout:
         return len(self.spans)
 
 
+def padded(stop: int, dtype: torch.dtype) -> int:
+    """Where the padding after a span of elements ends."""
+    step = max(1, ALIGN_BYTES // dtype.itemsize)
+    return -(-stop // step) * step
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The elements as one row: a view when they fill one piece of memory in whatever order, else a copy."""
+    if tensor.is_contiguous():
+        return tensor if tensor.dim() == 1 else tensor.view(-1)
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim])).reshape(-1)
+
+
 def view_like(flat: Tensor, like: Tensor) -> Tensor:
     """View a 1-d piece with the shape of `like`; dense tensors (channels-last too) keep their strides."""
     if like.is_contiguous() or not _is_dense(like):

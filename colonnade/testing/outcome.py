@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from signal import Signals
 from typing import Any, Literal
 
 from colonnade.errors import ColonnadeError
@@ -50,17 +51,28 @@ class Outcome:
         """Whether the function returned."""
         return self.kind == "value"
 
+    @classmethod
+    def of_exit(cls, rank: int, exitcode: int, time: float, message: str) -> Outcome:
+        """Return the outcome of a process that left no report; a negative exit code is that of a signal."""
+        if exitcode >= 0:
+            return cls(rank, "exit", time, exitcode=exitcode, message=message)
+        known = {member.value: member.name for member in Signals}
+        return cls(rank, "signal", time, signal=known.get(-exitcode, f"signal {-exitcode}"), exitcode=exitcode)
+
     @property
     def headline(self) -> str:
         """Say in one line how this rank ended."""
-        return f"rank {self.rank}: {self._what()}"
+        return f"rank {self.rank}: {self.cause}"
 
-    def _what(self) -> str:
+    @property
+    def cause(self) -> str:
+        """Say why it ended: its exception, exit code or signal."""
         if self.kind == "exception":
             first_line = self.message.strip().splitlines()[0] if self.message.strip() else "(no message)"
             return f"{self.type}: {first_line}"
         if self.kind == "signal":
-            return f"killed by {self.signal}"
+            hint = " (the system does that when memory runs out)" if self.signal == "SIGKILL" else ""
+            return f"killed by {self.signal}{hint}"
         if self.kind == "exit":
             return f"left with exit code {self.exitcode}: {self.message}"
         if self.kind == "timeout":
@@ -101,13 +113,8 @@ class WorldResult:
 
     @property
     def root_cause(self) -> Outcome | None:
-        """Return the outcome that explains the failure, or None when every rank returned.
-
-        A rank stopped by the harness explains nothing while another failed by itself, and neither does one
-        that only noticed a lost peer; among the rest it is the first by time.
-        """
-        failed = [outcome for outcome in self.outcomes if not outcome.ok]
-        return min(failed, key=_by_blame, default=None)
+        """Return the outcome that explains the failure, or None when every rank returned."""
+        return first_failure(self.outcomes)
 
     def report(self) -> str:
         """Return the failure as text: the root cause with all that is known, then a line per other rank."""
@@ -117,10 +124,10 @@ class WorldResult:
         hung = [other for other in self.outcomes if other.kind == "timeout" and other is not cause]
         parts = [f"{cause.headline} (world of {len(self.outcomes)}, {self.seconds:.1f} s)"]
         parts += [text.rstrip() for text in (cause.traceback, _titled("stacks", cause)) if text]
-        parts += [_tail(f"stderr of rank {cause.rank}", self.stderr[cause.rank])]
-        parts += [_tail(f"stdout of rank {cause.rank}", self.stdout[cause.rank])]
+        parts += [tail(f"stderr of rank {cause.rank}", self.stderr[cause.rank])]
+        parts += [tail(f"stdout of rank {cause.rank}", self.stdout[cause.rank])]
         parts += [_titled("stacks", other) for other in hung]
-        parts += [_others(self.outcomes, cause)]
+        parts += [other.headline for other in self.outcomes if other is not cause]
         return "\n".join(part for part in parts if part)
 
 
@@ -131,6 +138,15 @@ class WorldError(ColonnadeError, RuntimeError):
         super().__init__(result.report())
         self.result = result
         self.rank = result.root_cause.rank if result.root_cause else None
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """Return the outcome that explains the others, or None when every rank returned.
+
+    A rank that was stopped explains nothing while another failed by itself, and neither does one that only
+    noticed a lost peer; among the rest it is the first by time.
+    """
+    return min((outcome for outcome in outcomes if not outcome.ok), key=_by_blame, default=None)
 
 
 def _by_blame(outcome: Outcome) -> tuple[int, float]:
@@ -145,13 +161,10 @@ def _titled(title: str, outcome: Outcome) -> str:
     return f"--- {title} of rank {outcome.rank}\n{outcome.stack.rstrip()}" if outcome.stack else ""
 
 
-def _tail(title: str, text: str) -> str:
+def tail(title: str, text: str) -> str:
+    """Return the last lines of a log under a title, or nothing where there are none."""
     lines = text.rstrip().splitlines()
     if not lines:
         return ""
     cut = f", last {_TAIL_LINES} of {len(lines)} lines" if len(lines) > _TAIL_LINES else ""
     return "\n".join([f"--- {title}{cut}", *lines[-_TAIL_LINES:]])
-
-
-def _others(outcomes: Sequence[Outcome], cause: Outcome) -> str:
-    return "\n".join(outcome.headline for outcome in outcomes if outcome is not cause)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import faulthandler
 import gc
@@ -23,14 +22,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import parent_process
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
+
+from colonnade.testing.process import description, end_with_parent
 
 LOADED = b"loaded"
 REPORTED = b"reported"
 STACK_SIGNAL = signal.SIGUSR1
 GUARD = "_watch_parent"
-_PR_SET_PDEATHSIG = 1
 _LONGEST_REPR = 300
 
 
@@ -40,7 +39,7 @@ class WorldSpec:
 
     world_size: int
     folder: Path
-    environment: dict[str, str]
+    environments: tuple[dict[str, str], ...]
     backend: str | None
     group_timeout: float
 
@@ -96,8 +95,7 @@ def _send(report: bytes, rank: int, spec: WorldSpec, link: Connection[Any, Any])
 def _die_with_parent(folder: Path) -> None:
     """Make this rank and its children end, and the folder go, even when the harness is killed."""
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
 
@@ -130,7 +128,7 @@ def _line_by_line(number: int) -> Any:
 def _take_environment(rank: int, spec: WorldSpec) -> None:
     """Replace the fork server's environment, and what was read from it when torch was imported."""
     os.environ.clear()
-    os.environ.update(spec.environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(spec.environments[rank])
     tempfile.tempdir = None
     torch = importlib.import_module("torch")
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -138,11 +136,13 @@ def _take_environment(rank: int, spec: WorldSpec) -> None:
 
 
 def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socket | None) -> None:
-    distributed = importlib.import_module("torch.distributed")
+    torch, distributed = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    if "nccl" in backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     patience = datetime.timedelta(seconds=spec.group_timeout)
     store = distributed.TCPStore(
-        spec.environment["MASTER_ADDR"],
-        int(spec.environment["MASTER_PORT"]),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         spec.world_size,
         is_master=rank == 0,
         timeout=patience,
@@ -153,30 +153,14 @@ def _join_group(rank: int, spec: WorldSpec, backend: str, listener: socket.socke
 
 
 def _failure(error: BaseException) -> bytes:
-    kind = type(error)
-    trace = _without_harness(error.__traceback__)
-    text = "".join(traceback.format_exception(kind, error, trace))
-    return pickle.dumps(
-        {
-            "kind": "exception",
-            "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-            "message": str(error),
-            "traceback": text + _asserted_values(error, trace),
-            "time": time.monotonic(),
-        }
-    )
+    fields = description(error, [__file__])
+    fields["traceback"] += _asserted_values(error)
+    return pickle.dumps({**fields, "time": time.monotonic()})
 
 
-def _without_harness(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the leading frames of this file, unless there are no others."""
-    own = trace
-    while own is not None and own.tb_frame.f_code.co_filename == __file__:
-        own = own.tb_next
-    return own or trace
-
-
-def _asserted_values(error: BaseException, trace: TracebackType | None) -> str:
+def _asserted_values(error: BaseException) -> str:
     """Show the variables of a bare `assert`, which pytest would explain if it ran in this process."""
+    trace = error.__traceback__
     if not isinstance(error, AssertionError) or error.args or trace is None:
         return ""
     last = traceback.extract_tb(trace)[-1]

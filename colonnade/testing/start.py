@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import LaunchError
+from colonnade.testing.gpu import nccl_environments
 
 # Imported once by the fork server instead of by every rank. On 2 cores with torch 2.13, `torch._dynamo` costs
 # 1 s here and saves each world of 4 about 2.2 s at its first DDP or functional collective; the other two of torch
@@ -30,8 +31,8 @@ _PRELOAD = (
     "colonnade._launch",
     "colonnade.checkpoint.manager",
     "colonnade.engine.build",
-    "colonnade.testing",
     "colonnade.testing.rank",
+    "colonnade.testing.truth",
     "colonnade.trainer",
 )
 _PRELOAD_UNDER_PYTEST = ("pytest", "hypothesis")
@@ -108,9 +109,9 @@ def loopback_socket(listening: bool) -> Iterator[socket.socket]:
         yield held
 
 
-def environment(n: int, folder: Path, port: int, env: Mapping[str, str | None] | None) -> dict[str, str]:
-    """Return the ranks' environment: this process's, over it our defaults, over them `env` (None removes)."""
-    merged: dict[str, str | None] = {
+def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] | None) -> tuple[dict[str, str], ...]:
+    """Return each rank's environment: this process's, over it our defaults, over them `env` (None removes)."""
+    shared = {
         **{name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")},
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
@@ -121,6 +122,12 @@ def environment(n: int, folder: Path, port: int, env: Mapping[str, str | None] |
         "TMPDIR": str(folder / "tmp"),
     }
     if sys.platform == "linux":
-        merged.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    merged.update(env or {})
-    return {name: value for name, value in merged.items() if value is not None}
+        shared.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return tuple(
+        {
+            name: value
+            for name, value in {**shared, **nccl, **(env or {}), "RANK": str(rank), "LOCAL_RANK": str(rank)}.items()
+            if value is not None
+        }
+        for rank, nccl in enumerate(nccl_environments(n))
+    )

@@ -7,10 +7,9 @@ compare(truth, gradients, rtol=1e-12)                         # a table per para
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.rendezvous import gather_texts
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
@@ -73,7 +71,7 @@ class Comparison:
         return all(difference.ok for difference in self.differences)
 
     def __str__(self) -> str:
-        width = max((len(difference.name) for difference in self.differences), default=9)
+        width = max(map(len, ["parameter", *(difference.name for difference in self.differences)]))
         lines = [f"{'parameter':<{width}}  relative   largest    (tolerance {self.rtol:g})"]
         for entry in sorted(self.differences, key=lambda entry: (entry.ok, -entry.relative)):
             mark = "ok" if entry.ok else "DIFFERS"
@@ -107,50 +105,33 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One rank's part of one tensor: where it belongs, and its elements."""
+    """One rank's part of one tensor: where it belongs, and its elements in fp64 on the CPU."""
 
+    name: str
     rank: int
     place: dict[int, tuple[int, int]]  # dimension -> (index of the part, number of parts)
     content: Tensor
 
 
 def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:
-    held = held_tensors(model, context)
-    mine = [local_part(read(entry.tensor)).contiguous() for entry in held]  # type: ignore[arg-type]
-    notes = [_note(entry, part, context) for entry, part in zip(held, mine, strict=True)]
-    everyone = [json.loads(text) for text in gather_texts(json.dumps(notes), context.device)]
-    flats = _gather_flat(mine, everyone, context)
+    mine = [_piece(entry, read(entry.tensor), context) for entry in held_tensors(model, context)]  # type: ignore[arg-type]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
     pieces: dict[str, list[_Piece]] = {}
-    for rank, (rank_notes, flat) in enumerate(zip(everyone, flats, strict=True)):
-        start = 0
-        for note in rank_notes:
-            numel = prod(note["shape"])
-            content = flat[start : start + numel].reshape(note["shape"])
-            start += numel
-            place = {int(dim): (at, parts) for dim, (at, parts) in note["place"].items()}
-            pieces.setdefault(note["name"], []).append(_Piece(rank, place, content))
+    for piece in itertools.chain.from_iterable(everyone):
+        pieces.setdefault(piece.name, []).append(piece)
     return {name: _assemble(name, parts) for name, parts in pieces.items()}
 
 
-def _note(entry: Held, part: Tensor, context: ParallelContext) -> dict[str, Any]:
+def _piece(entry: Held, tensor: Tensor, context: ParallelContext) -> _Piece:
     place: dict[int, tuple[int, int]] = {}
     for mode, shard in entry.placement.shards.items():
         at, parts = place.get(shard.dim, (0, 1))
         size = context.get_world_size(mode)
         place[shard.dim] = (at * size + context.get_local_rank(mode), parts * size)
-    return {"name": entry.name, "shape": list(part.shape), "place": {str(dim): where for dim, where in place.items()}}
-
-
-def _gather_flat(parts: list[Tensor], everyone: list[Any], context: ParallelContext) -> list[Tensor]:
-    """Each rank's tensors as one flat fp64 tensor."""
-    longest = max(sum(prod(note["shape"]) for note in notes) for notes in everyone)
-    device = context.device if dist.get_backend() == "nccl" else torch.device("cpu")
-    flat = torch.zeros(longest, dtype=torch.float64, device=device)
-    joined = torch.cat([part.flatten().to(device, torch.float64) for part in parts]) if parts else flat[:0]
-    flat[: joined.numel()] = joined
-    gathered = [torch.zeros_like(flat) for _ in everyone]
-    dist.all_gather(gathered, flat)
-    return [other.cpu() for other in gathered]
+    # A clone, as a view would take all that it is a view of along.
+    content = local_part(tensor).to("cpu", torch.float64, copy=True).contiguous()
+    return _Piece(entry.name, context.get_global_rank(), place, content)
 
 
 def _assemble(name: str, pieces: list[_Piece]) -> Tensor:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colonnade.errors import LaunchError
+from colonnade.testing.gpu import check_backend
 from colonnade.testing.outcome import Outcome, WorldError, WorldResult
 from colonnade.testing.rank import GUARD, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
-from colonnade.testing.start import context_for, environment, loopback_socket, packed, private_folder
+from colonnade.testing.start import context_for, environments, loopback_socket, packed, private_folder
 
 # How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
 _GRACE = 3.0
@@ -37,28 +38,33 @@ def run_world(
     *args: Any,
     timeout: float = 60,
     check: bool = True,
-    init: str | None = "gloo",
+    backend: str | None = "gloo",
     env: Mapping[str, str | None] | None = None,
     **kwargs: Any,
 ) -> WorldResult:
     """Run `fn(*args, **kwargs)` on `n` processes at once and return what each rank returned.
 
-    `fn` is a module-level function; arguments and return values travel by value. With `init`, the default
-    process group of that torch backend exists when `fn` starts; with None only RANK, LOCAL_RANK, WORLD_SIZE,
-    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and the port is free. `env` is laid over this
-    process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes with the world, and
-    TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF there); None
-    takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is killed.
-    With `check`, a failing rank raises `WorldError`. A script that calls this needs
+    `fn` is a module-level function; arguments and return values travel by value. The default process group of
+    torch's `backend` exists when `fn` starts; with None only RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set, and the port is free. With "nccl" the current device of rank r is GPU
+    r modulo their number. There may be more ranks than GPUs, so one GPU can test NCCL between several ranks: each
+    rank then gets an NCCL_HOSTID of its own, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1
+    (also with None, for a `launch` in `fn`); `cuda_mps()` lets their kernels run at the same time.
+    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes
+    with the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF
+    there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is
+    killed. With `check`, a failing rank raises `WorldError`. A script that calls this needs
     `if __name__ == "__main__":`, as for any multiprocessing.
     """
     if n < 1:
         raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.")
     if timeout <= 0:
         raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.")
+    check_backend(backend)
     call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
-    with private_folder() as folder, loopback_socket(listening=init is not None) as held:
-        spec = WorldSpec(n, folder, environment(n, folder, held.getsockname()[1], env), init, _GROUP_SHARE * timeout)
+    with private_folder() as folder, loopback_socket(listening=backend is not None) as held:
+        port = held.getsockname()[1]
+        spec = WorldSpec(n, folder, environments(n, folder, port, env), backend, _GROUP_SHARE * timeout)
         spec.call.write_bytes(call)
         world = _World(spec)
         try:
@@ -171,10 +177,8 @@ class _World:
                 self.outcomes[rank] = self._died(rank, self.ranks[rank].process.exitcode or 0)
 
     def _died(self, rank: int, code: int) -> Outcome:
-        if code < 0:
-            return Outcome(rank, "signal", time.monotonic(), signal=_signal_name(-code), exitcode=code)
         when = _NOT_RETURNED if self.spec.file(rank, "stack").exists() else _NOT_REACHED
-        return Outcome(rank, "exit", time.monotonic(), exitcode=code, message=when)
+        return Outcome.of_exit(rank, code, time.monotonic(), when)
 
     def _stop_running(self, kind: Literal["timeout", "ended"]) -> None:
         """Take the stacks of the ranks that still run and kill them."""
@@ -196,13 +200,6 @@ class _World:
         end = time.monotonic() + _GRACE
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _settled(files: list[Path], seconds: float = 2.0) -> list[str]:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.rendezvous import gather_texts
 from colonnade.engine.schedule.transfer.values import Meta, build, describe
 
 _host_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from colonnade.comm.messages import agreed_errors
 from colonnade.constants import STOPPED_IN_ORDER
-from colonnade.context.agree import agreed_errors
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import ConfigError
@@ -207,7 +207,7 @@ class Trainer:
             raise
 
     def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if alone(self.context) else agreed_errors(self.context)
+        return nullcontext() if alone(self.context) else agreed_errors(self.context.device)
 
     def _default_hooks(self) -> list[HookLike]:
         return [{"type": "LossHook"}] if self.engine.criterion is not None else []

@@ -27,7 +27,7 @@ LAYOUTS: list[tuple[int, dict[str, int]]] = [
 
 def leg(parallel: dict[str, int], folder: Path, steps: int) -> dict[str, Any]:
     """Load what is there, take steps on this layout, save; what was loaded, the gradients next, what was saved."""
-    config = {"parallel": parallel, "clip_grad_norm": 1.0, "NUM_MICRO_BATCHES": 4}
+    config = {"parallel": parallel, "clip_grad_norm": 1.0, "num_microbatches": 4}
     with launch(config, context=ParallelContext(), verbose=False) as gpc, CheckpointManager(folder, gpc) as manager:
         piped = parallel.get("pipeline", 1) > 1
         model = build(gpc, "loop1", True) if piped else Stage(all_parts(gpc, True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from colonnade.cli._app import COMMANDS
+from colonnade.cli.app import COMMANDS
 from colonnade.version import __version__
 from tests.cli import ROOT, colonnade, environment
 

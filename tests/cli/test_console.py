@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import pytest
 
-from colonnade.cli._console import Console, Prefix
+from colonnade.cli.console import Console, Prefix
 
 
 class Ranks:

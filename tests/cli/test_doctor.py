@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colonnade.cli import _checks
-from colonnade.cli._checks import CHECKS
+from colonnade.cli import doctor
+from colonnade.cli.doctor import CHECKS
 from tests.cli import ROOT, colonnade, command, environment
 
 
@@ -41,19 +41,19 @@ def test_lines_name_what_is_wrong_and_the_next_step_and_a_bad_one_is_exit_1() ->
 
 
 def test_stale_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in _checks._PLACES:
+    for name in doctor._PLACES:
         monkeypatch.delenv(name, raising=False)
-    assert _checks.check_environment().status == "ok"
+    assert doctor.check_environment().status == "ok"
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert "NCCL_DEBUG" in _checks.check_environment().next_step
+    assert "NCCL_DEBUG" in doctor.check_environment().next_step
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert _checks.check_environment().next_step == "unset MASTER_PORT"
+    assert doctor.check_environment().next_step == "unset MASTER_PORT"
 
 
 @pytest.mark.parametrize(
     ("constant", "value", "check"),
     [
-        ("_LEAST_TORCH", (99, 0), "torch"),
+        ("colonnade._launch.LEAST_TORCH", (99, 0), "torch"),
         ("_LEAST_MEMORY", 1 << 60, "memory"),
         ("_LEAST_SHM", 1 << 60, "shared memory"),
         ("_LEAST_FILES", 1 << 60, "limits"),
@@ -62,7 +62,7 @@ def test_stale_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_each_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch, constant: str, value: Any, check: str) -> None:
     assert CHECKS[check]().status == "ok"
-    monkeypatch.setattr(_checks, constant, value)
+    monkeypatch.setattr(constant if "." in constant else f"{doctor.__name__}.{constant}", value)
     finding = CHECKS[check]()
     assert finding.status in ("warn", "bad")
     assert finding.next_step

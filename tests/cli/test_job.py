@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colonnade.cli._job import Job, checked
+from colonnade.cli.job import Job, checked
 from colonnade.errors import LaunchError
 
 

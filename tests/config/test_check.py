@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
 CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
-SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive, callback"
+SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive"
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
@@ -20,7 +20,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"tensro": 2}}, "parallel.tensro = 2   unknown key. Did you mean `tensor`?"),
     (
         {"parallel": {"tensro": {"size": 2}}},
-        "parallel.tensro = dict(size=2)   unknown key. Did you mean `tensor`?",
+        "parallel.tensro = {'size': 2}   unknown key. Did you mean `tensor`?",
     ),
     ({"parallel": {"tp": 2}}, "parallel.tp = 2   unknown key. Did you mean `tensor`?"),
     (
@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"parallel": {"mine": {"mode": "x"}}}, "parallel.mine.size   is missing; it must be an int >= 1"),
     ({"gradient_handler": "A"}, f"gradient_handler = 'A'   {HANDLER_LIST}"),
-    ({"gradient_handlers": {"type": "A"}}, f"gradient_handlers = dict(type='A')   {HANDLER_LIST}"),
+    ({"gradient_handlers": {"type": "A"}}, "gradient_handlers = {'type': 'A'}   " + HANDLER_LIST),
     (
         {"gradient_handler": ["A", 3]},
         "gradient_handler[1] = 3   must be a registered name, or dict(type='Name', ...)",
@@ -92,7 +92,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_norm": float("nan")},
-        f"clip_grad_norm = float('nan')   must be a number >= 0, or a dict of {CLIP_KEYS}",
+        f"clip_grad_norm = nan   must be a number >= 0, or a dict of {CLIP_KEYS}",
     ),
     ({"clip_grad_norm": True}, f"clip_grad_norm = True   must be a number >= 0, or a dict of {CLIP_KEYS}"),
     (
@@ -116,10 +116,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"mdoe": "naive"}}, "fp16.mdoe = 'naive'   unknown key. Did you mean `mode`?"),
     ({"fp16": {"loss_scale": 2}}, "fp16.loss_scale = 2   unknown key. Did you mean `init_scale`?"),
     ({"fp16": {"backoff_factor": 2}}, "fp16.backoff_factor = 2   must be a number between 0 and 1"),
-    (
-        {"fp16": {"init_scale": 2, "initial_scale": 2}},
-        "fp16.initial_scale   is set beside init_scale, its other name: keep one",
-    ),
+    ({"fp16": {"initial_scale": 2}}, "fp16.initial_scale = 2   unknown key. Did you mean `init_scale`?"),
     (
         {"fp16": {"min_scale": 4, "max_scale": 2}},
         "fp16.min_scale = 4   must not be above max_scale = 2",
@@ -133,17 +130,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero": 4},
-        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
+        "zero = 4   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, gather_ahead, prefetch, master_weights, replicate, wrap, reshard",
     ),
     (
         {"zero": True},
-        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, prefetch, master_weights, replicate, wrap, reshard",
+        "zero = True   must be 0, 1, 2 or 3, or a dict of stage, reduce_scatter, offload, bucket_mb, gather_ahead, prefetch, master_weights, replicate, wrap, reshard",
     ),
     ({"zero": {"offload": True}}, "zero.stage   is missing; it must be 0, 1, 2 or 3"),
     ({"zero": {"level": 2}}, "zero.level = 2   unknown key. Did you mean `stage`?"),
     (
         {"zero": {"model_config": {}}},
-        "zero.model_config = dict()   is an older form. Write zero = dict(stage=3, "
+        "zero.model_config = {}   is an older form. Write zero = dict(stage=3, "
         "offload='cpu'); settings of the loss scale go to fp16 = dict(...)",
     ),
     ({"schedule": 3}, "schedule = 3   must be a registered name, or dict(type='Name', ...)"),
@@ -158,11 +155,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cudnn_benchmark": "on"}, "cudnn_benchmark = 'on'   must be True or False"),
     (
         {"torch_ddp": {"find_unused_parameters": True}},
-        "torch_ddp = dict(find_unused_parameters=True)   is not read: torch DDP is never wrapped around a "
+        "torch_ddp = {'find_unused_parameters': True}   is not read: torch DDP is never wrapped around a "
         "model. Write sync = dict(bucket_mb=..., overlap=...)",
     ),
     ({"model": {"num_chunks": 0}}, "model.num_chunks = 0   must be an int >= 1"),
-    ({"NUM_MICRO_BATCHES": 0}, "NUM_MICRO_BATCHES = 0   must be an int >= 1"),
+    ({"num_microbatches": 0}, "num_microbatches = 0   must be an int >= 1"),
     ({"TENSOR_SHAPE": [2, "x"]}, "TENSOR_SHAPE = [2, 'x']   must be a list or tuple of ints >= 1"),
     ({"SEQ_LENGTH": "8"}, "SEQ_LENGTH = '8'   must be an int >= 1"),
     ({"max_ep_size": None, "HIDDEN_SIZE": -1}, "HIDDEN_SIZE = -1   must be an int >= 1"),
@@ -201,7 +198,7 @@ GOOD: list[dict[str, Any]] = [
         }
     },
     {"clip_grad_norm": {"groups": [{"max_norm": 1.0}]}},
-    {"fp16": {"mode": None, "initial_scale": 2**16, "growth_factor": 2, "hysteresis": 2, "verbose": True}},
+    {"fp16": {"mode": None, "init_scale": 2**16, "growth_factor": 2, "hysteresis": 2, "verbose": True}},
     {"fp16": {"enabled": False}, "bf16": {"master_weights": True}},
     {"fp16": None, "bf16": True},
     {"zero": None},
@@ -216,11 +213,11 @@ GOOD: list[dict[str, Any]] = [
             "compress": {"type": "PowerSGD", "rank": 4},
         }
     },
-    {"sync": {"callback": print, "shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
+    {"sync": {"shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
     {"model": {"num_chunks": 2, "num_layers": 12}, "log": {"level": "info", "dir": "runs"}},
     {"model": "gpt2", "log": 10, "seed": 0, "flat_step": True, "gradient_accumulation": 4},
     {
-        "NUM_MICRO_BATCHES": 4,
+        "num_microbatches": 4,
         "TENSOR_SHAPE": (2, 8, 16),
         "SEQ_LENGTH": 8,
         "GLOBAL_BATCH_SIZE": 4,

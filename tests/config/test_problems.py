@@ -1,10 +1,10 @@
-"""The form in which problems are told: head, aligned places, paths as one writes them."""
+"""The form in which problems are told: head, lines of keys, aligned places, paths as one writes them."""
 
 from __future__ import annotations
 
 import pytest
 
-from colonnade.config.problems import Problem, Source, config_error, dotted, file_error
+from colonnade.config.problems import Problem, Source, config_error, dotted, file_error, shortened
 
 
 @pytest.mark.parametrize(
@@ -15,16 +15,76 @@ def test_dotted(path: tuple[object, ...], text: str) -> None:
     assert dotted(path) == text
 
 
-def test_where_falls_back_to_the_nearest_line_around() -> None:
-    source = Source("runs/train.py", "train.py", {("parallel",): 3, ("parallel", "tensor"): 5})
-    assert source.where(("parallel", "tensor", "size")) == "train.py:5"
-    assert source.where(("parallel", "data")) == "train.py:3"
-    assert source.where(("zero",)) == "train.py"
+PYTHON = """\
+# parallel = dict(data=1)
+from base import loss
+x = dict(
+    zero=1,
+)
+parallel = dict(
+    data=2,
+    tensor=dict(
+        size=2,
+        mode='1d'),
+)
+zero = {
+    'stage': 1,
+}
+handlers = [
+    dict(type='A'),
+]
+"""
+TOML = """\
+lr = 1
+[parallel]
+data = 2
+tensor.size = 2
+[parallel.expert]
+size = 2
+[[ handlers ]]
+type = "A"
+[ "quoted name" . inner ]
+key = { size = 1 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "line"),
+    [
+        (PYTHON, ("x",), 3),
+        (PYTHON, ("parallel",), 6),
+        (PYTHON, ("parallel", "data"), 7),
+        (PYTHON, ("parallel", "tensor", "size"), 9),
+        (PYTHON, ("parallel", "tensor", "mode"), 10),
+        (PYTHON, ("parallel", "tensor", "depth"), 8),
+        (PYTHON, ("parallel", "expert"), 6),
+        (PYTHON, ("zero",), 12),
+        (PYTHON, ("zero", "stage"), 13),
+        (PYTHON, ("handlers", 0, "type"), 15),
+        (TOML, ("lr",), 1),
+        (TOML, ("parallel",), 2),
+        (TOML, ("parallel", "data"), 3),
+        (TOML, ("parallel", "tensor", "size"), 4),
+        (TOML, ("parallel", "expert"), 5),
+        (TOML, ("parallel", "expert", "size"), 6),
+        (TOML, ("handlers", 0, "type"), 7),
+        (TOML, ("quoted name", "inner"), 9),
+    ],
+)
+def test_a_key_has_the_line_it_is_on_or_that_of_the_nearest_one_around(
+    text: str, path: tuple[object, ...], line: int
+) -> None:
+    assert Source("runs/train", "train", text).where(path) == f"train:{line}"
+
+
+def test_a_key_that_the_text_does_not_set_has_no_line() -> None:
+    assert Source("runs/train.py", "train.py", PYTHON).where(("log",)) == "train.py"
+    assert Source("runs/train.py", "train.py", PYTHON).where(("data",)) == "train.py"
     assert Source().where(("zero",)) == ""
 
 
 def test_problems_are_told_in_aligned_rows() -> None:
-    source = Source("runs/train.py", "train.py", {("a",): 3, ("b",): 12})
+    source = Source("runs/train.py", "train.py", "\n\na = None\n" + "\n" * 8 + "b = dict()\nc = 1\n")
     problems = [Problem(("a",), "must be an int", None), Problem(("b", "c"), "is missing")]
     assert str(config_error(problems, source)).splitlines() == [
         "colonnade: 2 problems in runs/train.py",
@@ -41,3 +101,9 @@ def test_file_error_shows_source_below() -> None:
         "      one",
         "      two",
     ]
+
+
+def test_shortened_fits_one_line() -> None:
+    assert shortened(["a\nb"]) == r"['a\nb']"
+    assert len(shortened("x" * 500)) == 60
+    assert shortened("x" * 500).endswith("...")

@@ -1,14 +1,33 @@
-"""Sections: strict, open, and with a rule for further keys."""
+"""Sections: strict, open, and with a rule for further keys; and the kinds of values."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
-from colonnade.config.kinds import COUNT, only_dict
 from colonnade.config.problems import dotted
-from colonnade.config.rules import Key, Rule, Section, check_value
+from colonnade.config.rules import (
+    COUNT,
+    DTYPE,
+    FRACTION,
+    LEVEL,
+    NONE,
+    SHAPE,
+    TEXTS,
+    Key,
+    Rule,
+    Section,
+    any_of,
+    check_value,
+    choice,
+    number_above,
+    number_from,
+    only_dict,
+)
 
 KEYS = {"depth": Key(COUNT, "x"), "width": Key(COUNT, "y")}
 STRICT = only_dict(Section(KEYS, required=("depth",), renamed={"deep": "depth"}, refused={"old": "is old"}))
@@ -49,3 +68,30 @@ def told(rule: Rule, value: Any) -> dict[str, str]:
 )
 def test_section(rule: Rule, value: Any, problems: dict[str, str]) -> None:
     assert told(rule, value) == problems
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        (COUNT, [1, 7, numpy.int64(3)], [0, -1, 1.0, True, "1", None]),
+        (number_from(0), [0, 1.5, math.inf, numpy.float32(2)], [-1e-9, math.nan, True, "1", 1j]),
+        (number_above(1), [1.1, 2], [1, math.nan, False]),
+        (FRACTION, [0.5], [0, 1, 2.0]),
+        (choice(0, 1, "auto"), [0, 1, "auto"], [True, 1.0, "a", None]),
+        (any_of(COUNT, choice(-1), NONE), [1, -1, None], [0, "x", False]),
+        (TEXTS, [[], ["a"], ("a", "b")], ["a", [1], {"a"}]),
+        (SHAPE, [[1], (2, 3), [(1, 2), (3,)]], [[], [0], [True], "12", [[]]]),
+        (LEVEL, ["info", "DEBUG", 10], ["loud", -1, True, None]),
+        (DTYPE, [torch.float32], ["float32", 3]),
+    ],
+)
+def test_kind(rule: Rule, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not rule.accepts(value)] == []
+    assert [value for value in bad if rule.accepts(value)] == []
+
+
+def test_how_rules_tell_what_they_take() -> None:
+    assert choice("auto").allows == "'auto'"
+    assert choice(0, 1, 2).allows == "0, 1 or 2"
+    assert any_of(COUNT, choice("auto"), NONE).allows == "an int >= 1, 'auto' or None"
+    assert number_above(0.5).allows == "a number > 0.5"

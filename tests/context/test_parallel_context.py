@@ -66,7 +66,7 @@ def _link(entry: str) -> str:
 
 
 def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads():
-    for seen in run_world(4, _relaunch_three_times, init=None).values:
+    for seen in run_world(4, _relaunch_three_times, backend=None).values:
         first, last = seen[0], seen[-1]
         assert first[0] == last[0] == 0
         assert last[1] <= first[1]

@@ -67,10 +67,10 @@ def run(config: dict[str, object], backend: str | None, steps: int = 6) -> dict[
             adamw.step()
         found = compare(dict(plain.named_parameters()), gather_weights(net, gpc), 1e-4)
         worst = max(entry.relative for entry in found.differences)
-        plan = [str(bucket) for reducer in engine._sync.executor.reducers for bucket in reducer.plan()]
+        plan = [str(bucket) for bucket in engine._sync.synchroniser.buckets]
         engine.close()
         dist.barrier()
-        return {"worst": worst, "flat": engine._stepper._flat is not None, "buckets": plan[:2], "world": world}
+        return {"worst": worst, "flat": engine._stepper._step.flat is not None, "buckets": plan[:2], "world": world}
 
 
 def main() -> None:

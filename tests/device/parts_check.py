@@ -36,7 +36,7 @@ def beside_one_process(model: str, config: dict[str, Any]) -> str:
     """Three clipped steps of a model on the ranks' GPU, and of the plain one."""
     piped = config.get("parallel", {}).get("pipeline", 1)
     with launch(
-        {"clip_grad_norm": 1.0, "NUM_MICRO_BATCHES": 2, **config},
+        {"clip_grad_norm": 1.0, "num_microbatches": 2, **config},
         backend="gloo",
         context=ParallelContext(),
         verbose=False,
@@ -102,15 +102,15 @@ def trained(folder: str, stop: int, bf16: bool) -> list[Tensor]:
 
 def trainer_resumes(bf16: bool) -> str:
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        through = run_world(1, trained, one, 12, bf16, init=None).values[0]
-        run_world(1, trained, other, 7, bf16, init=None)
-        again = run_world(1, trained, other, 12, bf16, init=None).values[0]
+        through = run_world(1, trained, one, 12, bf16, backend=None).values[0]
+        run_world(1, trained, other, 7, bf16, backend=None)
+        again = run_world(1, trained, other, 12, bf16, backend=None).values[0]
     assert all(torch.equal(a, b) for a, b in zip(through, again, strict=True))
     return "resumed to the bit"
 
 
 def ranks(count: int, model: str, **config: Any) -> Callable[[], str]:
-    return lambda: run_world(count, beside_one_process, model, config, timeout=120, init=None).values[0]
+    return lambda: run_world(count, beside_one_process, model, config, timeout=120, backend=None).values[0]
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -53,7 +53,7 @@ def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
             assert scale < 1
             compare({key: value * scale for key, value in whole.items()}, moved, 1e-9)
             assert norm_of(moved, p) <= limit * (1 + 1e-9)
-            assert seen.host_reads == (0 if engine._stepper._flat is not None else 1)
+            assert seen.host_reads == (0 if engine._stepper._step.flat is not None else 1)
         engine.close()
         return true, norm.numpy().tobytes(), len(counted)
 

@@ -157,7 +157,7 @@ def test_a_pipeline_that_runs_out_of_batches_does_not_hang_the_other():
 
 
 def _fails(stages: int, schedule: dict[str, Any] | None, criterion: Any = token_sum, steps: int = 1) -> str:
-    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2, **({"schedule": schedule} if schedule else {})}
+    config = {"parallel": {"pipeline": 2}, "num_microbatches": 2, **({"schedule": schedule} if schedule else {})}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         try:
             engine = initialize(
@@ -176,7 +176,7 @@ def _fails(stages: int, schedule: dict[str, Any] | None, criterion: Any = token_
 
 
 def _stages_that_do_not_fit(second: str) -> str:
-    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}
+    config = {"parallel": {"pipeline": 2}, "num_microbatches": 2}
     seconds = {"narrow": nn.Linear(3, 2), "pair": nn.Bilinear(4, 4, 2)}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         split = colonnade.split([nn.Linear(2, 4), seconds[second]])

@@ -27,7 +27,7 @@ RTOL = 1e-10
 
 def _tied() -> dict[str, Tensor]:
     """Stages 1 and 3 of 4 share a weight, and begin with unlike copies of it."""
-    with launch({"parallel": {"pipeline": 4}, "NUM_MICRO_BATCHES": 4}, context=ParallelContext(), verbose=False) as gpc:
+    with launch({"parallel": {"pipeline": 4}, "num_microbatches": 4}, context=ParallelContext(), verbose=False) as gpc:
         stage = gpc.get_local_rank(ParallelMode.PIPELINE)
         model = nn.Linear(3, 3, bias=False).double()
         nn.init.constant_(model.weight, 0.1 * (stage + 1))
@@ -94,7 +94,7 @@ def test_no_sequence_dp_group_has_ranks_of_two_stages():
 
 
 def _norm(parallel: dict[str, Any]) -> float:
-    config = {"parallel": parallel, "clip_grad_norm": 1.0, "NUM_MICRO_BATCHES": 2}
+    config = {"parallel": parallel, "clip_grad_norm": 1.0, "num_microbatches": 2}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         torch.manual_seed(0)
         model = GPT(16, 8, 16, 4, 2, context=gpc).double()
@@ -141,7 +141,7 @@ class Looked(nn.Module):
 
 
 def _integers() -> tuple[float, float]:
-    with launch({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, context=ParallelContext(), verbose=False) as gpc:
+    with launch({"parallel": {"pipeline": 2}, "num_microbatches": 2}, context=ParallelContext(), verbose=False) as gpc:
         torch.manual_seed(0)
         stages = [Numbered().double(), Looked().double()]
         tokens, label = torch.arange(8).reshape(4, 2), torch.zeros(4, 2, 4).double()

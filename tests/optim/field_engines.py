@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.optim.clip import grad_norm
+from colonnade.parallel.agreement import held_tensors
 from colonnade.parallel.placement import Shard, copy_placement
 from colonnade.testing import compare, gather_gradients
 from tests.engine.gradient_handler.scenarios import SCENARIOS
@@ -80,8 +81,8 @@ def one_bucket_of_several_placements() -> list[Fact]:
         engine = initialize(
             Bag(case.pieces, gpc, torch.float32), lambda held: torch.optim.SGD(held, lr=1.0), context=gpc
         )[0]
-        holders = {p: entry.holding.count for entry in engine._stepper._held.values() for p in [entry.tensor]}
-        counts = [sorted({holders[p] for p in bucket.parameters}) for bucket in engine._stepper._buckets()]
+        holders = {entry.tensor: entry.holding.count for entry in held_tensors(engine.model, gpc)}
+        counts = [sorted({holders[p] for p in bucket.parameters}) for bucket in engine._sync.synchroniser.buckets]
         engine.close()
         return [Fact("holders in each bucket", counts, [[2, 4]]), *by_engine(gpc, case.pieces, torch.float32)]
 

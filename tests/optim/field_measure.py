@@ -215,14 +215,14 @@ def _step(engine: Any, model: Bag, step: int, p: float, fused: bool) -> list[Fac
     engine.backward(model.loss(step))
     engine._reduce()
     gradient = model.assembled(gradients(dict(model.named_parameters())))
-    true, flat_before = norm_of(gradient.values(), p), engine._stepper._flat
+    true, flat_before = norm_of(gradient.values(), p), engine._stepper._step.flat
     with collectives() as called, Operations() as seen:
         engine._clip_and_step()
     engine._end_step()
     moved = model.moved()
     scale = min(1.0, LIMIT / (true + EPSILON))
     error = norm_of((moved[name] - scale * value for name, value in gradient.items()), 2.0)
-    flat = engine._stepper._flat
+    flat = engine._stepper._step.flat
     if flat is not flat_before:
         seen.largest = 0  # parameters have just moved into flat buffers, once and for all
     local_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())

@@ -113,9 +113,9 @@ def test_env_of_one_world_is_not_seen_by_the_next(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_without_init_there_is_no_group_but_all_to_make_one() -> None:
-    assert run_world(2, is_initialized, init=None).values == [False, False]
-    assert run_world(3, own_group, init=None).values == [3, 3, 3]
+def test_without_a_backend_there_is_no_group_but_all_to_make_one() -> None:
+    assert run_world(2, is_initialized, backend=None).values == [False, False]
+    assert run_world(3, own_group, backend=None).values == [3, 3, 3]
 
 
 def test_output_is_captured_from_the_descriptors_and_kept_from_the_parent(

@@ -15,7 +15,7 @@ import torch
 
 from colonnade.errors import LaunchError
 from colonnade.testing import run_world
-from colonnade.testing.start import environment, loopback_socket
+from colonnade.testing.start import environments, loopback_socket
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_an_argument_that_cannot_travel_is_named() -> None:
 
 
 def test_a_static_method_can_be_run() -> None:
-    assert run_world(2, Namespace.method, init=None).values == ["0", "1"]
+    assert run_world(2, Namespace.method, backend=None).values == ["0", "1"]
 
 
 @pytest.mark.parametrize(("n", "timeout"), [(0, 60), (-1, 60), (2, 0), (2, -1.0)])
@@ -79,7 +79,8 @@ def test_environment_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("RANK", "99")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "stale")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    env = environment(4, tmp_path, 4242, {"TAKEN_AWAY": None, "TORCH_DISTRIBUTED_DEBUG": "OFF"})
+    *_, env = environments(4, tmp_path, 4242, {"TAKEN_AWAY": None, "TORCH_DISTRIBUTED_DEBUG": "OFF"})
+    assert env["RANK"] == env["LOCAL_RANK"] == "3"
     assert env["FROM_PARENT"] == "kept"
     assert "TAKEN_AWAY" not in env
     assert env["OMP_NUM_THREADS"] == "1"

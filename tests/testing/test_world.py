@@ -202,7 +202,7 @@ def test_without_check_all_outcomes_come_back() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_that_is_still_loading_may_fail_by_itself() -> None:
-    result = run_world(2, raise_with, SlowToImport(), check=False, init=None)
+    result = run_world(2, raise_with, SlowToImport(), check=False, backend=None)
     assert [outcome.kind for outcome in result.outcomes] == ["exception", "exception"]
 
 
@@ -280,7 +280,7 @@ def test_a_rank_that_is_done_waits_for_the_slower_ones() -> None:
 
 
 def test_a_rank_that_closes_its_link_is_still_watched() -> None:
-    result = run_world(1, close_everything, timeout=1, check=False, init=None)
+    result = run_world(1, close_everything, timeout=1, check=False, backend=None)
     assert result.outcomes[0].kind in ("timeout", "signal")
 
 

@@ -41,7 +41,7 @@ class KillAt(hooks.BaseHook):
 
 def train(parallel: dict[str, int], folder: Path, kill: tuple[int, int] | None) -> list[str]:
     """Dropout, AdamW, LR schedule, shuffling, clipping; digests of what must be equal in the end."""
-    config = {"parallel": parallel, "clip_grad_norm": 0.05, "NUM_MICRO_BATCHES": 2, "seed": 11}
+    config = {"parallel": parallel, "clip_grad_norm": 0.05, "num_microbatches": 2, "seed": 11}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         torch.manual_seed(5)
         layers = [nn.Linear(24, 24), nn.Dropout(0.3), nn.Tanh(), nn.Linear(24, 24), nn.Dropout(0.2), nn.Linear(24, 3)]

@@ -6,28 +6,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_handler._execute import Executor
-from colonnade.engine.gradient_handler._reduction import (
-    Choice,
-    Demand,
-    Reduction,
-    choose,
-    group_reductions,
-    read_demands,
-)
-from colonnade.engine.gradient_handler._settings import read_options
 from colonnade.parallel.demand import Owed
+from colonnade.reduce.options import SyncOptions
+from colonnade.reduce.plan import Plan, plan_sums
+from colonnade.reduce.records import Choice, Demand, Reduction, choose, group_reductions, read_demands
+from colonnade.reduce.synchroniser import Synchroniser
 
 
 class BaseGradientHandler(ABC):
     """Reduces gradients across ranks before the optimizer steps.
 
     Write your own by implementing `handle_gradient`, register it in `GRADIENT_HANDLER`, and name it in the
-    config. The engine calls it once per step, after backward, on every rank.
+    config. The engine calls it once per step, after backward, on every rank. One that communicates while backward
+    runs implements `prepare` too.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
@@ -38,6 +33,19 @@ class BaseGradientHandler(ABC):
     @abstractmethod
     def handle_gradient(self) -> None:
         """Bring the gradients that this handler is responsible for into their final state, in place."""
+
+    def prepare(self, last: bool) -> None:
+        """Called before each backward pass; `last`: of those that make one step."""
+
+    def set_scale(self, scale: float | Tensor | None) -> bool:
+        """A further factor on the gradients of this step (None: none), known before its last backward pass.
+
+        Return True if `handle_gradient` multiplies by it; else the engine does, after it.
+        """
+        return False
+
+    def close(self) -> None:
+        """Called when the engine is closed: remove hooks, free what was taken."""
 
     def covers(self) -> list[Reduction] | None:
         """The reductions that `handle_gradient` does, for the ledger.
@@ -72,9 +80,10 @@ class PlannedGradientHandler(BaseGradientHandler):
 
     def __init__(self, model: nn.Module, optimizer: Any = None, **options: Any) -> None:
         super().__init__(model, optimizer)
-        self.options = read_options(options)
-        self._executor: Executor | None = None
-        self._own: Executor | None = None
+        SyncOptions.read(options)  # an unknown or impossible one is said now
+        self.options = options
+        self._synchroniser: Synchroniser | None = None
+        self._by_hand = False
 
     @abstractmethod
     def plan(self) -> list[Reduction]:
@@ -97,17 +106,18 @@ class PlannedGradientHandler(BaseGradientHandler):
             pairs.append((demand, Owed(mode, due.ranks if due is not None else ranks, share)))  # type: ignore[arg-type]
         return group_reductions(pairs)
 
-    def use_executor(self, executor: Executor) -> None:
-        """Share one executor with the other planned handlers of an engine, so that each gradient moves once."""
-        self._executor = executor
+    def use(self, synchroniser: Synchroniser) -> None:
+        """Share one synchroniser with the other planned handlers of an engine, so that each gradient moves once."""
+        self._synchroniser = synchroniser
 
     def handle_gradient(self) -> None:
-        if self._executor is None:
-            self._executor = self._own = Executor.for_plan(self.plan(), self.context, self.options)
-        if self._own is not None:
+        if self._synchroniser is None:
+            plan = Plan(type(self).__name__, self.plan(), self.options)
+            self._synchroniser, self._by_hand = Synchroniser(plan_sums([plan], self.context, {})), True
+        if self._by_hand:
             # Used by hand there is no engine to say when backward begins: it has just ended.
-            self._own.prepare(last=True)
-        self._executor.finish()
+            self._synchroniser.prepare(last=True)
+        self._synchroniser.finish()
 
 
 class DemandGradientHandler(PlannedGradientHandler):

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
 from math import isclose, prod
 
 from colonnade.context.layout import Layout
-from colonnade.engine.gradient_handler._reduction import Demand, Reduction
 from colonnade.errors import LedgerError, did_you_mean
 from colonnade.parallel.demand import Owed, joint_ranks
+from colonnade.reduce.records import Demand, Reduction
 
 Covered = tuple[str, Reduction]
 """(name of the handler, what it does)"""
@@ -45,6 +45,15 @@ class Ledger:
         """What is owed and done by nobody."""
         return [row for row in self.rows if row.done_by is None and not row.waived]
 
+    def filled(self, done: Mapping[tuple[str, str], str]) -> Ledger:
+        """With open rows done: (parameter, mode) -> the name of a handler."""
+        return Ledger(
+            [
+                replace(row, done_by=done.get((row.parameter, row.mode))) if row.done_by is None else row
+                for row in self.rows
+            ]
+        )
+
     def to_json(self) -> str:
         """All rows as a JSON list."""
         return json.dumps([asdict(row) for row in self.rows], indent=1)
@@ -61,7 +70,7 @@ class Ledger:
         )
 
 
-def settle(
+def match(
     demands: Sequence[Demand], covered: Iterable[Covered], layout: Layout, rank: int, waive: Sequence[str] = ()
 ) -> Ledger:
     """Write every handler's reductions into the ledger; wrong or doubled ones are one error that lists them all."""
@@ -111,7 +120,7 @@ def _enter(
     rank: int,
     done: dict[tuple[str, Owed], str],
 ) -> list[str]:
-    """Mark the rows that this reduction settles; returns what is wrong with it."""
+    """Mark the rows that this reduction covers; returns what is wrong with it."""
     factors = _matching(demand, reduction, layout, rank)
     what = f"{demand.name}: {handler} sums over {reduction.mode.name} {list(reduction.ranks)}"
     if factors is None:

@@ -1,80 +1,85 @@
-"""Gradient synchronisation of an engine: the handlers in their order, the executor they share, the ledger."""
+"""Gradient synchronisation of an engine: the handlers in their order, the sums they share, the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from colonnade.context.agree import agreed_errors
+from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.gradient_handler._execute import Executor
-from colonnade.engine.gradient_handler._options import SyncOptions
-from colonnade.engine.gradient_handler._probe import probe
-from colonnade.engine.gradient_handler._reduction import Demand, read_demands
-from colonnade.engine.gradient_handler._settings import read_options
+from colonnade.engine.gradient_handler.automatic import attach_automatic, describe
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler
-from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived, require_complete, settle
-from colonnade.engine.gradient_handler.select import attach_automatic, describe
-from colonnade.engine.gradient_handler.zero import ZeROGradientHandler
+from colonnade.engine.gradient_handler.built_in import ZeROGradientHandler
+from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived, match, require_complete
+from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.dtensor import local_part
+from colonnade.reduce.plan import Plan, Shards, plan_sums
+from colonnade.reduce.records import Demand, Reduction, read_demands
+from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.registry import GRADIENT_HANDLER
 
 
 class GradientSync:
     """Runs every handler once per step: the automatic ones first, then the named ones in the config's order.
 
-    Automatic reductions start during backward, so they are waited for before a user's handler may look at
-    a gradient. All sums are linear: the order does not change the result.
+    Automatic sums start during backward, so they are waited for before a user's handler may look at
+    a gradient. All sums are linear: the order does not change the result. `loose` are the parameters of each handler
+    whose gradients are in no bucket (and last those of nobody: FSDP's, say, which come final by themselves).
     """
 
     def __init__(
         self,
         handlers: Sequence[BaseGradientHandler],
-        executor: Executor,
+        synchroniser: Synchroniser,
         ledger: Ledger,
-        apart: Sequence[nn.Parameter] = (),
+        loose: Sequence[tuple[BaseGradientHandler | None, Sequence[nn.Parameter]]] = (),
     ) -> None:
-        """`apart`: parameters that neither the executor nor a sharded optimizer sums, so that nobody scales them."""
         self.handlers = list(handlers)
-        self.executor = executor
+        self.synchroniser = synchroniser
         self.ledger = ledger
-        self._apart = list(apart)
-        self._scale: float | Tensor | None = None
-        self._sharded = [handler for handler in handlers if isinstance(handler, ZeROGradientHandler)]
+        self._loose = list(loose)
+        self.before_pass: Callable[[], None] | None = None
+        """Called before anything else of a backward pass: gathers that run on must end."""
+        self._unscaled: list[nn.Parameter] = []
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
-        self.executor.prepare(last)
-        for handler in self._sharded:
+        if self.before_pass is not None:
+            self.before_pass()
+        self.synchroniser.prepare(last)
+        for handler in self.handlers:
             handler.prepare(last)
 
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
+        scale = self.synchroniser.scale
         for handler in self.handlers:
             handler.handle_gradient()
-        self.executor.finish()
-        self._scale_apart(self._scale)
-        self._scale = None
+        self.synchroniser.finish()
+        if scale is not None:
+            for parameter in self._unscaled:
+                if parameter.grad is not None:
+                    local_part(parameter.grad).mul_(scale)
 
     def set_scale(self, scale: float | Tensor | None) -> None:
         """A further factor on the gradients of this step."""
-        self._scale = scale
-        self.executor.set_scale(scale)
-        for handler in self._sharded:
-            handler.set_scale(scale)
+        self.synchroniser.scale = scale
+        self._unscaled = []
+        for handler in self.handlers:
+            scales = handler.set_scale(scale)
+            self._unscaled += [
+                p for owner, parameters in self._loose if owner is handler and not scales for p in parameters
+            ]
+        self._unscaled += [p for owner, parameters in self._loose if owner is None for p in parameters]
 
     def close(self) -> None:
-        self.executor.close()
-
-    def _scale_apart(self, scale: float | Tensor | None) -> None:
-        if scale is not None:
-            for parameter in self._apart:
-                if parameter.grad is not None:
-                    local_part(parameter.grad).mul_(scale)
+        for handler in self.handlers:
+            handler.close()
+        self.synchroniser.close()
 
 
 def build_sync(
@@ -82,12 +87,14 @@ def build_sync(
     optimizer: Any,
     context: ParallelContext,
     named: Sequence[Any],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     bucket_all: bool = False,
+    shards: Shards | None = None,
 ) -> GradientSync:
     """Build the named handlers, let the ledger see what they do, attach what is missing. Collective.
 
-    `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step.
+    `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
+    to be sharded over the ranks that share it.
     """
     options = dict(options)
     waive = options.pop("waive", None) or ()
@@ -99,34 +106,41 @@ def build_sync(
         mine.insert(0, ZeROGradientHandler(model, optimizer))
     for handler in mine:
         handler.attach(context)
-    with agreed_errors(context):
-        covered = [entry for handler in mine for entry in _covered(handler, demands, context, waive)]
-        ledger = settle(demands, covered, context.layout, rank, waive)
-    attached = attach_automatic(ledger.open_rows(), model, optimizer, options) if automatic else []
-    for added in attached:
-        added.attach(context)
-        covered += [(type(added).__name__, reduction) for reduction in added.plan()]
-    with agreed_errors(context):
-        ledger = settle(demands, covered, context.layout, rank, waive)
+    with agreed_errors(context.device):
+        covered = [(handler, _covered(handler, demands, context, waive)) for handler in mine]
+        entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
+        ledger = match(demands, entries, context.layout, rank, waive)
+    attached, ledger = attach_automatic(ledger, model, optimizer) if automatic else ([], ledger)
+    with agreed_errors(context.device):
         require_complete(ledger)
+    for handler in attached:
+        handler.attach(context)
     get_dist_logger().info(describe(attached, mine))
     handlers = [*attached, *mine]
-    also = [(demand.name, demand.parameter) for demand in demands] if bucket_all else []
-    executor = _shared_executor(handlers, context, also, read_options(options))
-    return GradientSync(handlers, executor, ledger, _apart(demands, handlers, also))
+    planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan()) for one in attached]
+    planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
+    plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
+    also = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
+    if shards is not None and not bucket_all:
+        also = [(name, parameter) for name, parameter in also if id(parameter) in shards.labels]
+    synchroniser = Synchroniser(plan_sums(plans, context, options, also, shards), log=get_dist_logger().info)
+    for handler, _ in planned:
+        handler.use(synchroniser)
+    return GradientSync(handlers, synchroniser, ledger, _loose(demands, covered, synchroniser))
 
 
-def _apart(
-    demands: Sequence[Demand], handlers: Sequence[BaseGradientHandler], also: Sequence[tuple[str, nn.Parameter]]
-) -> list[nn.Parameter]:
-    """Parameters whose gradients come final by themselves (FSDP), owe nothing, or are a user's handler's."""
-    scaled = {id(parameter) for _, parameter in also}
-    for handler in handlers:
-        if isinstance(handler, PlannedGradientHandler):
-            scaled.update(id(parameter) for reduction in handler.plan() for parameter in reduction.parameters)
-        elif isinstance(handler, ZeROGradientHandler):
-            scaled.update(map(id, handler.scaled()))
-    return [demand.parameter for demand in demands if id(demand.parameter) not in scaled]
+def _loose(
+    demands: Sequence[Demand],
+    covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]],
+    synchroniser: Synchroniser,
+) -> list[tuple[BaseGradientHandler | None, list[nn.Parameter]]]:
+    """The parameters that are in no sum, by who handles them."""
+    left = {id(d.parameter): d.parameter for d in demands if id(d.parameter) not in synchroniser.parameters}
+    found: list[tuple[BaseGradientHandler | None, list[nn.Parameter]]] = []
+    for handler, reductions in covered:
+        theirs = [p for reduction in reductions for p in reduction.parameters if left.pop(id(p), None) is not None]
+        found.append((handler, theirs))
+    return [*found, (None, list(left.values()))]
 
 
 def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> BaseGradientHandler:
@@ -148,21 +162,8 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
 
 def _covered(
     handler: BaseGradientHandler, demands: list[Demand], context: ParallelContext, waive: Sequence[str]
-) -> list[Covered]:
+) -> list[Reduction]:
     reductions = handler.covers()
     if reductions is None:
         reductions = probe(handler, demands, context, lambda name: is_waived(name, waive))
-    return [(type(handler).__name__, reduction) for reduction in reductions]
-
-
-def _shared_executor(
-    handlers: Sequence[BaseGradientHandler],
-    context: ParallelContext,
-    also: list[tuple[str, nn.Parameter]],
-    options: SyncOptions,
-) -> Executor:
-    planned = [handler for handler in handlers if isinstance(handler, PlannedGradientHandler)]
-    executor = Executor([(handler.plan(), handler.options) for handler in planned], context, also, options)
-    for handler in planned:
-        handler.use_executor(executor)
-    return executor
+    return reductions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colonnade.optim.zero.build import ROOMS
+from colonnade.reduce.storage import TURNS
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,11 @@ class HeldBytes:
     parameters: float
     gradients: float
     state: float
-    rooms: float
+    turns: float
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.state + self.rooms
+        return self.parameters + self.gradients + self.state + self.turns
 
 
 def bytes_held(
@@ -27,7 +27,7 @@ def bytes_held(
     """What each of `ranks` holds of `numel` elements of `width` bytes with `state` bytes of optimizer state each.
 
     `master` is the width of a master copy (0: none). `largest` is the number of elements of the largest bucket
-    (stage 2, whose buckets take turns in two rooms).
+    (stage 2, whose buckets take turns in the memory of two).
     """
     per_rank = numel / ranks
     gradient_width = master or width
@@ -40,7 +40,7 @@ def bytes_held(
             3: width * per_rank,
         }[stage],
         state=(state + master) * (numel if stage == 0 else per_rank),
-        rooms=ROOMS * width * largest if stage == 2 else 0,
+        turns=TURNS * width * largest if stage == 2 else 0,
     )
 
 

@@ -1,10 +1,11 @@
-"""The user's optimizer, turned to pieces: the same class and options, over this rank's slices instead of parameters."""
+"""The user's optimizer over parts: the same class and options, on what this rank owns instead of whole parameters."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import flattened
-from colonnade.optim.zero.bucket import Piece
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import flattened
 
 _OWN_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -24,20 +24,35 @@ _OWN_HOOKS = (
 )
 
 
-def turned_to(optimizer: Optimizer, pieces: Sequence[Piece]) -> Optimizer:
-    """An optimizer like this one over `pieces`, which takes over its state; the original's is given up.
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements [start, stop) of a parameter's local tensor, in memory order: `value` is what the optimizer steps on."""
+
+    parameter: Tensor
+    group: int
+    start: int
+    stop: int
+    value: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        """All elements of the parameter that this rank's model holds."""
+        return local_part(self.parameter).detach()
+
+
+def optimizer_of_parts(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
+    """An optimizer like this one over `parts`, which takes over its state; the original's is given up.
 
     Step hooks are shared with the original, hooks of state dictionaries are not: they are for whole parameters.
     """
-    inner = _twin(
-        optimizer, [[piece.value for piece in pieces if piece.member.group == at] for at in _groups(optimizer)]
-    )
+    groups = range(len(optimizer.param_groups))
+    inner = _twin(optimizer, [[part.value for part in parts if part.group == at] for at in groups])
     for name in _OWN_HOOKS:
         setattr(inner, name, OrderedDict())
-    for piece in pieces:
-        held = optimizer.state.get(piece.member.parameter)
+    for part in parts:
+        held = optimizer.state.get(part.parameter)
         if held:
-            inner.state[piece.value] = {name: cut(value, piece, name) for name, value in held.items()}
+            inner.state[part.value] = {name: cut(value, part, name) for name, value in held.items()}
     optimizer.state.clear()
     return inner
 
@@ -50,15 +65,15 @@ def copy_options(source: Optimizer, target: Optimizer) -> None:
                 mine[key] = value
 
 
-def cut(value: Any, piece: Piece, name: str) -> Any:
-    """What a piece keeps of something that was kept for its whole parameter, or for just this piece."""
+def cut(value: Any, part: Part, name: str) -> Any:
+    """What a part keeps of something that was kept for its whole parameter."""
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    whole, held = piece.member.local, local_part(value).detach()
+    whole, held = part.local, local_part(value).detach()
     if name != "step" and held.shape == whole.shape:
         if held.stride() != whole.stride():
             held = torch.empty_like(whole, dtype=held.dtype).copy_(held)
-        return flattened(held)[piece.start : piece.stop].to(piece.value.device, copy=True)
+        return flattened(held)[part.start : part.stop].to(part.value.device, copy=True)
     return held.clone()
 
 
@@ -133,7 +148,3 @@ def _twin(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optim
         {**group, "params": list(tensors)} for group, tensors in zip(optimizer.param_groups, parameters, strict=True)
     ]
     return twin
-
-
-def _groups(optimizer: Optimizer) -> range:
-    return range(len(optimizer.param_groups))

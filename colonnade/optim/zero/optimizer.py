@@ -4,41 +4,36 @@ that hold the same parameters and see distinct data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim.zero.build import build_shards
-from colonnade.optim.zero.gather import GatherAhead
-from colonnade.optim.zero.inner import check_elementwise, copy_options, turned_to
-from colonnade.optim.zero.settings import Travel, ZeroSettings
-from colonnade.optim.zero.slice_step import SliceStep
+from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
+from colonnade.optim.zero.inner import Part, check_elementwise, copy_options, optimizer_of_parts
+from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.optim.zero.state import FlatShard, ShardedState
-from colonnade.optim.zero.team import Means
+from colonnade.parallel.agreement import Held
+from colonnade.reduce.gather import Gather, GatherAhead
+from colonnade.reduce.plan import Shards
+from colonnade.reduce.records import Sharding
+from colonnade.reduce.synchroniser import Synchroniser
+from colonnade.reduce.values import BucketValues
 
 
 class ZeroOptimizer(Optimizer):
-    """Shards an element-wise optimizer over flat buckets. Made by `initialize`; collective over the world.
+    """Shards an element-wise optimizer over flat buckets. Made by `initialize`.
 
     `param_groups` are the original's own (its schedulers go on working) and hold the model's parameters; each
-    rank steps on its slices of them, and then all get each other's. After `sync_grad`, gradients are in the
+    rank steps on its slices of them, and then all get each other's. When gradients have been summed they are in the
     slices and `.grad` is None. `state_dict` and `whole_gradient` are collective.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        context: ParallelContext,
-        settings: ZeroSettings,
-        means: Means,
-        travel: Travel | None = None,
-        flat: bool | None = None,
+        self, optimizer: Optimizer, model: nn.Module, settings: ZeroSettings, flat: bool | None = None
     ) -> None:
         check_elementwise(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -47,19 +42,76 @@ class ZeroOptimizer(Optimizer):
         # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-        self._shards = build_shards(optimizer, model, context, settings, travel or Travel(), means)
+        self._flat = flat
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sizes = [len(group["params"]) for group in self.param_groups]
-        pieces = [piece for bucket in self._shards.buckets for piece in bucket.pieces]
-        self._inner = turned_to(optimizer, pieces)
-        self._slices = SliceStep(self._inner, self._shards.flows, flat)
-        self._state = ShardedState(self._inner, self._shards.buckets)
-        self._frozen = [p for group in self.param_groups for p in group["params"] if not self._state.knows(p)]
-        self._ahead = GatherAhead(model, self._shards.gathers) if settings.prefetch else None
+        self._frozen: list[Tensor] = []
 
-    @property
-    def numel(self) -> int:
+    def shards_of(self, pipeline: bool) -> Shards:
+        """What is sharded, and how: the parameters that can get a gradient. With a `pipeline`, summed once a step."""
+        labels: dict[int, str] = {}
+        for at, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None:
+                    raise GradientError(
+                        "the optimizer has parameters that are not the model's, so ZeRO does not know how they lie; "
+                        "build it from model.parameters()"
+                    )
+                if not parameter.requires_grad:
+                    self._frozen.append(parameter)
+                    continue
+                if not parameter.is_floating_point():
+                    raise GradientError(f"zero shards real parameters; {name} is {parameter.dtype}")
+                labels[id(parameter)] = f" in group {at} of the optimizer"
+        settings = self.settings
+        sharding = Sharding(
+            keep_whole=settings.stage == 1,
+            # A schedule runs many passes, and would send each gradient as often.
+            every_pass=settings.stage == 2 and not pipeline,
+            wide=settings.master_weights,
+            device=torch.device("cpu") if settings.offload else None,
+            give_back=not settings.reduce_scatter,
+        )
+        return Shards(sharding, labels, settings.bucket_mb)
+
+    def attach(self, synchroniser: Synchroniser, model: nn.Module) -> None:
+        """Take over the sharded buckets: their parameters become flat, and their slices the optimizer's. Collective."""
+        self._values = [
+            BucketValues(bucket, synchroniser.groups[bucket.sum.ranks])
+            for bucket in synchroniser.layout
+            if bucket.is_sharded
+        ]
+        group_of = {id(p): at for at, group in enumerate(self.param_groups) for p in group["params"]}
+        parts = [
+            Part(parameter, group_of[id(parameter)], span.start, span.stop, value)
+            for one in self._values
+            for span, value in zip(one.bucket.spans, one.parts, strict=True)
+            for parameter in [one.bucket.parameters[span.index]]
+        ]
+        self._inner = optimizer_of_parts(self._original, parts)
+        self._state = ShardedState(self._inner, self._values, parts)
+        by_group: dict[int, tuple[Any, list[BucketValues]]] = {}
+        for one in self._values:
+            by_group.setdefault(id(one.group), (one.group, []))[1].append(one)
+        self._gathers = [Gather(group, mine) for group, mine in by_group.values()]
+        ahead = self.settings.gather_ahead
+        if ahead is None:
+            ahead = any(one.bucket.layout.device.type == "cuda" for one in self._values)
+        self._ahead = GatherAhead(model, self._gathers) if ahead else None
+        self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
-        return sum(piece.numel for bucket in self._shards.buckets for piece in bucket.pieces)
+
+    def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> None:
+        """Before the first step: who else holds each parameter, and its slot in the norm and the divisor."""
+        entry_of = {id(entry.tensor): entry for entry in held}
+        buckets: list[OwnedBucket] = []
+        for one in self._values:
+            entries = [entry_of[id(parameter)] for parameter in one.bucket.parameters]
+            buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
+        loose = [entry for entry in held if not self.shards(entry.tensor)]
+        flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
+        self._bucket_step = BucketStep(self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat)
 
     def shards(self, parameter: Tensor) -> bool:
         """Whether the parameter is sharded: one that it has, and that could get a gradient from the start."""
@@ -67,37 +119,23 @@ class ZeroOptimizer(Optimizer):
 
     # -- the step -----------------------------------------------------------------------------------------
 
-    def prepare(self, last: bool) -> None:
-        """Before each backward pass; `last`: of those that make one step."""
-        self._shards.gradients.prepare(last)
-
-    def set_scale(self, scale: float | Tensor | None) -> None:
-        """A further factor on the gradients of this step."""
-        self._shards.gradients.scale = scale
-
-    def sync_grad(self) -> None:
-        """Sum the gradients; each slice's is final on its owner when this returns. Collective."""
-        self._check_frozen()
-        self._shards.gradients.sync()
-        self._slices.mark_absent()
-
-    def use_slots(self, slot_of: Callable[[str], int]) -> None:
-        """The slot (of the norm and of the divisor) of each parameter by name; before the first step."""
-        self._slices.use_slots(slot_of)
-
     def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
         """This rank's part of the norm of the whole gradient, for `reduce_norms`."""
-        return self._slices.measure(norm_type, slots, device)
+        return self._bucket_step.measure(norm_type, slots, device)
 
-    def step_divided(self, divisor: Tensor, found_inf: Tensor) -> None:
+    def first_bad(self) -> str | None:
+        """A parameter of which this rank's slice has a gradient that is not finite."""
+        return self._bucket_step.first_bad()
+
+    def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""
-        self._check_groups()
+        self._check_parameters()
         copy_options(self, self._inner)
-        for bucket in self._shards.buckets:
-            bucket.refresh()
-        self._slices.step(divisor, found_inf)
+        for one in self._values:
+            one.refresh()
+        self._bucket_step.step_divided(divisor, found_inf)
         copy_options(self._inner, self)
-        for gather in self._shards.gathers:
+        for gather in self._gathers:
             gather.begin()
         if self._ahead is None:
             self.wait()
@@ -107,40 +145,28 @@ class ZeroOptimizer(Optimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Step as it is, for loops without an engine, after `sync_grad`."""
+        """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
         if closure is not None:
             raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step")
-        self.step_divided(*self._slices.as_it_is)
+        self.step_divided(None, None)
 
     def wait(self) -> None:
-        """Every parameter is whole when this returns; only needed where `prefetch` lets the gathers run on."""
-        for gather in self._shards.gathers:
+        """Every parameter is whole when this returns; only needed where `gather_ahead` lets the gathers run on."""
+        for gather in self._gathers:
             gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of all gradients."""
-        self._shards.gradients.forget()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def first_bad(self) -> str | None:
-        """A parameter of which this rank's slice has a gradient that is not finite."""
-        for bucket in self._shards.buckets:
-            for piece in bucket.pieces:
-                if piece.value.grad is not None and not bool(torch.isfinite(piece.grad).all()):
-                    return piece.member.name
-        return None
-
     def close(self) -> None:
-        """Remove hooks and connections; parameters stay where they are."""
+        """Remove hooks; parameters stay where they are."""
         self.wait()
-        self._shards.gradients.close()
-        self._slices.close()
+        self._bucket_step.close()
         if self._ahead is not None:
             self._ahead.close()
-        for team in self._shards.teams:
-            team.close()
 
     # -- the state ----------------------------------------------------------------------------------------
 
@@ -149,7 +175,7 @@ class ZeroOptimizer(Optimizer):
         return self._state.shard_of(parameter)
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The final gradient of a parameter after `sync_grad`, gathered from its slices. Collective over its team."""
+        """The final gradient of a parameter, gathered from its slices. Collective over the ranks that share it."""
         return self._state.whole_gradient(parameter)
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,14 +216,13 @@ class ZeroOptimizer(Optimizer):
         copy_options(self, self._inner)
         self._inner.load_state_dict(self._state.load(states))
 
-    def _check_frozen(self) -> None:
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise GradientError(
-                "a parameter that was frozen when the optimizer was sharded has got a gradient, which nobody would "
-                "sum; set requires_grad before initialize()"
-            )
-
-    def _check_groups(self) -> None:
+    def _check_parameters(self) -> None:
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise GradientError(
+                    f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded and has now got a gradient, "
+                    f"which nobody would step on; set requires_grad before initialize()"
+                )
         if [len(group["params"]) for group in self.param_groups] != self._sizes:
             raise GradientError(
                 "parameters were added to the optimizer after it was sharded; add them before initialize()"

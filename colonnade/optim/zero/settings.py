@@ -1,12 +1,10 @@
-"""The `zero` section of a config, and those options of `sync` that sharding takes up, read into records."""
+"""The `zero` section of a config, read into a record."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Any
 
 from colonnade.errors import ConfigError
 
@@ -16,7 +14,8 @@ class ZeroSettings:
     """What is sharded (`stage`) and how.
 
     Stages 1 and 2 read `reduce_scatter` (False, stage 1 only: every rank gets the whole gradient back),
-    `offload`, `bucket_mb`, `master_weights` and `prefetch` (gather parameters during the next forward pass).
+    `offload`, `bucket_mb`, `master_weights` and `gather_ahead` (parameters are gathered while the next forward pass
+    runs; None: where there is a GPU).
     Stage 3 reads `offload`, `prefetch` (how many modules are gathered ahead), `replicate` (the axis, beside
     data, over which shards are replicas), `wrap` (patterns of module names) and `reshard` (give
     parameters back after their forward pass).
@@ -26,6 +25,7 @@ class ZeroSettings:
     reduce_scatter: bool = True
     offload: bool = False
     bucket_mb: float | None = None
+    gather_ahead: bool | None = None
     prefetch: int = 0
     master_weights: bool = True
     replicate: str | None = None
@@ -50,45 +50,15 @@ class ZeroSettings:
         return settings
 
     def _check(self, given: Mapping[str, Any]) -> None:
-        only = {3: ("replicate", "wrap", "reshard"), 1: ("reduce_scatter",)}
+        only = {3: ("replicate", "wrap", "reshard", "prefetch"), 1: ("reduce_scatter",)}
         for stage, keys in only.items():
             for key in keys:
                 if key in given and self.stage != stage and not (key == "reduce_scatter" and self.reduce_scatter):
                     raise ConfigError(f"zero.{key}={given[key]!r} is for stage {stage}, not for stage {self.stage}")
         if self.stage == 3:
-            for key in ("bucket_mb", "master_weights"):
+            for key in ("bucket_mb", "master_weights", "gather_ahead"):
                 if key in given:
                     raise ConfigError(f"zero.{key} is for stages 1 and 2: at stage 3, FSDP2 groups by module")
-
-
-@dataclass(frozen=True)
-class Travel:
-    """How gradients travel: as `sync` says, as far as a sharded sum can."""
-
-    shared_memory: bool | Literal["auto"] = "auto"
-    overlap: bool = True
-    wire: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    fixed_order: bool = False
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are added: never narrower; fp16 would overflow in its own."""
-        wanted = self.reduce_dtype or (torch.float32 if dtype is torch.float16 else dtype)
-        return wanted if wanted.itemsize > dtype.itemsize else dtype
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of `dtype` are sent: never wider."""
-        return self.wire if self.wire is not None and self.wire.itemsize < dtype.itemsize else dtype
-
-
-def refuse_options(options: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse options of `sync` that a sharded sum cannot follow."""
-    for name in names:
-        if options.get(name):
-            raise ConfigError(
-                f"sync.{name}={options[name]!r} cannot be done at zero stage 1 or 2, where no rank has a whole bucket; "
-                f"leave it out, or turn zero off"
-            )
 
 
 def _offload(value: Any) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from colonnade.errors import CheckpointError
-from colonnade.optim.zero.bucket import Piece, ShardedBucket
-from colonnade.optim.zero.inner import cut
-from colonnade.parallel.flat import view_like
+from colonnade.optim.zero.inner import Part, cut
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import flattened, view_like
+from colonnade.reduce.values import BucketValues
 
 MASTER = "master"
 """The slot of a master copy, beside the optimizer's own."""
@@ -37,46 +38,43 @@ class FlatShard:
 class ShardedState:
     """Reads and writes `inner.state` by parameter."""
 
-    def __init__(self, inner: Optimizer, buckets: Sequence[ShardedBucket]) -> None:
+    def __init__(self, inner: Optimizer, values: Sequence[BucketValues], parts: Sequence[Part]) -> None:
         self._inner = inner
-        self._buckets = list(buckets)
-        self._place: dict[int, tuple[ShardedBucket, Piece | None]] = {}
-        for bucket in buckets:
-            mine = {id(piece.member): piece for piece in bucket.pieces}
-            for member in bucket.members:
-                self._place[id(member.parameter)] = (bucket, mine.get(id(member)))
+        self._parts = {id(part.parameter): part for part in parts}
+        self._values = {id(parameter): one for one in values for parameter in one.bucket.parameters}
 
     def knows(self, parameter: Tensor) -> bool:
         """Whether the parameter is sharded here, if only into other ranks' slices."""
-        return id(parameter) in self._place
+        return id(parameter) in self._values
 
     def shard_of(self, parameter: Tensor) -> FlatShard | None:
         """This rank's part of a parameter; None if it has none, or the parameter is not sharded at all."""
-        bucket, piece = self._place.get(id(parameter), (None, None))
-        if bucket is None or piece is None:
+        part = self._parts.get(id(parameter))
+        if part is None:
             return None
-        return FlatShard(piece.start, piece.stop, bucket.team.ranks, self._kept(bucket, piece))
+        return FlatShard(part.start, part.stop, self._values[id(parameter)].group.ranks, self._kept(part))
 
     def whole(self, parameter: Tensor) -> dict[str, Any]:
-        """Everything kept for a parameter, as if it were not sharded. Collective over its team."""
-        bucket, piece = self._place.get(id(parameter), (None, None))
-        if bucket is None:
+        """Everything kept for a parameter, as if it were not sharded. Collective over its group."""
+        if not self.knows(parameter):
             return {}
-        kept = self._kept(bucket, piece) if piece is not None else {}
-        notes = {name: _kind(value, piece) for name, value in kept.items()}
+        part = self._parts.get(id(parameter))
+        kept = self._kept(part) if part is not None else {}
+        notes = {name: _kind(value, part) for name, value in kept.items()}
         told: dict[str, Any] = {}
-        for note in bucket.team.party.gather_objects(notes):
+        for note in self._values[id(parameter)].group.gather_objects(notes):
             told.update(note)
-        return {name: self._gathered(bucket, parameter, kept.get(name), kind, piece) for name, kind in told.items()}
+        return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in told.items()}
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
-        """The final gradient of a sharded parameter. Collective over its team; None where no rank had one."""
-        bucket, piece = self._place[id(parameter)]
-        here = piece is not None and piece.value.grad is not None
-        if not any(bucket.team.party.gather_objects(here)):
+        """The final gradient of a sharded parameter. Collective over its group; None where no rank had one."""
+        bucket = self._values[id(parameter)].bucket
+        index = next(at for at, one in enumerate(bucket.parameters) if one is parameter)
+        if index in bucket.absent:
             return None
-        kind = ["like", _name(bucket.grads.dtype)]
-        gradient: Tensor = self._gathered(bucket, parameter, piece.grad if piece is not None else None, kind, piece)
+        span = next((span for span in bucket.spans if span.index == index), None)
+        own = bucket.gradient[span.at : span.at + span.numel] if span is not None else None
+        gradient: Tensor = self._gathered(parameter, own, ["like", _name(bucket.gradient.dtype)])
         return gradient
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,43 +87,42 @@ class ShardedState:
                 numbers[id(value)] = len(numbers)
             groups.append({**group, "params": list(range(first, len(numbers)))})
         state: dict[int, dict[str, Any]] = {}
-        for bucket in self._buckets:
-            for piece in bucket.pieces:
-                given = dict(states.get(id(piece.member.parameter), {}))
-                self._set_master(bucket, piece, given.pop(MASTER, None))
-                if given:
-                    state[numbers[id(piece.value)]] = {k: _fitting(v, piece, k) for k, v in given.items()}
+        for part in self._parts.values():
+            given = dict(states.get(id(part.parameter), {}))
+            self._set_master(part, given.pop(MASTER, None))
+            if given:
+                state[numbers[id(part.value)]] = {k: _fitting(v, part, k) for k, v in given.items()}
         return {"state": state, "param_groups": groups}
 
-    def _kept(self, bucket: ShardedBucket, piece: Piece) -> dict[str, Any]:
-        kept = dict(self._inner.state.get(piece.value, {}))
-        return {**kept, MASTER: piece.value} if bucket.has_masters and bucket.dtype != bucket.wide else kept
+    def _kept(self, part: Part) -> dict[str, Any]:
+        kept = dict(self._inner.state.get(part.value, {}))
+        # A copy that only lies on another device is no state: it is the parameter.
+        return {**kept, MASTER: part.value} if part.value.dtype != part.local.dtype else kept
 
     @torch.no_grad()
-    def _set_master(self, bucket: ShardedBucket, piece: Piece, given: Any) -> None:
-        if bucket.has_masters:
-            own = bucket.flat.own[bucket.own][piece.at : piece.at + piece.numel]
-            piece.value.copy_(own if given is None else _fitting(given, piece, MASTER))
+    def _set_master(self, part: Part, given: Any) -> None:
+        if self._values[id(part.parameter)].has_master:
+            part.value.copy_(
+                flattened(part.local)[part.start : part.stop] if given is None else _fitting(given, part, MASTER)
+            )
 
-    def _gathered(
-        self, bucket: ShardedBucket, parameter: Tensor, value: Any, kind: Sequence[Any], piece: Piece | None
-    ) -> Any:
+    def _gathered(self, parameter: Tensor, value: Any, kind: Sequence[Any]) -> Any:
         if kind[0] == "value":
             return _decoded(kind)
-        member = next(member for member in bucket.members if member.parameter is parameter)
-        whole = torch.zeros(member.local.numel(), dtype=getattr(torch, kind[1]), device=bucket.team.device)
-        if piece is not None and value is not None:
-            whole[piece.start : piece.stop] = value
-        if not bucket.team.alone:
+        group, part, like = self._values[id(parameter)].group, self._parts.get(id(parameter)), local_part(parameter)
+        whole = torch.zeros(like.numel(), dtype=getattr(torch, kind[1]), device=like.device)
+        if part is not None and value is not None:
+            whole[part.start : part.stop] = value
+        if not group.alone:
             # As bytes: every element is somebody's and zero elsewhere, so that the sum has the same bits.
-            dist.all_reduce(whole.view(torch.uint8), group=bucket.team.group)
-        return view_like(whole, member.local)
+            dist.all_reduce(whole.view(torch.uint8), group=group.group)
+        return view_like(whole, like.detach())
 
 
-def _kind(value: Any, piece: Piece | None) -> list[Any]:
+def _kind(value: Any, part: Part | None) -> list[Any]:
     """["like", dtype] for a tensor with an element per element; ["value", ...] for one value of all."""
     if isinstance(value, Tensor):
-        if piece is not None and value.shape == piece.value.shape and value.dim() == 1:
+        if part is not None and value.shape == part.value.shape and value.dim() == 1:
             return ["like", _name(value.dtype)]
         if value.numel() != 1:
             raise CheckpointError(f"state of shape {tuple(value.shape)} belongs neither to elements nor to a parameter")
@@ -139,11 +136,11 @@ def _decoded(kind: Sequence[Any]) -> Any:
     return torch.tensor(kind[2], dtype=getattr(torch, kind[1])).reshape(kind[3])
 
 
-def _fitting(value: Any, piece: Piece, name: str) -> Any:
-    """What was loaded, cut to the piece if it is for the whole parameter."""
-    if isinstance(value, Tensor) and name != "step" and value.dim() == 1 and value.numel() == piece.numel:
+def _fitting(value: Any, part: Part, name: str) -> Any:
+    """What was loaded, cut to the part if it is for the whole parameter."""
+    if isinstance(value, Tensor) and name != "step" and value.dim() == 1 and value.numel() == part.stop - part.start:
         return value
-    return cut(value, piece, name)
+    return cut(value, part, name)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -114,7 +114,7 @@ def run_names(rows: int) -> list[dict[str, Any]]:
 
 def test_every_registered_name_equals_one_process() -> None:
     assert set(NAMES) <= set(SCHEDULE)
-    world = run_world(2, run_names, 7, init=None, timeout=90).values
+    world = run_world(2, run_names, 7, backend=None, timeout=90).values
     for name, ranks in zip(NAMES, zip(*world, strict=True), strict=True):
         stage_ranks = ranks[0]["stage_ranks"]
         output, loss, expected = models.truth(models.Simple, len(stage_ranks), 7, calls=2)
@@ -147,7 +147,7 @@ def run_two_pipelines() -> tuple[int, list[dict[str, Tensor | None]], list[Tenso
 
 
 def test_pipelines_side_by_side_do_not_mix() -> None:
-    world = run_world(4, run_two_pipelines, init=None).values
+    world = run_world(4, run_two_pipelines, backend=None).values
     for replica in (0, 1):
         ranks = [rank for rank in world if rank[0] == replica]
         assert len(ranks) == 2
@@ -167,7 +167,7 @@ def run_with_timeout() -> float:
 
 
 def test_transfers_wait_as_long_as_the_world_was_launched_to_wait() -> None:
-    assert run_world(2, run_with_timeout, init=None).values == [37, 37]
+    assert run_world(2, run_with_timeout, backend=None).values == [37, 37]
 
 
 def run_csv(path: str) -> tuple[dict[str, Tensor | None], list[str]]:
@@ -183,7 +183,7 @@ def test_a_table_from_a_csv_file(tmp_path: Path) -> None:
     table = make_table("interleaved_zero_bubble", 2, 3, 2)
     path.write_text(format_csv(table))
     assert TableSchedule(path).num_microbatches == 3
-    world = run_world(2, run_csv, str(path), init=None).values
+    world = run_world(2, run_csv, str(path), backend=None).values
     found = {key: grad for grads, _ in world for key, grad in grads.items()}
     torch.testing.assert_close(found, models.truth(models.Simple, 4, 5)[2], rtol=0, atol=1e-10)
     assert [order for _, order in world] == [[str(action) for action in table[rank]] for rank in (0, 1)]
@@ -199,7 +199,7 @@ def run_middle_without_data() -> tuple[Any, Any, Tensor | None]:
 
 
 def test_a_rank_in_the_middle_needs_no_data_and_the_loss_may_stay_where_it_is() -> None:
-    first, middle, last = run_world(3, run_middle_without_data, init=None).values
+    first, middle, last = run_world(3, run_middle_without_data, backend=None).values
     assert first == middle == (None, None, None)
     assert last[:2] == (None, None)
     torch.testing.assert_close(last[2], models.truth(models.Simple, 3, 4)[1], rtol=0, atol=1e-10)
@@ -226,7 +226,7 @@ def run_data_process_func() -> tuple[dict[str, Tensor | None], Any, tuple[list[i
 
 
 def test_a_function_of_stage_output_and_micro_batch() -> None:
-    world = run_world(2, run_data_process_func, init=None).values
+    world = run_world(2, run_data_process_func, backend=None).values
     stages = models.build(models.Simple, 4)
     data, label = models.batch_for(models.Simple, 3)
     hidden = data

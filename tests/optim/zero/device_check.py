@@ -23,7 +23,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"zero": 1},
     {"zero": 2, "clip_grad_norm": 0.5},
     {"zero": {"stage": 2, "bucket_mb": 0.5}, "clip_grad_norm": 0.5, "gradient_accumulation": 2},
-    {"zero": {"stage": 1, "prefetch": True, "bucket_mb": 0.5}, "clip_grad_norm": 0.5},
+    {"zero": {"stage": 1, "gather_ahead": True, "bucket_mb": 0.5}, "clip_grad_norm": 0.5},
     {"zero": {"stage": 1, "offload": True}, "clip_grad_norm": 0.5},
     {"zero": {"stage": 2, "offload": True, "bucket_mb": 0.5}},
     {"zero": 1, "clip_grad_norm": 0.5, "flat_step": False},
@@ -68,8 +68,7 @@ def run(config: dict[str, Any], backend: str | None, steps: int = 6) -> dict[str
 
 
 def _buckets(engine: Any) -> list[Any]:
-    shards = getattr(engine.optimizer, "_shards", None)
-    return shards.buckets if shards is not None else []
+    return engine._sync.synchroniser.buckets
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ def _memory(dtype: torch.dtype) -> dict[int, tuple[int, int]]:
                 if step < 2:
                     engine._clip_and_step()
                     engine._end_step()
-            buckets = engine.optimizer._shards.buckets if stage in (1, 2) else []
+            buckets = engine._sync.synchroniser.buckets if stage in (1, 2) else []
             found[stage] = (live_bytes() - before, max((bucket.numel for bucket in buckets), default=0))
             engine.close()
             del engine, buckets
@@ -88,7 +88,7 @@ def test_memory_is_what_the_formula_says(ranks, dtype):
 
 
 def test_stage_2_needs_two_rooms_whatever_the_size_of_the_model():
-    small, large = (bytes_held(2, numel, 4, largest=10_000).rooms for numel in (10**6, 10**9))
+    small, large = (bytes_held(2, numel, 4, largest=10_000).turns for numel in (10**6, 10**9))
     assert small == large == 2 * 4 * 10_000
 
 

@@ -57,8 +57,8 @@ def test_options_of_stages_1_and_2(shared_memory):
         Way(stage, "AdamW", 0.3, 3, shared_memory, more)
         for stage, more in [
             (1, (("reduce_scatter", False),)),
-            (1, (("prefetch", True),)),
-            (2, (("prefetch", True),)),
+            (1, (("gather_ahead", True),)),
+            (2, (("gather_ahead", True),)),
             (1, (("bucket_mb", 25),)),
             (2, (("bucket_mb", 25),)),
             (2, (("offload", True),)),

@@ -7,7 +7,6 @@ says, one action after another. Losses are scaled, gradients never are, so calls
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.context.rendezvous import gather_texts
+from colonnade.comm.messages import gather_json
 from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv, only_forward
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
@@ -181,7 +180,7 @@ class Executor:
             problem = error
         if len(self.ranks) > 1:
             mine = [hashlib.sha256(format_csv(self.table).encode()).hexdigest(), str(problem or "")]
-            everyone = [json.loads(text) for text in gather_texts(json.dumps(mine), self.device, self.group)]
+            everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:
                 problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]))

@@ -1,0 +1,81 @@
+"""Small messages between ranks: texts, JSON values, and errors that all ranks raise together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colonnade.comm.torch_versions import default_store
+from colonnade.errors import ColonnadeError, listed
+
+
+def message_device(device: torch.device) -> torch.device:
+    """Where tensors of a message to the world must lie: on `device` with NCCL, else on the CPU."""
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
+    """Every rank's text, in rank order. Two collectives over the group; nothing is unpickled."""
+    where = message_device(device)
+    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(where)
+    size = torch.tensor([content.numel()], device=where)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(other.item()) for other in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=where)
+    padded[: content.numel()] = content
+    everyone = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded, group=group)
+    return [bytes(other[: int(length.item())].tolist()).decode() for other, length in zip(everyone, sizes, strict=True)]
+
+
+def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
+    """Every rank's value, in rank order, sent as JSON. Two collectives over the group."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
+
+
+def share_texts(key: str, text: str) -> list[str]:
+    """Every rank's text, through the store of the world: no collective, so it works in any state of the groups."""
+    store = default_store()
+    store.set(f"colonnade/{key}/{dist.get_rank()}", text)
+    return [store.get(f"colonnade/{key}/{other}").decode() for other in range(dist.get_world_size())]
+
+
+@contextmanager
+def agreed_errors(device: torch.device) -> Iterator[None]:
+    """Run a start-up check that may fail on some ranks only; then raise on all of them, or on none.
+
+    So no rank waits for one that has stopped. Collective over the world at the end of the block. The ranks
+    whose own check passed raise the error of the first rank that failed, with its number.
+    """
+    mine: ColonnadeError | None = None
+    try:
+        yield
+    except ColonnadeError as error:
+        mine = error
+    failed = torch.tensor([int(mine is not None)], device=message_device(device))
+    dist.all_reduce(failed)
+    if not failed.item():
+        return
+    note = f"{type(mine).__name__}\n{mine}" if mine is not None else ""
+    notes = gather_texts(note, device)
+    if mine is not None:
+        raise mine
+    ranks = [rank for rank, text in enumerate(notes) if text.strip()]
+    kind, _, text = notes[ranks[0]].partition("\n")
+    raise _class_of(kind)(f"on rank {listed(ranks)} (this rank is {dist.get_rank()}): {text}")
+
+
+def _class_of(name: str) -> type[ColonnadeError]:
+    return next((known for known in _subclasses(ColonnadeError) if known.__name__ == name), ColonnadeError)
+
+
+def _subclasses(base: type[ColonnadeError]) -> Iterator[type[ColonnadeError]]:
+    for known in base.__subclasses__():
+        yield known
+        yield from _subclasses(known)

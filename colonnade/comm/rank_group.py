@@ -1,0 +1,156 @@
+"""The ranks that take part in a reduction, and the small messages between them.
+
+Bulk data never passes here: only what ranks must agree on (are we at the same step, which gradients are
+missing, does every rank see the same parameters). The messages are bytes in CPU memory whatever the device
+of the gradients, so that agreeing never waits for an accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.comm.sockets import HostSockets, connect, host_identity
+from colonnade.comm.torch_versions import PrefixStore, all_gather_flat, default_store, gloo_all_gather, timeout_of
+from colonnade.errors import GradientError, listed
+
+_Gather = Callable[[Tensor, Tensor], Any]
+
+
+class RankGroup:
+    """The ranks of one group as this rank sees them. `ranks` is in group order, `index` is this rank's place."""
+
+    def __init__(
+        self, ranks: Sequence[int], group: dist.ProcessGroup | None, log: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.ranks = tuple(ranks) if group is None else tuple(dist.get_process_group_ranks(group))
+        if set(self.ranks) != set(ranks) or (group is None and len(ranks) > 1):
+            raise GradientError(f"a reduction over ranks {list(ranks)} was given the group of {list(self.ranks)}")
+        self.group = group
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(dist.get_rank()) if group is not None else 0
+        self.sockets: HostSockets | None = None
+        self._gather = _cpu_gather(group, self.index, self.size) if group is not None else _gather_alone
+        self._sent: tuple[bytes, Tensor, Any] | None = None
+        self._log = log
+        self._must_share = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to send to."""
+        return self.size == 1
+
+    def share_memory(self, must: bool) -> None:
+        """Connect the ranks of one host, so that their memory can be shared. Collective.
+
+        Where it cannot be done, it is logged, or an error if it `must`.
+        """
+        self._must_share = must
+        problem = self._connect()
+        if problem is not None:
+            self.cannot_share(problem)
+
+    def cannot_share(self, problem: str) -> None:
+        """Say why memory is not shared; an error where it must be. On all ranks of the group alike."""
+        if self._must_share:
+            raise GradientError(f'shared_memory=True, but {problem}. Use "auto" to fall back by itself')
+        self._log(f"gradients travel by the process group, not by shared memory: {problem}")
+
+    def _connect(self) -> str | None:
+        """Open direct sockets to all ranks, if all are on this host; else the reason why not. Collective."""
+        hosts = self.gather_objects(host_identity())
+        if None in hosts:
+            return f"rank {self.ranks[hosts.index(None)]} runs on a system without anonymous shared memory"
+        if len(set(hosts)) > 1:
+            return f"ranks {listed(self.ranks)} are on {len(set(hosts))} hosts or network namespaces"
+        sockets, problem = connect(self.index, self.size, timeout_of(self.group).total_seconds(), self.gather_objects)
+        problems = self.gather_objects(problem)
+        if any(problems):
+            if sockets is not None:
+                sockets.close()
+            return next(text for text in problems if text)
+        self.sockets = sockets
+        return None
+
+    def signal(self, payload: bytes) -> None:
+        """Send `payload` (of the same length on every rank) to all; returns at once."""
+        if self.sockets is not None:
+            self._sent = payload, torch.empty(0), None
+            self._over_sockets(lambda sockets: sockets.send(payload))
+            return
+        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        self._sent = payload, received, self._gather(received, own)
+
+    def collect(self) -> list[bytes]:
+        """The payloads of all ranks in group order, after `signal`; waits for the slowest rank."""
+        assert self._sent is not None, "collect() comes after signal()"
+        (payload, received, work), self._sent = self._sent, None
+        if self.sockets is not None:
+            return self._over_sockets(lambda sockets: sockets.receive(payload))
+        if work is not None:
+            work.wait()
+        flat = bytes(received.tolist())
+        return [flat[i * len(payload) : (i + 1) * len(payload)] for i in range(self.size)]
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Signal and collect at once."""
+        self.signal(payload)
+        return self.collect()
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """`payload` of every rank (same length), by the group: for what may be too long for `signal`."""
+        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        work = self._gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if work is not None:
+            work.wait()
+        return [bytes(row.tolist()) for row in received.view(self.size, -1)]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One JSON value per rank, in group order. Collective, for start-up and rare events."""
+        text = json.dumps(value).encode()
+        sizes = [int.from_bytes(size, "little") for size in self.gather_bytes(len(text).to_bytes(8, "little"))]
+        padded = self.gather_bytes(text.ljust(max(sizes)))
+        return [json.loads(data[:size]) for data, size in zip(padded, sizes, strict=True)]
+
+    def close(self) -> None:
+        if self.sockets is not None:
+            self.sockets.close()
+            self.sockets = None
+
+    def _over_sockets(self, act: Callable[[HostSockets], Any]) -> Any:
+        assert self.sockets is not None
+        try:
+            return act(self.sockets)
+        except TimeoutError as error:
+            index, seconds = error.args
+            raise GradientError(
+                f"rank {self.ranks[index]} did not come to the gradient synchronisation of ranks "
+                f"{listed(self.ranks)} within {seconds} s (the group's timeout); see where it is"
+            ) from error
+        except ConnectionError as error:
+            raise GradientError(
+                f"rank {self.ranks[error.args[0]]} left during the gradient synchronisation of ranks "
+                f"{listed(self.ranks)}; look at its own output for the cause"
+            ) from error
+
+
+def _cpu_gather(group: dist.ProcessGroup, index: int, size: int) -> _Gather:
+    """A flat all-gather of CPU tensors over the ranks of `group`, which may be one for accelerators alone."""
+    if "cpu:" in dist.get_backend_config(group):
+        return lambda received, own: all_gather_flat(received, own, group=group, async_op=True)
+    tokens: list[Any] = [None] * size
+    dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
+    store = PrefixStore(f"colonnade/{tokens[0]}", default_store())
+    gloo = dist.ProcessGroupGloo(store, index, size, timeout_of(group))
+    return lambda received, own: gloo_all_gather(gloo, received, own)
+
+
+def _gather_alone(received: Tensor, own: Tensor) -> None:
+    received.copy_(own)

@@ -1,0 +1,46 @@
+"""Names that torch keeps private, and what differs between its versions: here and nowhere else."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.distributed import distributed_c10d
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
+
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
+
+
+def default_store() -> Any:
+    """The key-value store of the world."""
+    return distributed_c10d._get_default_store()
+
+
+def is_alive(group: Any) -> bool:
+    """Whether the group exists and was not destroyed."""
+    return group in distributed_c10d._world.pg_map
+
+
+def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long collectives of the group (the world by default) wait; torch's default where it does not tell."""
+    group = group or dist.group.WORLD
+    for device in getattr(group, "_device_types", ()):
+        options = getattr(group._get_backend(device), "options", None) if group is not None else None
+        if options is not None:
+            return options._timeout
+    return DEFAULT_TIMEOUT
+
+
+def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
+    """`all_gather_flat` by a bare `ProcessGroupGloo` that is no group of torch.distributed; returns the work."""
+    return gloo._allgather_base(received, own)

@@ -1,0 +1,315 @@
+"""Norm and step over buckets: over all of each, or over the range of it that this rank owns.
+
+Whether a step is flat (one launch over flat memory) or the optimizer's own on single tensors is decided here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colonnade.errors import GradientError
+from colonnade.logging import get_dist_logger
+from colonnade.optim.blocks import Block, bucket_blocks
+from colonnade.optim.flat_state import FlatBucket
+from colonnade.optim.flat_step import FlatStep, why_not
+from colonnade.optim.norm import Meter, powsums
+from colonnade.optim.scaled_step import ScaledStep
+from colonnade.parallel.agreement import Held
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import FlatLayout, Span
+from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.values import BucketValues
+
+
+class OwnedBucket(ABC):
+    """What norm and step see of one bucket: names, tensors to step on, their gradients in flat memory, their holders."""
+
+    def __init__(self, entries: Sequence[Held], slots: Sequence[int]) -> None:
+        self.entries, self.slots = entries, slots
+
+    @property
+    @abstractmethod
+    def members(self) -> Sequence[Tensor]:
+        """What the optimizer steps on."""
+
+    @abstractmethod
+    def absent(self) -> list[int]:
+        """The places of the members that take no part in this step."""
+
+    @abstractmethod
+    def blocks(self, absent: Sequence[int]) -> list[Block]:
+        """This rank's part of the norm."""
+
+    @abstractmethod
+    def flat(self) -> FlatBucket:
+        """The same for a flat step."""
+
+
+class WholeBucket(OwnedBucket):
+    """A bucket of which every rank owns all; its members are the parameters."""
+
+    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int]) -> None:
+        super().__init__(entries, slots)
+        self._bucket = bucket
+
+    @property
+    def members(self) -> Sequence[Tensor]:
+        return self._bucket.parameters
+
+    def absent(self) -> list[int]:
+        grads = self._bucket.grads
+        return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
+
+    def blocks(self, absent: Sequence[int]) -> list[Block]:
+        ranks = self._bucket.sum.ranks
+        return bucket_blocks(
+            self._bucket.layout,
+            self._bucket.gradient,
+            [(entry.holding.count, entry.holding.index) for entry in self.entries],
+            self.slots,
+            absent=absent,
+            # Holders outside the bucket's ranks may keep it among other neighbours.
+            alone=[at for at, entry in enumerate(self.entries) if entry.holding.ranks != ranks],
+        )
+
+    def flat(self) -> FlatBucket:
+        return FlatBucket(self._bucket.layout, self._bucket.parameters, self._bucket.gradient, self.slots)
+
+
+class ShardedBucket(OwnedBucket):
+    """A bucket of which this rank owns a slice; its members are the parts of parameters in there."""
+
+    def __init__(self, values: BucketValues, entries: Sequence[Held], slots: Sequence[int]) -> None:
+        spans = values.bucket.spans
+        super().__init__([entries[span.index] for span in spans], [slots[span.index] for span in spans])
+        self._values = values
+        self._layout = FlatLayout(values.parts) if values.parts else None
+        if self._layout is not None:
+            # Where the parts lie in the slice, which a master copy in another dtype keeps.
+            self._layout.spans = [Span(span.at, span.numel) for span in spans]
+            self._layout.numel = values.bucket.used
+
+    @property
+    def members(self) -> Sequence[Tensor]:
+        return self._values.parts
+
+    def absent(self) -> list[int]:
+        """Also gives every part its gradient, or None where no rank had one."""
+        missing = self._values.bucket.absent
+        places = []
+        for place, (span, part, grad) in enumerate(
+            zip(self._values.bucket.spans, self._values.parts, self._values.grads, strict=True)
+        ):
+            if span.index in missing:
+                places.append(place)
+                part.grad = None
+            elif part.grad is not grad:
+                part.grad = grad
+        return places
+
+    def blocks(self, absent: Sequence[int]) -> list[Block]:
+        if self._layout is None:
+            return []
+        size = len(self._values.bucket.sum.ranks)
+        # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
+        holdings = [(entry.holding.count // size, None) for entry in self.entries]
+        return bucket_blocks(self._layout, self._values.bucket.gradient, holdings, self.slots, absent=absent)
+
+    def flat(self) -> FlatBucket:
+        assert self._layout is not None
+        return FlatBucket(
+            self._layout, self._values.parts, self._values.bucket.gradient, self.slots, self._values.owned
+        )
+
+
+class BucketStep:
+    """Measures and steps over what `buckets()` gives, together with gradients that are in no bucket.
+
+    `generation()` changes whenever the buckets are others. `flat` as in the config: None is "where it can be".
+    `loose` are the parameters whose gradients may lie outside: in no bucket, or put elsewhere by somebody. `self.flat` is
+    the flat step, once one has been taken.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        buckets: Callable[[], Sequence[OwnedBucket]],
+        generation: Callable[[], object],
+        loose: Sequence[Held],
+        slot_of: Callable[[Held], int],
+        flat: bool,
+    ) -> None:
+        self._optimizer, self._is_flat = optimizer, flat
+        self._make_buckets, self._generation = buckets, generation
+        self._loose_entries, self._slot_of = list(loose), slot_of
+        self._made_for: object = None
+        self._buckets: list[OwnedBucket] = []
+        self._absent: list[list[int]] | None = None
+        self._outside: list[Held] = []
+        self._meter: Meter | None = None
+        self._meter_key: object = None
+        self.flat: FlatStep | None = None
+        self._flat_key: object = None
+        self._sizes = _sizes(optimizer)
+        self._known = {id(entry.tensor) for entry in loose}
+
+    def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
+        """This rank's part of the norm of the whole gradient. Only over buckets is a meter kept: their memory stays."""
+        absent = self._look()
+        if self._outside:
+            blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]
+            return powsums(blocks, norm_type, slots, device=device)
+        key = (self._made_for, absent, norm_type, slots)
+        if key != self._meter_key or self._meter is None:
+            self._meter = None  # before its successor comes
+            self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
+            self._meter_key = key
+        return self._meter.measure()
+
+    def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
+
+        None: a step that is neither clipped nor dropped.
+        """
+        absent = self._absent if self._absent is not None else self._look()
+        self._absent = None
+        if self._take_flat():
+            assert self.flat is not None
+            places, start = [], 0
+            for bucket, missing in zip(self._buckets, absent, strict=True):
+                places += [start + place for place in missing]
+                start += len(bucket.members)
+            if divisor is None or found_inf is None:
+                device = self._buckets[0].members[0].device
+                divisor = torch.ones(1, dtype=torch.float32, device=device)
+                found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            home = self._home(divisor)
+            self.flat.step(divisor.to(home), found_inf.to(home).float(), places)
+        elif divisor is None:
+            self._optimizer.step()
+        else:
+            slots = {m: s for bucket in self._buckets for m, s in zip(bucket.members, bucket.slots, strict=True)}
+            slots.update((entry.tensor, self._slot_of(entry)) for entry in self._loose_entries)
+            home = self._home(divisor)
+            ScaledStep(self._optimizer, slots).step(
+                divisor.to(home), found_inf.to(home) if found_inf is not None else None
+            )
+
+    def first_bad(self) -> str | None:
+        """The name of a parameter whose gradient here is not finite. Waits for the device."""
+        for bucket in self._buckets:
+            for entry, member in zip(bucket.entries, bucket.members, strict=True):
+                if member.grad is not None and not bool(torch.isfinite(local_part(member.grad)).all()):
+                    return entry.name
+        for entry in self._outside:
+            if entry.tensor.grad is not None and not bool(torch.isfinite(local_part(entry.tensor.grad)).all()):
+                return entry.name
+        return None
+
+    def close(self) -> None:
+        if self.flat is not None:
+            self.flat.close()
+        self.flat = self._meter = None
+        self._buckets = []
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _look(self) -> list[list[int]]:
+        """Which members take part, and which gradients are in no bucket."""
+        generation = self._generation()
+        if generation != self._made_for:
+            self._meter, self._buckets = None, []
+            self._buckets, self._made_for = [one for one in self._make_buckets() if len(one.members)], generation
+        self._absent = [bucket.absent() for bucket in self._buckets]
+        inside: set[int] = set()
+        for bucket, missing in zip(self._buckets, self._absent, strict=True):
+            gone = set(missing)
+            inside.update(id(member) for at, member in enumerate(bucket.members) if at not in gone)
+        self._outside = [
+            entry for entry in self._loose_entries if entry.tensor.grad is not None and id(entry.tensor) not in inside
+        ]
+        return self._absent
+
+    def _blocks(self, absent: Sequence[Sequence[int]]) -> list[Block]:
+        return [
+            block for bucket, missing in zip(self._buckets, absent, strict=True) for block in bucket.blocks(missing)
+        ]
+
+    def _loose_block(self, entry: Held) -> Block:
+        """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
+        gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
+        gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return Block(gradient, entry.holding.count, entry.holding.index, self._slot_of(entry))
+
+    def _take_flat(self) -> bool:
+        """Whether the flat step can be taken now; it is made anew when the buckets, or the groups, are others.
+
+        Also the first step is flat: else a run that is resumed would differ from one that was not, by an ulp.
+        """
+        self._check_groups()
+        if not self._is_flat or not self._buckets:  # a stage may be frozen as a whole
+            return False
+        owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        if any(id(entry.tensor) in owned for entry in self._outside):
+            return False
+        key = (self._made_for, self._sizes)
+        if key != self._flat_key:
+            if self.flat is None:
+                get_dist_logger().info(
+                    f"{type(self._optimizer).__name__} steps over flat buffers (the same result, in fewer passes); "
+                    f"flat_step=False in the config turns this off"
+                )
+            else:
+                self.flat.close()
+                self.flat = None  # before its successor comes, or both would hold their memory
+            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
+            self._flat_key = key
+        return True
+
+    def _home(self, like: Tensor) -> torch.device:
+        """Where the step happens: not where the norm was joined, if the state is offloaded."""
+        return self._buckets[0].members[0].device if self._buckets else like.device
+
+    def _check_groups(self) -> None:
+        sizes = _sizes(self._optimizer)
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        known = self._known.union(id(member) for bucket in self._buckets for member in bucket.members)
+        for at, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise GradientError(
+                        f"group {at} of the optimizer has got a parameter of shape {tuple(parameter.shape)} that was not "
+                        f"the model's at initialize(), so nobody sums its gradient; add it to the model before initialize()"
+                    )
+
+
+def _sizes(optimizer: Any) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None) -> bool:
+    """Whether the flat step means the same as the optimizer's own; `flat=True` makes a no an error, False is no."""
+    if flat is False:
+        return False
+    reason = why_not(optimizer) if isinstance(optimizer, Optimizer) else "it is no torch optimizer"
+    if reason is None:
+        models = {id(parameter) for parameter in parameters}
+        owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(id(parameter) not in models for parameter in owned):
+            reason = "it has parameters that are not the model's"
+        elif any(is_dtensor(parameter) for parameter in owned):
+            reason = "it has DTensor parameters"
+    if reason is not None and flat:
+        raise GradientError(
+            f"flat_step=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD."
+        )
+    return reason is None

@@ -1,0 +1,408 @@
+"""Buckets: gradients that are summed together, lying one after another in flat memory.
+
+`.grad` is a view of the bucket: either autograd adds into it, or a gradient is moved there once per backward.
+Nothing is copied out, and later micro-batches accumulate in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, eq, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.comm.memory import Memory
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
+from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.records import Sum
+from colonnade.reduce.transports.base import Transport
+
+_VERSION = attrgetter("_version")
+
+LARGE_BYTES = 256 << 10
+"""A gradient from this size on is worth a hook of its own on the CPU."""
+
+MISSING = 1
+"""No gradient on this rank (and zeros in its place in the bucket, if it has one)."""
+OUTSIDE = 2
+"""A dense gradient beside the bucket: it came late, or the parameter has no bucket yet."""
+SPARSE = 4
+"""A sparse gradient."""
+FROZEN = 8
+"""The parameter does not require a gradient on this rank."""
+
+
+@dataclass(frozen=True)
+class OwnedSpan:
+    """Elements [start, stop) of the parameter at `index`, in memory order; at [at, ...) of the owned slice."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class GradientShard:
+    """The final gradient of the slice of a bucket that this rank owns."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.landed = False
+
+    def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
+        """Put factor x `total` into it from `start` on, on top of what earlier passes of the step brought."""
+        into = self.flat[start : start + total.numel()]
+        if self.landed:
+            total = total.to(into.device, into.dtype)
+            into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)
+        elif total.device == into.device and total.dtype == into.dtype:
+            torch.mul(total, factor, out=into)
+        else:
+            into.copy_(total)
+            into.mul_(factor)
+
+
+class Buffer:
+    """Memory that the gradients of a bucket lie in: all of it (`flat`), and a view per parameter."""
+
+    def __init__(self, bucket: Bucket, memory: Memory) -> None:
+        self.memory = memory
+        self.flat = memory.own
+        # `.data` is what gives a view its own version counter.
+        self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
+        self.grads = [_like(view, parameter) for view, parameter in zip(self.views, bucket.parameters, strict=True)]
+        self.transport: Transport
+
+
+class Bucket:
+    """Parameters, the flat memory of their gradients, the range of it that this rank owns, and how far this step is.
+
+    `numel` is that of `layout` and the padding that makes it divisible among the ranks; padding is zero and stays
+    zero. `own` is all of it, or with a sharded sum this rank's slice, of which `spans` says whose elements it has
+    and `shard` has the final gradient. `absent` are the parameters that no rank had a gradient for at the last step.
+    `positions` are the parameters' places in the sum.
+
+    On the CPU a small gradient is added into its view by autograd itself (the view is offered as zeros), and one
+    that is at least `LARGE_BYTES` is moved by a hook while it is in the cache: each is the cheaper way for its
+    size. On an accelerator a full bucket is moved at once. Every view has a version counter of its own, which a
+    write raises: that is how the bucket knows which gradients have come without a hook on each parameter.
+    """
+
+    shard: GradientShard | None = None
+    buffer: Buffer
+
+    def __init__(self, sum_: Sum, positions: Sequence[int], index: int = 0) -> None:
+        small, self.large = _by_size(sum_, positions)
+        self.sum = sum_
+        self.positions = (*small, *self.large)
+        self.names = tuple(sum_.names[i] for i in self.positions)
+        self.parameters = tuple(sum_.parameters[i] for i in self.positions)
+        self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
+        step = len(sum_.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
+        self.numel = -(-self.layout.numel // step) * step
+        self.own = slice(0, self.numel)
+        if sum_.sharding is not None:
+            width = self.numel // len(sum_.ranks)
+            self.own = slice(index * width, (index + 1) * width)
+        self.spans = self._owned_spans()
+        self.used = self.spans[-1].at + padded(self.spans[-1].numel, self.layout.dtype) if self.spans else 0
+        self.buffers: list[Buffer] = []
+        self.started = self.full = self.recording = False
+        self.firings = self.left = 1
+        self.last = 0
+        self.absent: frozenset[int] = frozenset()
+        self.expected: Sequence[int] = range(len(self.parameters))
+        self._small = len(small)
+        self._offers = False
+        self._is_ready = False
+        self._nothing_offered = [-1] * len(self.parameters)
+        self._offered = self._nothing_offered
+        self._versions: list[int] = []
+        self._missing: dict[int, int] = {}
+        self._released = False
+        self._divided: set[int] = set()
+
+    # -- memory -------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.sum.sharding is not None
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether it has memory of its own; else it takes turns with others in some, once it is full."""
+        return self.sum.sharding is None or self.sum.sharding.keep_whole
+
+    @property
+    def transport(self) -> Transport:
+        return self.buffers[0].transport
+
+    @property
+    def gradient(self) -> Tensor:
+        """The final gradient of what this rank owns."""
+        return self.shard.flat if self.shard is not None else self.buffer.flat[: self.layout.numel]
+
+    def use(self, buffer: Buffer) -> None:
+        """Lie in this one of its buffers."""
+        self.buffer = buffer
+        self.views, self.grads = buffer.views, buffer.grads
+        self._offers = (
+            self.keeps_gradients
+            and self.layout.device.type == "cpu"
+            and not any(is_dtensor(parameter) for parameter in self.parameters)
+        )
+        self._expected_grads: list[Tensor | None] = list(self.grads)
+
+    # -- a backward pass ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass is about to run: views of small gradients are offered, unless they are still."""
+        self.full, self.left = False, self.firings
+        if self._may_offer() and not (self._is_ready and self._first_attached()):
+            self._offer()
+        if self.transport.early and self.keeps_gradients:
+            self._versions = [view._version for view in self.views]
+
+    def move(self, indices: Iterable[int]) -> None:
+        """Bring these gradients into the buffer, where they are not there already."""
+        sources, targets = [], []
+        for i in indices:
+            parameter, own = self.parameters[i], self.grads[i]
+            grad = parameter.grad
+            if grad is None or grad is own or grad.layout is not torch.strided:
+                continue
+            sources.append(local_part(grad, parameter))
+            targets.append(self.views[i])
+            parameter.grad = own
+        if sources:
+            torch._foreach_copy_(targets, sources)
+
+    def move_large(self, index: int, last: bool) -> None:
+        """A large gradient has come: take it in, and in the last pass divide it on the way where that is wanted.
+
+        A divided one has `.grad` None until `finish`, so that what comes on top of it is divided too.
+        """
+        parameter, view = self.parameters[index], self.views[index]
+        grad = parameter.grad
+        if grad is None or grad is self.grads[index] or grad.layout is not torch.strided:
+            return
+        if index in self._divided:
+            view.add_(grad, alpha=1.0 / self.sum.divisor)
+        elif last and self._divides():
+            torch.mul(grad, 1.0 / self.sum.divisor, out=view)
+            self._divided.add(index)
+            self._expected_grads[index] = None
+        else:
+            self.move([index])
+            return
+        parameter.grad = None
+
+    def is_complete(self) -> bool:
+        """Whether every gradient that is expected has come in this pass. More may still be added to one of them: that
+        is then late, and found in `wait`."""
+        if not self.keeps_gradients:
+            return all(self.parameters[i].grad is not None for i in self.expected)
+        if not (self._is_ready or self._all_attached()):
+            self.move(range(len(self.parameters)))
+        return (
+            len(self._versions) > 0  # empty where `begin` was not called, or starting early is of no use
+            and all(self.parameters[i].grad is self._expected_grads[i] for i in self.expected)
+            and not any(self.views[i]._version == self._versions[i] for i in self.expected)
+        )
+
+    # -- its sum ------------------------------------------------------------------------------------------
+
+    def start(self, *, early: bool) -> dict[int, int]:
+        """Begin the sum, with zeros for gradients that are missing or sparse.
+
+        In backward (`early`), and with little memory always, `.grad` is None from now on: what comes late cannot
+        hit the buffer. Returns position in the sum -> note, for gradients that are not in the bucket.
+        """
+        notes = self._complete() if self.keeps_gradients else self._take_all()
+        self.started, self._missing = True, notes
+        self._released = early or not self.keeps_gradients
+        if self._released:
+            for position, parameter in zip(self.positions, self.parameters, strict=True):
+                if notes.get(position) != SPARSE:
+                    parameter.grad = None
+        self._divide_rest()
+        self.buffer.transport.start()
+        return notes
+
+    def finish(self, factor: float | Tensor) -> None:
+        """End the sum: what this rank owns is the sum over the ranks, divided, and multiplied by `factor`."""
+        if not self._divides():
+            factor = factor / self.sum.divisor
+        self.buffer.transport.finish(factor)
+        if self.shard is not None:
+            self.shard.landed = True
+        self._offered, self._is_ready = self._nothing_offered, False
+        if not self.is_sharded:
+            for i in range(len(self.parameters)) if self._released else self._divided:
+                if self.parameters[i].grad is None and self.positions[i] not in self._missing:
+                    self.attach(i)
+        if self._divided:
+            self._divided, self._expected_grads = set(), list(self.grads)
+
+    def attach(self, index: int) -> None:
+        """Make `.grad` of one parameter its view of the buffer."""
+        self.parameters[index].grad = self.grads[index]
+
+    # -- inside -------------------------------------------------------------------------------------------
+
+    def _owned_spans(self) -> list[OwnedSpan]:
+        spans = []
+        for index, span in enumerate(self.layout.spans):
+            start, stop = max(span.start, self.own.start), min(span.stop, self.own.stop)
+            if start < stop:
+                spans.append(OwnedSpan(index, start - span.start, stop - span.start, start - self.own.start))
+        return spans
+
+    def _may_offer(self) -> bool:
+        # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
+        return self._offers and self._small > 0 and not self.recording
+
+    def _offer(self) -> None:
+        self._is_ready = True
+        absent = [i for i, parameter in enumerate(self.parameters[: self._small]) if parameter.grad is None]
+        if not absent:
+            return
+        if len(absent) == self._small:
+            self._small_flat().zero_()
+        else:
+            torch._foreach_zero_([self.views[i] for i in absent])
+        self._offered = list(self._offered)
+        for i in absent:
+            self.parameters[i].grad = grad = self.grads[i]
+            self._offered[i] = grad._version
+
+    def _first_attached(self) -> bool:
+        """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
+        return self.parameters[0].grad is self.grads[0]
+
+    def _small_flat(self) -> Tensor:
+        return self.buffer.flat[: self.layout.spans[self._small - 1].stop]
+
+    def _divides(self) -> bool:
+        return self.buffer.transport.divides and self._offers and self.sum.divisor != 1.0
+
+    def _divide_rest(self) -> None:
+        """Divide what `move_large` has not."""
+        if not self._divides():
+            return
+        factor = 1.0 / self.sum.divisor
+        if not self._divided:
+            self.buffer.flat.mul_(factor)
+            return
+        if self._small:
+            self._small_flat().mul_(factor)
+        for i in range(self._small, len(self.views)):
+            if i not in self._divided:
+                self.views[i].mul_(factor)
+
+    def _complete(self) -> dict[int, int]:
+        """Bring in whatever has come by itself, and zeros for what has not; notes about the latter."""
+        if self._all_here():
+            return {}
+        notes = {}
+        astray = []
+        for i, (parameter, expected) in enumerate(zip(self.parameters, self._expected_grads, strict=True)):
+            grad = parameter.grad
+            if grad is expected:
+                if grad is not None and self._offered[i] == grad._version:
+                    parameter.grad = None
+                    notes[self.positions[i]] = MISSING
+            elif i in self._divided:
+                self.move_large(i, last=True)
+            elif grad is not None and grad.layout is torch.strided:
+                astray.append(i)
+            else:
+                self.views[i].zero_()
+                notes[self.positions[i]] = MISSING if grad is None else SPARSE
+        self.move(astray)
+        return notes
+
+    def _take_all(self) -> dict[int, int]:
+        """Copy all gradients into a buffer that was another bucket's before, and let go of them."""
+        notes, sources, targets, empty = {}, [], [], self._gaps()
+        for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = parameter.grad
+            if grad is not None and grad.layout is torch.strided:
+                sources.append(local_part(grad, parameter))
+                targets.append(view)
+            else:
+                notes[self.positions[i]] = MISSING if grad is None else SPARSE
+                empty.append(view)
+        if empty:
+            torch._foreach_zero_(empty)
+        if sources:
+            torch._foreach_copy_(targets, sources)
+        return notes
+
+    def _gaps(self) -> list[Tensor]:
+        """The padding of the buffer."""
+        stops = [span.stop for span in self.layout.spans]
+        starts = [*(span.start for span in self.layout.spans[1:]), self.numel]
+        return [self.buffer.flat[stop:start] for stop, start in zip(stops, starts, strict=True) if start > stop]
+
+    def _all_here(self) -> bool:
+        return self._all_attached() and not any(map(eq, map(_VERSION, self.grads), self._offered))
+
+    def _all_attached(self) -> bool:
+        return all(map(is_, [parameter.grad for parameter in self.parameters], self._expected_grads))
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:3]) + (f", ... ({len(self.names)})" if len(self.names) > 3 else "")
+        dtype = str(self.layout.dtype).removeprefix("torch.")
+        return (
+            f"{self.layout.numel} x {dtype} over ranks {list(self.sum.ranks)} / {self.sum.divisor:g} "
+            f"by {self.transport.name}: {shown}"
+        )
+
+
+def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
+    """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
+
+    A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.
+    """
+    buckets: list[Bucket] = []
+    taken: list[int] = []
+    left = min(first, cap)
+    for position in order:
+        nbytes = local_part(sum_.parameters[position]).nbytes
+        if taken and nbytes > left:
+            buckets.append(Bucket(sum_, taken, index))
+            taken, left = [], cap
+        taken.append(position)
+        left -= nbytes
+    return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
+
+
+def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The positions of small and of large parameters; all count as small where no hook moves them singly."""
+    small: list[int] = []
+    large: list[int] = []
+    single = sum_.sharding is None or sum_.sharding.keep_whole
+    for position in positions:
+        parameter = sum_.parameters[position]
+        is_large = single and parameter.device.type == "cpu" and parameter.nbytes >= LARGE_BYTES
+        (large if is_large else small).append(position)
+    return small, large
+
+
+def _like(view: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What `.grad` of the parameter is set to: the view, as a DTensor where the parameter is one."""
+    if not is_dtensor(parameter):
+        return view
+    placed: Any = parameter
+    return placed.from_local(
+        view, placed.device_mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
+    )

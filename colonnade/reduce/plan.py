@@ -1,0 +1,114 @@
+"""From the plans of handlers to sums: one for each parameter, over all the modes it owes something to at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.parallel.demand import Owed, joint_ranks
+from colonnade.parallel.dtensor import effective_placement
+from colonnade.reduce.options import SyncOptions
+from colonnade.reduce.records import Reduction, Sharding, Sum
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which parameters are sharded, and how: the label of each (what must be the same on all ranks), by its id."""
+
+    sharding: Sharding
+    labels: Mapping[int, str]
+    bucket_mb: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one handler wants summed, and the options that were given for it by name."""
+
+    handler: str
+    reductions: list[Reduction]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Entry:
+    name: str
+    parameter: nn.Parameter
+    reductions: list[Reduction]
+    options: dict[str, tuple[Any, str]]
+
+
+def plan_sums(
+    plans: Iterable[Plan],
+    context: ParallelContext,
+    options: Mapping[str, Any],
+    also: Iterable[tuple[str, nn.Parameter]] = (),
+    shards: Shards | None = None,
+) -> list[Sum]:
+    """The sums that these plans come to. Collective over the world: groups that do not exist yet are made.
+
+    `options` hold where a handler was given no others. `also` are parameters that owe nothing and are to lie in
+    buckets all the same.
+    """
+    entries = _by_parameter(plans, also)
+    grouped: dict[Any, list[_Entry]] = {}
+    for entry in entries:
+        chosen = SyncOptions.read({**options, **{key: value for key, (value, _) in entry.options.items()}})
+        sharded = shards is not None and id(entry.parameter) in shards.labels
+        if sharded and shards is not None and shards.bucket_mb is not None:
+            chosen = replace(chosen, bucket_mb=shards.bucket_mb)
+        grouped.setdefault((*_ranks_and_divisor(entry, context), chosen, sharded), []).append(entry)
+    # Every rank asks for its sets at the same moment, whether it has sums or not.
+    context.ensure_groups(ranks for ranks, *_ in grouped if len(ranks) > 1)
+    return [
+        Sum(
+            names=tuple(entry.name for entry in members),
+            parameters=tuple(entry.parameter for entry in members),
+            ranks=ranks,
+            group=context.group_of_ranks(ranks) if len(ranks) > 1 else None,
+            divisor=divisor,
+            options=chosen,
+            sharding=shards.sharding if sharded and shards is not None else None,
+            labels=tuple(shards.labels[id(entry.parameter)] for entry in members) if sharded and shards else (),
+            between_stages=len({context.layout.local_rank(ParallelMode.PIPELINE, rank) for rank in ranks}) > 1,
+        )
+        for (ranks, divisor, chosen, sharded), members in grouped.items()
+    ]
+
+
+def _by_parameter(plans: Iterable[Plan], also: Iterable[tuple[str, nn.Parameter]]) -> list[_Entry]:
+    entries: dict[int, _Entry] = {}
+    for plan in plans:
+        for reduction in plan.reductions:
+            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
+                entry = entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))
+                entry.reductions.append(reduction)
+                for key, value in plan.options.items():
+                    before, by = entry.options.setdefault(key, (value, plan.handler))
+                    if before != value:
+                        raise ConfigError(
+                            f"gradient_handler: {by} has {key}={before!r} and {plan.handler} {key}={value!r}, and both "
+                            f"sum {name!r}, which is done at once; give both the same {key}"
+                        )
+    for name, parameter in also:
+        entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))
+    return list(entries.values())
+
+
+def _ranks_and_divisor(entry: _Entry, context: ParallelContext) -> tuple[tuple[int, ...], float]:
+    layout, rank = context.layout, context.get_global_rank()
+    divisor = 1.0
+    for reduction in entry.reductions:
+        divisor *= reduction.divisor
+    if not entry.reductions:
+        return (rank,), divisor
+    if len(entry.reductions) == 1:
+        return entry.reductions[0].ranks, divisor
+    placement = effective_placement(entry.parameter, layout, rank)
+    factors = tuple(Owed(r.mode, r.ranks, int(r.divisor)) for r in entry.reductions)
+    return joint_ranks(layout, placement, factors, rank), divisor

@@ -1,0 +1,95 @@
+"""Storage: the memory in which the buckets of one sum lie, those of one dtype on one device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from colonnade.comm.memory import Memory, allocate
+from colonnade.comm.rank_group import RankGroup
+from colonnade.reduce.bucket import Bucket, Buffer, GradientShard, fill
+from colonnade.reduce.options import HALVES
+from colonnade.reduce.records import Sum
+from colonnade.reduce.transports import TRANSPORTS, Transport
+
+_MB = 1 << 20
+TURNS = 2
+"""In how many pieces of memory buckets take turns that have none of their own: one is summed while the next is filled."""
+
+
+class BucketStorage:
+    """Owns one allocation in which all its buckets lie, or a few in which they take turns."""
+
+    def __init__(self, sum_: Sum, group: RankGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self._sum, self._group = sum_, group
+        self._dtype, self._device = dtype, device
+        self._memory: list[Memory] = []
+        self._under_way: deque[Bucket] = deque()
+        self._turn = 0
+
+    def lay_out(self, order: Sequence[int]) -> list[Bucket]:
+        """Buckets for the parameters at these positions, in this order, with their memory and transport.
+
+        Collective where the memory must grow; the same order on every rank.
+        """
+        options, transport = self._sum.options, self._transport(shared=True)
+        cap = (options.bucket_mb or transport.bucket_mb) * _MB
+        buckets = fill(self._sum, order, cap, options.first_bucket_mb * _MB, self._group.index)
+        keeps = not buckets or buckets[0].keeps_gradients
+        self._reserve(*((1, sum(b.numel for b in buckets)) if keeps else (TURNS, max(b.numel for b in buckets))))
+        transport = self._transport(shared=self._memory[0].every is not None)
+        start = 0
+        for bucket in buckets:
+            for memory in self._memory:
+                bucket.buffers.append(Buffer(bucket, memory.part(start, start + bucket.numel)))
+            start += bucket.numel if keeps else 0
+            if bucket.is_sharded:
+                self._give_shard(bucket)
+            for buffer in bucket.buffers:
+                buffer.transport = transport(bucket, buffer.memory, self._group)
+            bucket.use(bucket.buffers[0])
+        return buckets
+
+    def clear(self) -> None:
+        """Zero this rank's memory: a new layout has its padding elsewhere."""
+        for memory in self._memory:
+            memory.own.zero_()
+
+    def take_turn(self, bucket: Bucket) -> None:
+        """Give a bucket without memory of its own the next piece; first that must have been summed on every rank."""
+        # In shared memory a rank that is told of a full piece learns that the one before it is free.
+        most = 1 if self._memory[0].every is not None else len(self._memory)
+        while len(self._under_way) >= most:
+            self._under_way.popleft().finish(1.0)
+        bucket.use(bucket.buffers[self._turn % len(self._memory)])
+        self._turn += 1
+        self._under_way.append(bucket)
+
+    def finish_turns(self) -> None:
+        """End the sums of all buckets that have a turn."""
+        while self._under_way:
+            self._under_way.popleft().finish(1.0)
+
+    def _transport(self, shared: bool) -> type[Transport]:
+        shared = shared and self._sum.options.shared_memory is not False
+        fitting = (one for one in TRANSPORTS if shared or not one.shares_memory)
+        return next(one for one in fitting if one.serves(self._group, self._device))
+
+    def _give_shard(self, bucket: Bucket) -> None:
+        sharding = self._sum.sharding
+        assert sharding is not None
+        dtype = torch.float32 if sharding.wide and self._dtype in HALVES else self._dtype
+        device = sharding.device or self._device
+        if sharding.keep_whole and (dtype, device) == (self._dtype, self._device):
+            bucket.shard = GradientShard(bucket.buffers[0].flat[bucket.own][: bucket.used])
+        else:
+            bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=dtype, device=device))
+
+    def _reserve(self, count: int, numel: int) -> None:
+        if self._memory and self._memory[0].own.numel() >= numel:
+            return
+        self._memory = []  # what is too small goes before its successor comes
+        shared = self._transport(shared=True).shares_memory
+        self._memory = [allocate(self._group, numel, self._dtype, self._device, shared) for _ in range(count)]

@@ -1,0 +1,260 @@
+"""The synchroniser: gradients are summed over groups of ranks, while backward runs where that pays.
+
+It owns flat buckets, moves gradients into them as backward makes them, starts a bucket as soon as it is full on the
+last micro-batch, and finishes the rest in `wait`. Correctness never rests on when a gradient comes: a bucket that was
+started too early leaves a late gradient beside it, which `wait` finds and adds on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.comm.memory import keep_heap
+from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.gather import give_back
+from colonnade.reduce.records import Sum
+from colonnade.reduce.start_up import Log, check_alike, open_groups
+from colonnade.reduce.sum_state import SumState
+from colonnade.reduce.uneven import Agreement, explain, settle
+
+_log: Log = logging.getLogger("colonnade").info
+
+
+class Synchroniser:
+    """Carries out the `sums` of a model; one for all of them, so that a group's collectives have one order.
+
+    Call `prepare(last)` before each backward and `wait()` before gradients are used; both on every rank, and
+    `wait` the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of
+    a bucket; of a sharded sum the buckets' shards are final, and `.grad` is None. `scale`, when set before `wait`, is a
+    further factor on that step's gradients. `generation` counts how often buckets were laid out: anew when parameters
+    are frozen or thawed, or turn out to have sparse gradients.
+    """
+
+    def __init__(self, sums: Sequence[Sum], *, log: Log = _log) -> None:
+        self.scale: float | Tensor | None = None
+        self.generation = 0
+        self.buckets: list[Bucket] = []
+        self._log = log
+        # In one order on every rank, since each has its own subset of sums and some of this is collective.
+        sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
+        self.groups = open_groups(sums, log)
+        check_alike(sums, self.groups)
+        self.parameters = {id(parameter) for one in sums for parameter in one.parameters}
+        self._states = [SumState(one, self.groups[one.ranks]) for one in sums]
+        self._agreements = [
+            Agreement(group, [state for state in self._states if state.group is group])
+            for _, group in sorted(self.groups.items())
+        ]
+        self._state_of: dict[int, SumState] = {}
+        self._handles: list[Any] = []
+        self._last = self._pass_open = False
+        self._step = 0
+        self._reported: set[tuple[int, int]] = set()
+        self._arrange()
+        keep_heap()
+
+    @property
+    def layout(self) -> list[Bucket]:
+        """All buckets in the order in which they lie in memory; `buckets` has them in the order in which they start."""
+        return [bucket for state in self._states for bucket in state.laid_out]
+
+    def prepare(self, last: bool) -> None:
+        """Before a backward pass: is it the last one of this step?"""
+        if self._pass_open and not self._last:
+            self._end_pass()
+        self._last, self._pass_open = last, True
+        for state in self._states:
+            state.begin_pass()
+        for bucket in self.buckets:
+            if not bucket.started:
+                bucket.begin()
+
+    def finish(self) -> None:
+        """`wait`, unless that has been done since the last `prepare`: several handlers may ask for it."""
+        if self._pass_open:
+            self.wait()
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
+        for state in self._states:
+            state.open_notes()
+        self._start_rest(self.buckets)
+        for state in self._states:
+            state.finish_turns()
+        for agreement in self._agreements:
+            agreement.announce(self._step)
+        self._finish_buckets()
+        reports = [report for agreement in self._agreements for report in agreement.resolve()]
+        states = [state for agreement in self._agreements for state in agreement.states]
+        for state, report in zip(states, reports, strict=True):
+            self._settle(state, report)
+        self._hand_over()
+        self._learn(list(zip(states, reports, strict=True)))
+        self._step, self._last, self._pass_open, self.scale = self._step + 1, False, False, None
+
+    def close(self) -> None:
+        """Remove the hooks and the connections. Gradients stay valid; the synchroniser does not."""
+        self._remove_hooks()
+        for group in self.groups.values():
+            group.close()
+
+    # During backward
+
+    def _on_gradient(self, at: int, index: int) -> None:
+        """While recording: note the order of gradients and move each at once."""
+        bucket = self.buckets[at]
+        self._state_of[id(bucket)].record(bucket.positions[index])
+        if bucket.keeps_gradients:
+            with torch.no_grad():
+                bucket.move([index])
+
+    def _on_large(self, at: int, index: int) -> None:
+        """A gradient that is moved by itself has come."""
+        bucket = self.buckets[at]
+        if not bucket.started:
+            with torch.no_grad():
+                bucket.move_large(index, self._last)
+
+    def _on_last(self, at: int, _: int) -> None:
+        """The gradient that comes last in a bucket has come."""
+        bucket = self.buckets[at]
+        bucket.left -= 1
+        if bucket.left != 0 or bucket.started:
+            return
+        with torch.no_grad():
+            bucket.full = bucket.is_complete() and (self._last or self._every_pass(bucket))
+            if bucket.full:
+                self._start_full()
+
+    def _start_full(self) -> None:
+        """Start full buckets, strictly in order: every rank issues the same collectives in the same order."""
+        for bucket in self.buckets:
+            if bucket.transport.early and not bucket.started:
+                if not bucket.full:
+                    return
+                self._state_of[id(bucket)].start(bucket, early=True)
+
+    @torch.no_grad()
+    def _end_pass(self) -> None:
+        """Buckets that are summed at every pass: those of the pass before, all of them."""
+        mine = [bucket for bucket in self.buckets if self._every_pass(bucket)]
+        self._start_rest(mine)
+        for bucket in mine:
+            bucket.started = False
+
+    @staticmethod
+    def _every_pass(bucket: Bucket) -> bool:
+        return bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
+
+    # In wait
+
+    def _start_rest(self, buckets: Sequence[Bucket]) -> None:
+        """Start all that backward has left."""
+        for bucket in buckets:
+            if not bucket.started:
+                self._state_of[id(bucket)].start(bucket, early=False)
+
+    def _finish_buckets(self) -> None:
+        sharing = [agreement for agreement in self._agreements if agreement.group.sockets is not None]
+        for agreement in sharing:
+            agreement.resolve()  # from here on all ranks' gradients are in their memory
+        for bucket in self.buckets:
+            if bucket.keeps_gradients:
+                bucket.finish(1.0 if self.scale is None else self.scale)
+            elif self.scale is not None:
+                bucket.gradient.mul_(_on(self.scale, bucket.gradient))
+        # A rank's memory is final when every rank has written its slice into it.
+        written = [a.group for a in sharing if any(state.sum.sharding is None for state in a.states)]
+        for group in written:
+            group.signal(b"d")
+        for group in written:
+            group.collect()
+
+    def _settle(self, state: SumState, report: list[bytes]) -> None:
+        if not state.remarkable and all(notes == report[0] for notes in report):
+            for bucket in state.buckets:
+                bucket.absent = frozenset()
+            return
+        scale = 1.0 if self.scale is None else self.scale
+        for position, ranks in settle(state, report, scale / state.sum.divisor).items():
+            if (id(state), position) not in self._reported:
+                self._reported.add((id(state), position))
+                self._log(explain(state.sum, position, ranks, self._step))
+
+    def _hand_over(self) -> None:
+        """Of sharded sums, the shards are the result; `.grad` is None, or what all ranks are to have back."""
+        for bucket in self.buckets:
+            bucket.started = False
+            if bucket.shard is not None:
+                bucket.shard.landed = False
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+        for state in self._states:
+            if state.sum.sharding is not None and state.sum.sharding.give_back:
+                give_back(state.group, state.buckets)
+
+    def _learn(self, reports: Sequence[tuple[SumState, list[bytes]]]) -> None:
+        """Adapt the buckets to what this step has shown. Collective where something is new."""
+        changed = [state for state, report in reports if state.adapt(report)]
+        recorded = [state for state in self._states if state.recording]
+        for state in self._states:
+            if state in changed:
+                state.recording = True
+                state.lay_out()
+            elif state in recorded:
+                state.learn_order()
+        if changed or recorded:
+            self._arrange()
+            self.generation += bool(changed)
+
+    # Between steps
+
+    def _arrange(self) -> None:
+        """Put the buckets of all sums into one order, and hooks on the parameters."""
+        ranked = []
+        for serial, state in enumerate(self._states):
+            for at, (fraction, bucket) in enumerate(state.ranked()):
+                ranked.append((fraction, state.sum.ranks, serial, at, bucket))
+        # By how far through its sum a bucket is: a key that all ranks of two groups agree on.
+        self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
+        self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
+        self._remove_hooks()
+        for at, bucket in enumerate(self.buckets):
+            if bucket.recording:
+                for index, parameter in enumerate(bucket.parameters):
+                    self._hook(parameter, self._on_gradient, at, index)
+                continue
+            for position in bucket.large:
+                index = bucket.positions.index(position)
+                self._hook(bucket.parameters[index], self._on_large, at, index)
+            bucket.left = bucket.firings
+            self._hook(bucket.parameters[bucket.last], self._on_last, at, bucket.last)
+
+    def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
+        if not parameter.requires_grad:
+            return
+        # Not a reference to this object: a synchroniser that nobody holds any more must be able to go.
+        weak = weakref.WeakMethod(method)
+
+        def call(_: Tensor) -> None:
+            alive = weak()
+            if alive is not None:
+                alive(at, index)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(call))
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _on(scale: float | Tensor, like: Tensor) -> float | Tensor:
+    return scale.to(like.device, like.dtype) if isinstance(scale, Tensor) else scale

@@ -1,0 +1,59 @@
+"""What a transport is: the way in which one bucket's gradients are summed over the ranks of a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from colonnade.comm.memory import Memory
+from colonnade.comm.rank_group import RankGroup
+
+if TYPE_CHECKING:
+    from colonnade.reduce.bucket import Bucket
+
+
+class Transport(ABC):
+    """Sums one bucket in one piece of memory.
+
+    Of a sharded bucket `finish` lands the sum of the owned slice (`bucket.land`); of any other it leaves the whole
+    sum in the memory of every rank. Every rank starts the same buckets in the same order.
+    """
+
+    name: ClassVar[str]
+    bucket_mb: ClassVar[float]
+    """The size of bucket that suits it."""
+    shares_memory: ClassVar[bool] = False
+    """Whether it needs memory that all ranks of the group see."""
+    early: bool = False
+    """Whether starting before the end of backward is of use."""
+    divides: bool = False
+    """Whether it wants gradients that are divided already: that costs nothing while they are moved."""
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, group: RankGroup, device: torch.device) -> bool:
+        """Whether it can sum gradients on this device over these ranks."""
+
+    @abstractmethod
+    def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None: ...
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin, when the gradients are in the memory; may return before anything is sent."""
+
+    @abstractmethod
+    def finish(self, factor: float | Tensor) -> None:
+        """Return when the sum is there, multiplied by `factor`."""
+
+
+def real(flat: Tensor) -> Tensor:
+    """A complex buffer as twice as many reals, another as it is."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Whether multiplying by it changes nothing, as far as can be told without looking at a device."""
+    return isinstance(factor, float) and factor == 1.0

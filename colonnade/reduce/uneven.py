@@ -1,0 +1,194 @@
+"""Gradients that did not go the usual way: missing on some rank, late, sparse, or without a bucket.
+
+Every rank writes one note per parameter. Nearly always all notes are alike, and a digest shows it; only where they
+differ are the notes themselves exchanged. Whatever happened, the result equals one process on the joined batch: a
+parameter that got a gradient on any rank has the sum, a parameter that got none anywhere has `.grad` None, so that
+the optimizer skips it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from colonnade.comm.memory import Memory
+from colonnade.comm.rank_group import RankGroup
+from colonnade.comm.torch_versions import all_gather_flat
+from colonnade.errors import GradientError, listed
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import flattened
+from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket, Buffer
+from colonnade.reduce.records import Sum
+from colonnade.reduce.sum_state import Places, SumState
+from colonnade.reduce.transports.collective import Collective
+from colonnade.reduce.transports.local import Local
+
+
+class Agreement:
+    """The notes of one group of ranks, for all its sums one after another."""
+
+    def __init__(self, group: RankGroup, states: Sequence[SumState]) -> None:
+        self.group, self.states = group, list(states)
+        self._own: list[bytes] = []
+        self._reports: list[list[bytes]] | None = None
+        self._step = 0
+
+    def announce(self, step: int) -> None:
+        """Tell the others; does not wait."""
+        self._own, self._step, self._reports = [state.close_notes() for state in self.states], step, None
+        digest = hashlib.blake2b(b"".join(self._own), digest_size=8).digest()
+        self.group.signal(step.to_bytes(8, "little") + digest)
+
+    def resolve(self) -> list[list[bytes]]:
+        """Wait for the others: per sum, the notes of every rank in group order."""
+        if self._reports is None:
+            heard = self.group.collect()
+            self._check_steps(heard)
+            alike = all(message == heard[0] for message in heard)
+            own = b"".join(self._own)
+            whole = [own] * self.group.size if alike else self.group.gather_bytes(own)
+            self._reports, start = [], 0
+            for notes in self._own:
+                self._reports.append([other[start : start + len(notes)] for other in whole])
+                start += len(notes)
+        return self._reports
+
+    def _check_steps(self, heard: list[bytes]) -> None:
+        steps = [int.from_bytes(message[:8], "little") for message in heard]
+        if len(set(steps)) > 1:
+            at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(self.group.ranks, steps, strict=True))
+            raise GradientError(
+                f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one"
+            )
+
+
+def settle(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
+    """Finish the parameters that `reports` (all ranks' notes) remark on, after the buckets are summed.
+
+    Returns position -> global ranks that had no gradient while others did. Collective.
+    """
+    sum_, group, places = state.sum, state.group, state.places
+    dense: list[int] = []
+    absent: dict[int, set[int]] = {}
+    uneven: dict[int, list[int]] = {}
+    for position, notes in enumerate(zip(*reports, strict=True)):
+        if not any(note & (MISSING | OUTSIDE | SPARSE) for note in notes):
+            continue
+        in_bucket = position in places and not all(note & (MISSING | SPARSE) for note in notes)
+        outside = any(note & OUTSIDE for note in notes)
+        sparse = any(note & SPARSE for note in notes)
+        if sparse and sum_.sharding is not None:
+            raise GradientError(
+                f"the gradient of {sum_.names[position]!r} is sparse, and ZeRO shards dense gradients only; build its "
+                f"layer with sparse=False, or turn zero off"
+            )
+        if outside or (sparse and in_bucket):
+            dense.append(position)
+        elif sparse:
+            _sum_sparse(sum_, position, group, factor)
+        elif in_bucket:
+            bucket, index = places[position]
+            if not bucket.is_sharded:
+                bucket.attach(index)
+        elif position in places:
+            bucket, index = places[position]
+            absent.setdefault(id(bucket), set()).add(index)
+        if in_bucket or outside or sparse:
+            uneven[position] = [r for r, note in zip(group.ranks, notes, strict=True) if note & MISSING]
+    for bucket in state.buckets:
+        bucket.absent = frozenset(absent.get(id(bucket), ()))
+    _sum_dense(sum_, dense, group, places, factor)
+    return {position: ranks for position, ranks in uneven.items() if ranks}
+
+
+def explain(sum_: Sum, position: int, ranks: Sequence[int], step: int) -> str:
+    """What to say of a parameter without gradient on some ranks."""
+    return (
+        f"step {step}: no gradient for {sum_.names[position]!r} on ranks {listed(ranks)}, "
+        f"but on others of {listed(sum_.ranks)}: counted as zero (said once)"
+    )
+
+
+def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Places, factor: float | Tensor) -> None:
+    """Sum what lies beside the buckets, and add it to what is in them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for position in positions:
+        tensor = local_part(sum_.parameters[position])
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
+    plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None))
+    for kind in sorted(kinds, key=str):
+        extra = Bucket(plain, kinds[kind])
+        memory = Memory(torch.zeros(extra.numel, dtype=kind[0], device=kind[1]))
+        buffer = Buffer(extra, memory)
+        for parameter, view, position in zip(extra.parameters, buffer.views, extra.positions, strict=True):
+            grad = parameter.grad
+            if grad is not None and not _is_in_bucket(grad, places.get(position)):
+                strided = grad if grad.layout is torch.strided else grad.to_dense()
+                view.copy_(local_part(strided, parameter))
+        transport = (Local if group.alone else Collective)(extra, memory, group)
+        transport.start()
+        transport.finish(factor)
+        for i, position in enumerate(extra.positions):
+            _put(extra.parameters[i], buffer, i, places.get(position))
+
+
+def _is_in_bucket(grad: Tensor, place: tuple[Bucket, int] | None) -> bool:
+    return place is not None and grad is place[0].grads[place[1]]
+
+
+def _put(parameter: Tensor, buffer: Buffer, i: int, place: tuple[Bucket, int] | None) -> None:
+    if place is None:
+        parameter.grad = buffer.grads[i]
+        return
+    bucket, index = place
+    if not bucket.is_sharded:
+        bucket.views[index].add_(buffer.views[i])
+        bucket.attach(index)
+        return
+    parameter.grad = None
+    flat = flattened(buffer.views[i])
+    for span in bucket.spans:
+        if span.index == index:
+            into = bucket.gradient[span.at : span.at + span.numel]
+            into.add_(flat[span.start : span.stop].to(into.device, into.dtype))
+
+
+def _sum_sparse(sum_: Sum, position: int, group: RankGroup, factor: float | Tensor) -> None:
+    """Sum sparse gradients as what they are: all ranks' entries, gathered, then those of equal index added."""
+    parameter = sum_.parameters[position]
+    own = _coo(parameter)
+    counts = [int(count) for count in group.gather_objects(own._nnz())]
+    indices = _gather_padded(own.indices().t().contiguous(), counts, group).t()
+    values = _gather_padded(own.values(), counts, group)
+    total = torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+    total.values().mul_(factor)
+    parameter.grad = total
+
+
+def _coo(parameter: Tensor) -> Tensor:
+    """The parameter's sparse gradient, its equal indices added up; without entries where there is none."""
+    grad = parameter.grad
+    if grad is not None:
+        return grad.coalesce()
+    dims = 1
+    indices = torch.empty(dims, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[dims:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
+
+
+def _gather_padded(rows: Tensor, counts: Sequence[int], group: RankGroup) -> Tensor:
+    """The rows of all ranks, in group order."""
+    if group.alone:
+        return rows
+    most = max(counts)
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    gathered = rows.new_empty(group.size * most, *rows.shape[1:])
+    if most:
+        all_gather_flat(gathered, padded, group=group.group)
+    blocks = gathered.view(group.size, most, *rows.shape[1:])
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])

@@ -1,0 +1,76 @@
+"""The parameters of a sharded bucket: flat on every rank, and the slice of them that this rank steps on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colonnade.comm.memory import allocate
+from colonnade.comm.rank_group import RankGroup
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.bucket import Bucket
+
+
+class BucketValues:
+    """The parameters of `bucket` in flat memory, with its offsets; `owned` is the slice that is stepped on.
+
+    `owned` is part of the parameters themselves, or (another dtype or device, as `shard` has) a master copy of it.
+    Collective: the memory is shared where it can be.
+    """
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket, group: RankGroup) -> None:
+        self.bucket, self.group = bucket, group
+        share = None if bucket.transport.shares_memory else False
+        self.memory = allocate(group, bucket.numel, bucket.layout.dtype, bucket.layout.device, share)
+        self._elsewhere: list[tuple[Tensor, Tensor]] = []
+        views = bucket.layout.views(self.memory.own[: bucket.layout.numel])
+        for parameter, view in zip(bucket.parameters, views, strict=True):
+            part = local_part(parameter)
+            view.copy_(part)
+            if is_dtensor(parameter):
+                # What made it (FSDP2) knows where its elements lie: they stay there, and are copied in and out.
+                self._elsewhere.append((part, view))
+            else:
+                parameter.data = view
+        self._views = views
+        shard = bucket.gradient
+        self.has_master = (shard.dtype, shard.device) != (bucket.layout.dtype, bucket.layout.device)
+        self.owned = self._own_part.to(shard.device, shard.dtype, copy=True) if self.has_master else self._own_part
+        self.parts = [self.owned[span.at : span.at + span.numel] for span in bucket.spans]
+        self.grads = [shard[span.at : span.at + span.numel] for span in bucket.spans]
+
+    @property
+    def _own_part(self) -> Tensor:
+        return self.memory.own[self.bucket.own][: self.bucket.used]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take up what somebody wrote to the parameters since the last step, in whatever way: loaded weights, say.
+
+        A parameter that was given other memory gets the bucket's back, with its values. A master copy keeps its
+        digits wherever the parameter still is what the copy rounds to.
+        """
+        for part, view in self._elsewhere:
+            view.copy_(part)
+        if not self._elsewhere:
+            for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    view.copy_(parameter)
+                    parameter.data = view
+        if self.has_master and self.bucket.used:
+            now = self._own_part.to(self.owned.device)
+            self.owned.copy_(torch.where(now == self.owned.to(now.dtype), self.owned, now.to(self.owned.dtype)))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the stepped slice to this rank's parameters; the others' still have to be told."""
+        if self.has_master:
+            self._own_part.copy_(self.owned)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The parameters of all ranks have come: bring them to those that lie elsewhere."""
+        for part, view in self._elsewhere:
+            part.copy_(view)

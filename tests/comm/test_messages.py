@@ -1,0 +1,62 @@
+"""Small messages in a real world: what one rank says, all hear; what fails on one, fails on all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from colonnade.comm.messages import agreed_errors, gather_json, gather_texts, share_texts
+from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, timeout_of
+from colonnade.errors import PlacementError
+from colonnade.testing import run_world
+
+CPU = torch.device("cpu")
+
+
+def _talk() -> dict[str, object]:
+    rank = dist.get_rank()
+    heard = {
+        "texts": gather_texts("é" * rank, CPU),
+        "json": gather_json({"rank": rank, "ranks": [0] * rank}, CPU),
+        "store": share_texts("test", f"from {rank}"),
+    }
+    try:
+        with agreed_errors(CPU):
+            if rank == 1:
+                raise PlacementError("wrong here")
+    except PlacementError as error:
+        heard["error"] = str(error)
+    with agreed_errors(CPU):
+        pass
+    return heard
+
+
+def test_every_rank_hears_every_message():
+    values = run_world(3, _talk).values
+    for heard in values:
+        assert [text.strip() for text in heard["texts"]] == ["", "é", "éé"]
+        assert heard["json"] == [{"rank": rank, "ranks": [0] * rank} for rank in range(3)]
+        assert heard["store"] == ["from 0", "from 1", "from 2"]
+    assert [heard["error"] for heard in values] == [
+        "on rank 1 (this rank is 0): wrong here",
+        "wrong here",
+        "on rank 1 (this rank is 2): wrong here",
+    ]
+
+
+def _private_names() -> tuple[list[float], list[bool], timedelta, bytes]:
+    group = dist.new_group([0, 1], timedelta(seconds=37))
+    received = torch.empty(2)
+    all_gather_flat(received, torch.tensor([float(dist.get_rank())]), group=group)
+    alive = [is_alive(group)]
+    limit = timeout_of(group)
+    dist.destroy_process_group(group)
+    default_store().set("colonnade/test", "here")
+    return received.tolist(), [*alive, is_alive(group)], limit, default_store().get("colonnade/test")
+
+
+def test_the_private_names_of_torch_do_what_we_use_them_for():
+    for value in run_world(2, _private_names).values:
+        assert value == ([0.0, 1.0], [True, False], timedelta(seconds=37), b"here")
