@@ -135,6 +135,7 @@ def _where(entry: Any) -> str:
 DIST_GROUP_INITIALIZER = Registry("process group initializer", home="colonnade.context.dist_group_initializer")
 GRADIENT_HANDLER = Registry("gradient handler", home="colonnade.engine.gradient_handler")
 SCHEDULE = Registry("schedule", home="colonnade.engine.schedule")
+ORDERS = Registry("pipeline order", home="colonnade.engine.schedule.orders")
 HOOKS = Registry("trainer hook", home="colonnade.trainer.hooks")
 LAYERS = Registry("layer", libraries=("torch.nn",))
 LOSSES = Registry("loss", libraries=("torch.nn",))

@@ -17,7 +17,7 @@ SLOW_MODULES = (
     "checkpoint/test_write.py",
     "context/test_parallel_context.py",
     "engine/gradient_handler/test_ledger.py",
-    "engine/schedule/test_executor.py",
+    "engine/schedule/executor/test_executor.py",
     "engine/schedule/test_pipeline.py",
     "engine/test_clip.py",
     "engine/test_pipeline.py",

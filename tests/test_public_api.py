@@ -34,7 +34,7 @@ TOP = [
 ]
 
 HOMES = {
-    "colonnade.registry": ["GRADIENT_HANDLER", "DIST_GROUP_INITIALIZER", "SCHEDULE"],
+    "colonnade.registry": ["GRADIENT_HANDLER", "DIST_GROUP_INITIALIZER", "ORDERS", "SCHEDULE"],
     "colonnade.engine": ["BaseGradientHandler", "BaseSchedule", "Engine", "initialize"],
     "colonnade.engine.gradient_handler": ["BaseGradientHandler"],
     "colonnade.engine.schedule": ["BaseSchedule"],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colonnade.comm.torch_versions import is_alive
+from colonnade.comm.torch_versions import is_alive, timeout_of
 from colonnade.errors import ContextError
 
 RankSet = tuple[int, ...]
@@ -23,6 +23,7 @@ class ProcessGroups:
         self._cpu_twins = cpu_twins and dist.get_backend() != "gloo"
         self._groups: dict[RankSet, Any] = {}
         self._cpu_groups: dict[RankSet, Any] = {}
+        self._second: dict[tuple[RankSet, str], Any] = {}
         self._borrowed: set[RankSet] = set()
         # Every set that was ever created, this rank in it or not: all ranks must skip the same ones.
         self._created: set[RankSet] = set()
@@ -67,6 +68,13 @@ class ProcessGroups:
             )
         return self._find(self._cpu_groups, key)
 
+    def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
+        """Another group of `ranks`, with backends of its own. Collective over the world for all `rank_sets` at first."""
+        for key in [(tuple(each), backend) for each in rank_sets]:
+            if key not in self._second:
+                self._second[key] = dist.new_group(list(key[0]), timeout_of(), backend)  # as long as the world waits
+        return self._second[tuple(ranks), backend]
+
     def __len__(self) -> int:
         return len(self._groups)
 
@@ -74,10 +82,10 @@ class ProcessGroups:
         """Destroy what was created here; borrowed groups stay with their owner."""
         own = [group for ranks, group in self._groups.items() if ranks not in self._borrowed]
         twins = list(self._cpu_groups.values()) if self._cpu_twins else []
-        for group in [*own, *twins]:
+        for group in [*own, *twins, *self._second.values()]:
             if is_alive(group):
                 dist.destroy_process_group(group)
-        for held in (self._groups, self._cpu_groups, self._borrowed, self._created):
+        for held in (self._groups, self._cpu_groups, self._second, self._borrowed, self._created):
             held.clear()
 
     def _find(self, held: dict[RankSet, Any], ranks: RankSet) -> Any:

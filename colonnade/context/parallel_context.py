@@ -153,6 +153,13 @@ class ParallelContext:
         """The gloo twin of `get_group(mode)`; the same object where the backend already is gloo."""
         return self._joined().cpu_group(self.get_ranks_in_group(mode))
 
+    def get_second_group(self, mode: ParallelMode, backend: str) -> dist.ProcessGroup:
+        """Another group of the ranks of `get_group(mode)`, with backends of its own ("cpu:gloo,cuda:nccl").
+
+        The same one at every call; the first call is collective over the world.
+        """
+        return self._joined().second_group(self.get_ranks_in_group(mode), self._layout.groups(mode), backend)
+
     def group_of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup:
         """The torch process group of exactly these ranks, whatever mode it was made for."""
         return self._joined().group(sorted(ranks))

@@ -26,7 +26,7 @@ from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
-from colonnade.registry import SCHEDULE
+from colonnade.registry import ORDERS, SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
 """(engine, train_dataloader, test_dataloader, lr_scheduler)"""
@@ -171,6 +171,8 @@ def _build_schedule(context: ParallelContext) -> BaseSchedule:
     wanted = context.config.get("schedule") or _default_schedule(context)
     settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
     name = settings.pop("type")
+    if name in ORDERS:
+        name, settings = "PipelineSchedule", {"order": name, **settings}
     schedule = SCHEDULE.get_module(name)
     try:
         built = schedule(**settings)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.loss import Count
-from colonnade.errors import GradientError
+from colonnade.engine.schedule.loss import Count, LossForm
 
 
 class LossBook:
@@ -23,7 +22,7 @@ class LossBook:
     def __init__(self, context: ParallelContext, accumulation: int) -> None:
         self._context = context
         self._accumulation = accumulation
-        self._weighted: bool | None = None
+        self._form = LossForm()
         self._count: Tensor | float = 0.0
         self._means = 0
         self.uneven = False
@@ -39,10 +38,7 @@ class LossBook:
 
         `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
         """
-        weighted = count is not None
-        if self._weighted is not None and weighted != self._weighted:
-            raise GradientError("some micro-batches of this step gave a mean and some gave (sum, count); use one form")
-        self._weighted = weighted
+        self._form.keep(count is not None)
         if not here:
             return
         if count is None:
@@ -52,7 +48,7 @@ class LossBook:
 
     def factor(self) -> Tensor | None:
         """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
-        if not self._weighted and not self.uneven:
+        if not self._form.counted and not self.uneven:
             return None
         mine = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in (self._count, self._means)])
         totals = mine.to(self._context.device) * self._share
@@ -70,4 +66,4 @@ class LossBook:
 
     def clear(self) -> None:
         """Start the next step."""
-        self._weighted, self._count, self._means = None, 0.0, 0
+        self._form, self._count, self._means = LossForm(), 0.0, 0

@@ -7,9 +7,10 @@ parameters whatever the cut. Parameters that end up in two stages are found and 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from colonnade.errors import ScheduleError, did_you_mean, listed
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
+Layers = Sequence[tuple[str, nn.Module]]
+"""Layers in the order in which they are called, with their names in the model."""
 
 
 class Stage(nn.Module):
@@ -29,7 +32,7 @@ class Stage(nn.Module):
     tuple goes in by position and a dict by keyword.
     """
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], takes_one_value: bool) -> None:
+    def __init__(self, layers: Layers, takes_one_value: bool) -> None:
         super().__init__()
         self.takes_one_value = takes_one_value
         self.layer_names = tuple(name for name, _ in layers)
@@ -40,8 +43,18 @@ class Stage(nn.Module):
         first, *others = (self.get_submodule(name) for name in self.layer_names)
         value = first(*args, **kwargs)
         for layer in others:
-            value = layer(value) if self.takes_one_value else _call(layer, value)
+            value = call_layer(layer, value, self.takes_one_value)
         return value
+
+
+def call_layer(layer: Callable[..., Any], value: Any, one_value: bool = False) -> Any:
+    """Call `layer` as a person would write it: a dict by keyword, a tuple or list by position, anything else alone.
+
+    `one_value`: always alone, as in nn.Sequential.
+    """
+    if isinstance(value, Mapping) and not one_value:
+        return layer(**value)
+    return layer(*value) if isinstance(value, (tuple, list)) and not one_value else layer(value)
 
 
 @dataclass(frozen=True)
@@ -77,16 +90,21 @@ def split(
     A list of modules is taken as stages that you made yourself. No parameter is copied.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
-        return _own_stages(list(model), at, num_stages)
-    layers = _layers(model)
+        stages = list(model)
+        if at is not None or num_stages not in (None, len(stages)):
+            raise ScheduleError(
+                f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or "
+                "give the model in one piece"
+            )
+        return Split(stages, find_ties(stages))
+    one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential
+    layers = _sequential_layers(model) if one_value else _declared_layers(model)
     _check_covered(model, layers)
-    firsts = _given_cuts(layers, at, num_stages) if at is not None else None
-    if firsts is None:
-        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, _is_sequential(model)))
-    stops = [*firsts[1:], len(layers)]
-    stages: list[nn.Module] = [
-        Stage(layers[first:stop], _is_sequential(model)) for first, stop in zip(firsts, stops, strict=True)
-    ]
+    if at is not None:
+        firsts = _given_cuts(layers, at, num_stages)
+    else:
+        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
+    stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 
 
@@ -100,32 +118,16 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
     return [tuple((name, stage) for stage, name in held.items()) for held in places.values() if len(held) > 1]
 
 
-def _own_stages(stages: list[nn.Module], at: Sequence[str] | None, num_stages: int | None) -> Split:
-    if at is not None or num_stages not in (None, len(stages)):
-        raise ScheduleError(
-            f"a list of {len(stages)} modules is {len(stages)} stages as it is; leave out at= and num_stages=, or give "
-            "the model in one piece"
-        )
-    return Split(stages, find_ties(stages))
-
-
 # -- layers -----------------------------------------------------------------------------------------------
 
 
-def _is_sequential(model: nn.Module) -> bool:
-    return not hasattr(model, "pipeline_layers")
-
-
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers in the order in which they are called, with their names in the model."""
-    if not _is_sequential(model):
-        return _declared_layers(model)
-    if isinstance(model, nn.Sequential):
-        return list(_flat(model, ""))
-    raise ScheduleError(
-        f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() that "
-        "returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
-    )
+def _sequential_layers(model: nn.Module) -> Layers:
+    if not isinstance(model, nn.Sequential):
+        raise ScheduleError(
+            f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() "
+            "that returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
+        )
+    return list(_flat(model, ""))
 
 
 def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -139,7 +141,7 @@ def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
             yield prefix + name, layer
 
 
-def _declared_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _declared_layers(model: nn.Module) -> Layers:
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), name)
@@ -161,7 +163,7 @@ def _declared_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
-def _check_covered(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
+def _check_covered(model: nn.Module, layers: Layers) -> None:
     """Every parameter and buffer of the model lies in some layer, or it would be lost."""
     kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
     lost = [key for key in _tensor_names(model) if key not in kept]
@@ -188,16 +190,10 @@ def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
     holder.add_module(last, layer)
 
 
-def _call(layer: nn.Module, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return layer(**value)
-    return layer(*value) if isinstance(value, (tuple, list)) else layer(value)
-
-
 # -- where to cut -----------------------------------------------------------------------------------------
 
 
-def _given_cuts(layers: Sequence[tuple[str, nn.Module]], at: Sequence[str], num_stages: int | None) -> list[int]:
+def _given_cuts(layers: Layers, at: Sequence[str], num_stages: int | None) -> list[int]:
     """The index of the first layer of each stage."""
     names = [name for name, _ in layers]
     firsts = [0]
@@ -218,9 +214,7 @@ def _given_cuts(layers: Sequence[tuple[str, nn.Module]], at: Sequence[str], num_
     return firsts
 
 
-def _balanced_cuts(
-    layers: Sequence[tuple[str, nn.Module]], num_stages: int | None, weights: Sequence[float]
-) -> list[int]:
+def _balanced_cuts(layers: Layers, num_stages: int | None, weights: Sequence[float]) -> list[int]:
     if num_stages is None:
         raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
     if not 1 <= num_stages <= len(layers):
@@ -233,9 +227,7 @@ def _balanced_cuts(
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` runs of items starts, so that the heaviest is as light as can be, then the rest even."""
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
+    sums = list(accumulate(weights, initial=0.0))
 
     @cache
     def best(start: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
@@ -256,7 +248,7 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
 # -- how heavy a layer is ---------------------------------------------------------------------------------
 
 
-def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any, one_value: bool) -> list[float]:
+def _weights(layers: Layers, balance: str, sample: Any, one_value: bool) -> list[float]:
     if balance == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
     if balance != "time":
@@ -266,10 +258,10 @@ def _weights(layers: Sequence[tuple[str, nn.Module]], balance: str, sample: Any,
     return _measured(layers, sample, one_value)
 
 
-def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: bool) -> list[float]:
+def _measured(layers: Layers, sample: Any, one_value: bool) -> list[float]:
     """Seconds of forward and backward for each layer; gradients, modes and random state stay as they were."""
     seconds: list[float] = []
-    value, call = sample, _call
+    value, alone = sample, False
     devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         for _, layer in layers:
@@ -277,13 +269,13 @@ def _measured(layers: Sequence[tuple[str, nn.Module]], sample: Any, one_value: b
             layer.eval()
             try:
                 value = tree_map(_fresh, value)
-                seconds.append(min(_seconds(layer, value, call) for _ in range(3)))
+                seconds.append(min(_seconds(layer, value, alone) for _ in range(3)))
                 with torch.no_grad():
-                    value = call(layer, value)
+                    value = call_layer(layer, value, alone)
             finally:
                 for module, training in modes.items():
                     module.training = training
-            call = (lambda layer, value: layer(value)) if one_value else _call
+            alone = one_value
     return seconds
 
 
@@ -292,19 +284,20 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_() if floating else leaf
 
 
-def _seconds(layer: nn.Module, value: Any, call: Any) -> float:
+def _seconds(layer: nn.Module, value: Any, one_value: bool) -> float:
     _synchronize(value)
     start = time.perf_counter()
-    output = call(
-        layer, tree_map(lambda leaf: leaf * 1 if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, value)
-    )
-    roots = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    candidates = [*layer.parameters(), *tree_leaves(value)]
-    leaves = [leaf for leaf in candidates if isinstance(leaf, Tensor) and leaf.requires_grad]
+    output = call_layer(layer, tree_map(lambda leaf: leaf * 1 if _needs_grad(leaf) else leaf, value), one_value)
+    roots = [leaf for leaf in tree_leaves(output) if _needs_grad(leaf)]
+    leaves = [leaf for leaf in [*layer.parameters(), *tree_leaves(value)] if _needs_grad(leaf)]
     if roots and leaves:
         torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     _synchronize(value)
     return time.perf_counter() - start
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _synchronize(value: Any) -> None:

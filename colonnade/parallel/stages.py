@@ -37,10 +37,11 @@ class Chunks(nn.ModuleList):
         extra = sorted(set(state_dict).difference(*known))
         if strict and extra:
             raise RuntimeError(f"unexpected keys for the stages here: {', '.join(extra)}")
-        for module, keys in zip(self, known, strict=True):
-            own = {key: value for key, value in state_dict.items() if key in keys}
-            missing = module.load_state_dict(own, strict, assign)
-        return missing
+        found = [
+            module.load_state_dict({key: value for key, value in state_dict.items() if key in keys}, strict, assign)
+            for module, keys in zip(self, known, strict=True)
+        ]
+        return type(found[0])([key for each in found for key in each.missing_keys], extra)
 
 
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:

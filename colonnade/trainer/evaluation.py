@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from colonnade.checkpoint.format.values import is_stateful
 from colonnade.engine.engine import Engine
-from colonnade.engine.schedule.micro_batch import join
+from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
 from colonnade.trainer.data import NO_BATCH, Lengths, read_lengths
 from colonnade.trainer.exchange import gather_values, speaks

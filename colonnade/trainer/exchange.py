@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.values import Meta, build, describe
+from colonnade.engine.schedule.transfer.values import Meta, build, describe
 
 _host_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """By the group of the world, so that it is made once for a world, and made anew when the world is."""

@@ -14,8 +14,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.orders import chunks_per_rank
 from colonnade.parallel.placement import Shard, Tied, place
-from colonnade.registry import SCHEDULE
+from colonnade.registry import ORDERS, SCHEDULE
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
 from tests.engine.gradient_handler.scenarios import Copy, Sum, numbers
 
@@ -210,6 +211,28 @@ def _own() -> None:
 
 def test_a_schedule_of_ones_own_in_a_few_lines_chosen_by_config():
     run_world(2, _own)
+
+
+def by_turns(num_ranks: int, num_micro_batches: int) -> dict[int, str]:
+    """An order of the user's own, on a V: one micro-batch after the other, forward and back."""
+    return {
+        rank: " ".join(f"{a}F{k} {b}F{k} {b}B{k} {a}I{k} {a}W{k}" for k in range(num_micro_batches))
+        for rank in range(num_ranks)
+        for a, b in [(rank, 2 * num_ranks - 1 - rank)]
+    }
+
+
+def _own_order(type_: str, settings: dict[str, Any]) -> list[str]:
+    ORDERS.register_module(chunks_per_rank(2)(by_turns))
+    return _train({"pipeline": 2}, type_, settings, "v", True, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("by_turns", {}), ("PipelineSchedule", {"order": "by_turns", "num_chunks": 2})]
+)
+def test_an_order_of_ones_own_is_one_function_chosen_by_config(name, settings):
+    orders = run_world(2, _own_order, name, settings).values
+    assert [" ".join(order) for order in orders] == list(by_turns(2, 4).values())
 
 
 CSV = "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.micro_batch import cut_batch
+from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import Stage, balanced, find_ties, split
@@ -120,7 +120,7 @@ def layer_names(stages: Sequence[nn.Module]) -> list[tuple[str, ...]]:
 def run_all(stages: Sequence[nn.Module], value: Any) -> Any:
     """The stages one after another, as the executor calls them."""
     from colonnade.engine.schedule.executor import call_module
-    from colonnade.engine.schedule.micro_batch import MicroBatch
+    from colonnade.engine.schedule.executor.micro_batch import MicroBatch
 
     for index, stage in enumerate(stages):
         value = call_module(index, stage, value, MicroBatch(0))

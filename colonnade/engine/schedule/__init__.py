@@ -1,7 +1,12 @@
-"""Schedules: how one step's forward and backward passes run."""
+"""Schedules: how one step's forward and backward passes run.
+
+`base`, `non_pipeline`, `pipeline`: what a config names. `actions`, `orders`, `check`, `replay`, `simulate`: the order
+of passes in a pipeline as a table, without torch. `executor`: runs a table. `transfer`: what goes between stages.
+"""
 
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.named import (
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
+from colonnade.engine.schedule.pipeline import (
     ZBV,
     BreadthFirst,
     DualPipeV,
@@ -10,10 +15,9 @@ from colonnade.engine.schedule.named import (
     InterleavedPipelineSchedule,
     InterleavedZeroBubble,
     OneFOneB,
+    PipelineSchedule,
     TableSchedule,
 )
-from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.pipeline import PipelineSchedule
 
 __all__ = [
     "ZBV",

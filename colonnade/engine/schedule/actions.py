@@ -49,9 +49,10 @@ GIVES_INPUT_GRADIENT = frozenset({Kind.BACKWARD, Kind.INPUT})
 ENDS_MICRO_BATCH = frozenset({Kind.BACKWARD, Kind.WEIGHT})
 """After one of these nothing of the micro-batch is kept on the stage."""
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SENT_F|SEND_B|RECV_B|SENT_B|F|B|I|W)(\d+)")
+_ACTION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
+_REDUCE = re.compile(r"\d+REDUCE_GRAD")
+_SHARDING = re.compile(r"\d+(UNSHARD|RESHARD)")
 
 
 class Action(NamedTuple):
@@ -85,9 +86,9 @@ Row: TypeAlias = "str | Sequence[Cell]"
 def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
     """Make a table of rows: one per pipeline rank, a string `"0F0 0F1"` or a list of actions, strings, None.
 
-    Empty cells (None, "") are waits, which the executor finds by itself, and are left out. Tables of
-    torch.distributed.pipelining may be given as they are: `(0F1;3B0)OVERLAP_F_B` is F then B, and words on
-    sharding are left out, because that is the engine's business here.
+    Empty cells (None, "") are waits, which the executor finds by itself, and are left out. The `pipeline_order` of
+    torch.distributed.pipelining may be given unchanged: `(0F1;3B0)OVERLAP_F_B` is F then B, and REDUCE_GRAD needs no
+    action, because the engine reduces as soon as gradients are complete. UNSHARD and RESHARD are refused.
     """
     items = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
     table = {rank: _parse_row(row) for rank, row in items}
@@ -140,6 +141,9 @@ def _parse_cell(cell: object) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(text)
     if overlapped:
         return [Action.parse(part) for part in overlapped[1].split(";")]
-    if not text or _SHARDING.fullmatch(text):
-        return []
-    return [Action.parse(text)]
+    if _SHARDING.fullmatch(text):
+        raise ScheduleError(
+            f"{text} cannot be done by a table: zero stage 3 (FSDP2) gathers and frees parameters pass by pass. "
+            "Leave out UNSHARD and RESHARD."
+        )
+    return [Action.parse(text)] if text and not _REDUCE.fullmatch(text) else []

@@ -76,12 +76,11 @@ class BaseSchedule(ABC):
             return self.data_process_func(batch)
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
             return batch[0], batch[1]
-        if isinstance(batch, dict):
+        if isinstance(batch, (dict, Tensor)):
             return batch, None
-        if isinstance(batch, Tensor):
-            return batch, None
+        length = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
         raise ScheduleError(
-            f"a batch is (data, label), a dict or a tensor, not {_kind(batch)}; "
+            f"a batch is (data, label), a dict or a tensor, not a {type(batch).__name__}{length}; "
             f"pass data_process_func=lambda batch: (data, label) to the schedule"
         )
 
@@ -93,9 +92,3 @@ def move(value: Any, device: torch.device) -> Any:
 
 def _rows(data: Any) -> int:
     return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -6,7 +6,6 @@ no more memory than allowed. A fault is shown in the grid, with its cell marked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.engine.schedule.actions import COMPUTE, Action, Kind, Table
@@ -16,6 +15,10 @@ from colonnade.errors import ScheduleError
 _COLUMNS_SHOWN = 8
 """How many cells of the grid are shown on each side of a fault."""
 _ROWS_SHOWN = 16
+_NEEDED_BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
+"""What a backward action needs on its own rank."""
+_EXCLUDED_BY = {Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT), Kind.INPUT: (Kind.BACKWARD,), Kind.WEIGHT: (Kind.BACKWARD,)}
+"""What may not stand in a table beside an action, besides the same one again."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +33,42 @@ class Facts:
     peak_live: float
     """The most micro-batches a rank holds at once; each of v chunks counts 1/v."""
 
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, in order."""
+        return [stage for stage, home in enumerate(self.stage_ranks) if home == rank]
 
-def check(
-    table: Table,
-    *,
-    stage_ranks: Sequence[int] | None = None,
-    num_micro_batches: int | None = None,
-    max_live: float | None = None,
-) -> Facts:
+
+def check(table: Table, *, num_micro_batches: int | None = None, max_live: float | None = None) -> Facts:
     """Prove that `table` can run, or raise a ScheduleError that shows where it cannot.
 
-    `stage_ranks`: the rank that has each stage, where the world is known; else each stage is where its
-    actions are. `num_micro_batches`: how many there will be; else as many as the table speaks of.
-    `max_live`: refuse a table that holds more micro-batches than this on a rank.
+    `num_micro_batches`: how many there will be; else as many as the table speaks of. `max_live`: refuse a table
+    that holds more micro-batches than this on a rank.
     """
-    _check_kinds(table)
-    ranks = _check_stages(table, stage_ranks)
-    count = _check_micro_batches(table, num_micro_batches)
-    _check_complete(table, ranks, count)
-    _check_own_order(table)
+    if not any(table.values()):
+        raise ScheduleError("this table of actions is empty: each rank needs at least one F and its backward")
+    actions = [action for row in table.values() for action in row]
+    count = num_micro_batches or 1 + max(action.micro_batch for action in actions)
+    homes = {action.stage: rank for rank in reversed(list(table)) for action in table[rank]}
+    stage_ranks = tuple(homes.get(stage, 0) for stage in range(max(homes) + 1))
+    for rank in table:
+        _check_cells(table, rank, stage_ranks, count)
+    for stage, rank in enumerate(stage_ranks):
+        _check_complete(table, rank, stage, count)
+    for rank, row in table.items():
+        columns = {action: column for column, action in enumerate(row)}
+        for action, column in columns.items():
+            earlier = action._replace(kind=_NEEDED_BEFORE.get(action.kind, action.kind))
+            if columns[earlier] > column:
+                raise _fault(table, {rank: column}, f"{action} is before {earlier}, which it needs")
     _check_deadlock(table)
-    peak = _check_live(table, max_live)
-    return Facts(len(table), len(ranks), count, tuple(ranks), peak)
+    return Facts(len(table), len(stage_ranks), count, stage_ranks, _check_live(table, max_live))
 
 
 def grid(table: Table, marks: dict[int, int]) -> str:
     """The table as text around the marked cells: `marks` gives a column for each marked rank."""
-    first = max(0, min(marks.values(), default=0) - _COLUMNS_SHOWN)
-    last = max(marks.values(), default=first) + _COLUMNS_SHOWN
-    near = min(marks, default=0)
-    rows = [rank for rank in sorted(table) if rank in marks or abs(rank - near) <= _ROWS_SHOWN // 2]
+    first = max(0, min(marks.values()) - _COLUMNS_SHOWN)
+    last = max(marks.values()) + _COLUMNS_SHOWN
+    rows = [rank for rank in sorted(table) if rank in marks or abs(rank - min(marks)) <= _ROWS_SHOWN // 2]
     shown = {rank: [f" {action} " for action in table[rank][first : last + 1]] for rank in rows}
     for rank, column in marks.items():
         inside = column - first
@@ -72,88 +81,43 @@ def grid(table: Table, marks: dict[int, int]) -> str:
     )
 
 
-def _fail(table: Table, marks: dict[int, int], message: str) -> ScheduleError:
+def _fault(table: Table, marks: dict[int, int], message: str) -> ScheduleError:
     return ScheduleError(f"this table of actions cannot run: {message}\n{grid(table, marks)}")
 
 
-def _check_kinds(table: Table) -> None:
-    if not any(table.values()):
-        raise ScheduleError("this table of actions is empty: each rank needs at least one F and its backward")
-    for rank, actions in table.items():
-        for column, action in enumerate(actions):
-            if action.kind not in COMPUTE:
-                raise _fail(
-                    table,
-                    {rank: column},
-                    f"{action} is a transfer, and those are added by the library. Leave only F, B, I and W.",
-                )
+def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_micro_batches: int) -> None:
+    """Each action of the rank is compute, of a stage of this rank, of a micro-batch there is, and not one too many."""
+    if not table[rank]:
+        raise _fault(table, {rank: 0}, f"rank {rank} has no actions, but each rank has at least one stage")
+    seen: set[Action] = set()
+    for column, action in enumerate(table[rank]):
+        problem = None
+        if action.kind not in COMPUTE:
+            problem = f"{action} is a transfer, and those are added by the library. Leave only F, B, I and W."
+        elif (home := stage_ranks[action.stage]) != rank:
+            problem = f"stage {action.stage} is on rank {home}, but {action} is on rank {rank}"
+        elif action.micro_batch >= num_micro_batches:
+            problem = f"there is no micro-batch {action.micro_batch}: they are 0..{num_micro_batches - 1}"
+        else:
+            kinds = (action.kind, *_EXCLUDED_BY.get(action.kind, ()))
+            clash = next((other for kind in kinds if (other := action._replace(kind=kind)) in seen), None)
+            problem = f"{action} comes after {clash}: one of the two is too many" if clash else None
+        if problem:
+            raise _fault(table, {rank: column}, problem)
+        seen.add(action)
 
 
-def _check_stages(table: Table, stage_ranks: Sequence[int] | None) -> list[int]:
-    """The rank of each stage; every stage has one, and it is the right one where that is known."""
-    if stage_ranks is None:
-        first = {action.stage: rank for rank in reversed(list(table)) for action in table[rank]}
-        stage_ranks = [first.get(stage, 0) for stage in range(max(first) + 1)]
-    if len(table) != max(stage_ranks) + 1:
-        raise _fail(table, {}, f"it has rows for {len(table)} ranks, but the pipeline has {max(stage_ranks) + 1}")
-    for rank, actions in table.items():
-        for column, action in enumerate(actions):
-            if action.stage >= len(stage_ranks):
-                known = f"the stages are 0..{len(stage_ranks) - 1}"
-                raise _fail(table, {rank: column}, f"there is no stage {action.stage}: {known}")
-            home = stage_ranks[action.stage]
-            if home != rank:
-                raise _fail(
-                    table,
-                    {rank: column},
-                    f"stage {action.stage} is on rank {home}, but {action} is on rank {rank}",
-                )
-    return list(stage_ranks)
+def _check_complete(table: Table, rank: int, stage: int, num_micro_batches: int) -> None:
+    """Each micro-batch has one F on the stage, and either one B or one I and one W."""
+    row = set(table[rank])
+    for micro_batch in range(num_micro_batches):
+        missing = _missing(row, stage, micro_batch)
+        if missing:
+            raise _fault(table, {rank: len(table[rank])}, f"{missing} is missing on rank {rank}")
 
 
-def _check_micro_batches(table: Table, expected: int | None) -> int:
-    highest = max(action.micro_batch for actions in table.values() for action in actions)
-    if expected is None:
-        return highest + 1
-    for rank, actions in table.items():
-        for column, action in enumerate(actions):
-            if action.micro_batch >= expected:
-                raise _fail(
-                    table,
-                    {rank: column},
-                    f"there is no micro-batch {action.micro_batch}: they are 0..{expected - 1}",
-                )
-    return expected
-
-
-def _check_complete(table: Table, stage_ranks: Sequence[int], num_micro_batches: int) -> None:
-    """Each (stage, micro-batch) has one F, and either one B or one I and one W."""
-    for rank, actions in table.items():
-        seen: set[Action] = set()
-        for column, action in enumerate(actions):
-            clash = next((other for other in _excludes(action) if other in seen), None)
-            if clash is not None:
-                raise _fail(table, {rank: column}, f"{action} comes after {clash}: one of the two is too many")
-            seen.add(action)
-        for stage in (stage for stage, home in enumerate(stage_ranks) if home == rank):
-            for micro_batch in range(num_micro_batches):
-                missing = _missing(seen, stage, micro_batch)
-                if missing:
-                    raise _fail(table, {rank: len(actions)}, f"{missing} is missing on rank {rank}")
-
-
-def _excludes(action: Action) -> list[Action]:
-    """What may not stand in a table beside `action`: itself again, and B beside I or W."""
-    others = {
-        Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
-        Kind.INPUT: (Kind.BACKWARD,),
-        Kind.WEIGHT: (Kind.BACKWARD,),
-    }
-    return [action, *(action._replace(kind=kind) for kind in others.get(action.kind, ()))]
-
-
-def _missing(seen: set[Action], stage: int, micro_batch: int) -> str:
-    has = {kind for kind in COMPUTE if Action(stage, kind, micro_batch) in seen}
+def _missing(row: set[Action], stage: int, micro_batch: int) -> str:
+    has = {kind for kind in COMPUTE if Action(stage, kind, micro_batch) in row}
     name = f"{stage}{{}}{micro_batch}".format
     if Kind.FORWARD not in has:
         return name("F")
@@ -164,36 +128,23 @@ def _missing(seen: set[Action], stage: int, micro_batch: int) -> str:
     return name("I") if Kind.WEIGHT in has else f"{name('B')} (or {name('I')} and {name('W')})"
 
 
-def _check_own_order(table: Table) -> None:
-    """On its own rank, each forward pass is before its backward, and I is before W."""
-    before = {Kind.BACKWARD: Kind.FORWARD, Kind.INPUT: Kind.FORWARD, Kind.WEIGHT: Kind.INPUT}
-    for rank, actions in table.items():
-        seen: set[Action] = set()
-        for column, action in enumerate(actions):
-            seen.add(action)
-            if action.kind in before:
-                earlier = action._replace(kind=before[action.kind])
-                if earlier not in seen:
-                    raise _fail(table, {rank: column}, f"{action} is before {earlier}, which it needs")
-
-
 def _check_deadlock(table: Table) -> None:
     """Some order in time exists: no ring of ranks that wait for each other."""
     run = replay(table, cost=lambda action: 1.0)
     if run.stuck:
-        marks = {rank: len(run.slots[rank]) for rank in sorted(run.stuck)}
+        marks = {rank: len(run.rows[rank]) for rank in sorted(run.stuck)}
         waits = "; ".join(
             f"rank {rank} at {table[rank][column]} waits for {run.stuck[rank]}" for rank, column in marks.items()
         )
-        raise _fail(table, marks, f"it comes to a deadlock: {waits}")
+        raise _fault(table, marks, f"it comes to a deadlock: {waits}")
 
 
 def _check_live(table: Table, allowed: float | None) -> float:
     counts = {rank: live_counts(actions) for rank, actions in table.items()}
     for rank, row in counts.items():
-        if allowed is not None and max(row, default=0.0) > allowed:
+        if allowed is not None and max(row) > allowed:
             column = next(column for column, live in enumerate(row) if live > allowed)
-            raise _fail(
+            raise _fault(
                 table,
                 {rank: column},
                 f"rank {rank} holds up to {max(row):g} micro-batches at once; {allowed:g} are allowed",

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import loss_value, split_loss
+from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ScheduleError
+from colonnade.parallel.split import call_layer
 from colonnade.registry import SCHEDULE
 
 
@@ -27,22 +28,15 @@ class NonPipelineSchedule(BaseSchedule):
     ) -> StepResult:
         data, label = self.load_batch(data_iter)
         with torch.set_grad_enabled(not forward_only):
-            output = call_model(engine, data)
+            output = call_layer(engine, data)
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
         if not forward_only:
             engine.backward(loss)
-        self.loss_count = split_loss(loss)[1] if loss is not None else None
-        kept = loss_value(loss) if return_loss else None
-        return (output, label, kept) if return_output_label else (None, None, kept)
-
-
-def call_model(model: Any, data: Any) -> Any:
-    """Pass data the way a person would write it."""
-    if isinstance(data, dict):
-        return model(**data)
-    if isinstance(data, (list, tuple)):
-        return model(*data)
-    return model(data)
+        mean = None
+        if loss is not None and return_loss:
+            value, self.loss_count = split_loss(loss)
+            mean = (value if self.loss_count is None else value / self.loss_count).detach()
+        return (output, label, mean) if return_output_label else (None, None, mean)
 
 
 def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
@@ -52,11 +46,7 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
         return criterion(*outputs)
-    if isinstance(label, dict) and not isinstance(output, dict):
-        return criterion(*outputs, **label)
     if isinstance(label, dict):
-        return criterion(**output, **label)
-    if isinstance(output, dict):
-        return criterion(output, label)
-    labels = list(label) if isinstance(label, (list, tuple)) else [label]
+        return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
+    labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
     return criterion(*outputs, *labels)

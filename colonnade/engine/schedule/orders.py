@@ -1,18 +1,69 @@
-"""Orders: the known pipeline schedules as pure functions (ranks, micro-batches, chunks) -> table.
+"""Orders: pipeline schedules as pure functions (num_ranks, num_micro_batches[, num_chunks]) -> table.
 
-Loop orders lay the stages round and round over the ranks; V orders go down the ranks and come back, so that
-the first and the last stage share a rank. Written from the ideas of the papers named at each function.
+A function becomes an order with `@ORDERS.register_module`, and a config then names it: `schedule=dict(type="its_name",
+num_microbatches=8)`. Loop orders lay the stages round and round over the ranks; V orders go down the ranks and come
+back, so that the first and the last stage share a rank. Written from the ideas of the papers named at each function;
+zero-bubble orders are for equal costs of F, I and W.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
-from colonnade.engine.schedule.actions import Action, Kind, Table
-from colonnade.engine.schedule.zero_bubble import dualpipe_v, fill_weights, zb_v
+from colonnade.engine.schedule.actions import Action, Kind, Table, parse_table
+from colonnade.engine.schedule.replay import Milestone, milestone, needed, num_stages
 from colonnade.errors import ScheduleError, did_you_mean, listed
+from colonnade.registry import ORDERS
+
+
+def make_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Table:
+    """The table of a registered order; `num_chunks` as in `check_chunks`."""
+    num_chunks = check_chunks(name, num_chunks)
+    for what, size in (("ranks", num_ranks), ("micro-batches", num_micro_batches)):
+        if size < 1:
+            raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}")
+    chunks = {} if chunks_of(name) else {"num_chunks": num_chunks}
+    return parse_table(ORDERS.get_module(name)(num_ranks, num_micro_batches, **chunks))
+
+
+def check_chunks(name: str, num_chunks: int | None = None) -> int:
+    """The chunks per rank of the order `name`: `num_chunks`, if it has so many; without it, its own number or 2."""
+    if name not in ORDERS:
+        raise ScheduleError(
+            f"no pipeline order {name!r}; known: {listed(ORDERS)}.{did_you_mean(name, ORDERS)} Register your own with "
+            "@ORDERS.register_module, or give its table: TableSchedule(table=...)."
+        )
+    own = chunks_of(name)
+    if num_chunks is not None and own not in (None, num_chunks):
+        fitting = [other for other in ORDERS if chunks_of(other) in (None, num_chunks)]
+        raise ScheduleError(
+            f"order {name!r} has {own} chunk(s) per rank, not {num_chunks}. Set num_chunks={own}, or take an order for "
+            f"{num_chunks}: {listed(fitting)}"
+        )
+    return num_chunks or own or 2
+
+
+def chunks_of(name: str) -> int | None:
+    """How many chunks per rank the order has; None: as many as it is asked for (it takes `num_chunks`)."""
+    make = ORDERS.get_module(name)
+    return None if "num_chunks" in inspect.signature(make).parameters else getattr(make, "chunks_per_rank", 1)
+
+
+def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark an order that does not take `num_chunks` and gives every rank `count` stages; without the mark, one."""
+
+    def mark(make: Callable[..., Any]) -> Callable[..., Any]:
+        make.chunks_per_rank = count  # type: ignore[attr-defined]
+        return make
+
+    return mark
+
+
+# -- loops ------------------------------------------------------------------------------------------------
 
 
 def loop_stages(num_ranks: int, num_chunks: int = 1) -> list[int]:
@@ -20,17 +71,13 @@ def loop_stages(num_ranks: int, num_chunks: int = 1) -> list[int]:
     return [stage % num_ranks for stage in range(num_ranks * num_chunks)]
 
 
-def v_stages(num_ranks: int, num_chunks: int = 2) -> list[int]:
-    """The rank of each stage when stages go down and come back: 0 1 2 3 3 2 1 0."""
-    down = list(range(num_ranks))
-    return [rank for chunk in range(num_chunks) for rank in (down if chunk % 2 == 0 else down[::-1])]
-
-
+@ORDERS.register_module
 def gpipe(num_ranks: int, num_micro_batches: int) -> Table:
     """All forward passes, then all backward passes (Huang et al., GPipe). Holds every micro-batch."""
     return breadth_first(num_ranks, num_micro_batches, 1)
 
 
+@ORDERS.register_module
 def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
     """GPipe with several chunks per rank (Lamy-Poirier, Breadth-First Pipeline Parallelism).
 
@@ -46,11 +93,13 @@ def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Ta
     }
 
 
+@ORDERS.register_module("1f1b")
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Table:
     """One forward, one backward in turn (Narayanan et al., PipeDream-flush): at most p micro-batches held."""
     return interleaved_1f1b(num_ranks, num_micro_batches, 1)
 
 
+@ORDERS.register_module
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
     """1F1B with several chunks per rank (Narayanan et al., Megatron-LM): the bubble is divided by v.
 
@@ -63,8 +112,12 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int) ->
     return _one_for_one(num_ranks, num_micro_batches, num_chunks, Kind.BACKWARD, lead)
 
 
+@ORDERS.register_module
 def interleaved_zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
-    """Interleaved 1F1B with split backward (ZB1P of Qi et al.): W fills the waits, memory as 1F1B."""
+    """Interleaved 1F1B with split backward: W fills the waits, memory as 1F1B.
+
+    ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
+    """
     table = _one_for_one(num_ranks, num_micro_batches, num_chunks, Kind.INPUT, lead=1)
     group = _group_sizes(num_ranks, num_micro_batches)[0]
     return fill_weights(table, limit=(num_chunks - 1) * group + num_ranks)
@@ -102,50 +155,125 @@ def _group_sizes(p: int, m: int) -> list[int]:
     return [m // count + (index < m % count) for index in range(count)]
 
 
-@dataclass(frozen=True)
-class Order:
-    """A named order: how its table is made, where its stages lie, how many chunks a rank may have."""
-
-    make: Callable[[int, int, int], Table]
-    stages: Callable[[int, int], list[int]] = loop_stages
-    min_chunks: int = 1
-    max_chunks: int | None = None
+# -- zero bubble: weight gradients fill what would be waiting time ------------------------------------------
 
 
-ORDERS: dict[str, Order] = {
-    "gpipe": Order(lambda p, m, v: gpipe(p, m), max_chunks=1),
-    "1f1b": Order(lambda p, m, v: one_f_one_b(p, m), max_chunks=1),
-    "interleaved_1f1b": Order(interleaved_1f1b),
-    "breadth_first": Order(breadth_first),
-    "interleaved_zero_bubble": Order(interleaved_zero_bubble),
-    "zb_v": Order(lambda p, m, v: zb_v(p, m), v_stages, min_chunks=2, max_chunks=2),
-    "dualpipe_v": Order(lambda p, m, v: dualpipe_v(p, m), v_stages, min_chunks=2, max_chunks=2),
-}
+def fill_weights(table: Table, limit: int) -> Table:
+    """Add a W for every I of a table of F and I: where its rank would wait, or pass `limit` live chunks.
+
+    One tick per action. A rank's F and I keep their order.
+    """
+    last_stage = num_stages(table) - 1
+    todo = {rank: deque(actions) for rank, actions in table.items()}
+    owed: dict[int, deque[Action]] = {rank: deque() for rank in table}
+    live = Counter[int]()
+    filled: Table = {rank: [] for rank in table}
+    done: set[Milestone] = set()
+    while any(todo.values()) or any(owed.values()):
+        reached: list[Milestone] = []
+        for rank in table:
+            action = _next(todo[rank], owed[rank], done, last_stage, full=live[rank] >= limit)
+            if action is None:
+                continue
+            filled[rank].append(action)
+            live[rank] += (action.kind is Kind.FORWARD) - (action.kind is Kind.WEIGHT)
+            if action.kind is Kind.INPUT:
+                owed[rank].append(action._replace(kind=Kind.WEIGHT))
+            reached += [there for there in [milestone(action)] if there is not None]
+        done.update(reached)
+    return filled
 
 
-def find_order(name: str, num_chunks: int) -> Order:
-    """The order called `name`, if it takes so many chunks per rank."""
-    if name not in ORDERS:
+def _next(todo: deque[Action], owed: deque[Action], done: set[Milestone], last_stage: int, full: bool) -> Action | None:
+    """The action a rank takes in this tick: its next one, or an owed W where that must or had better wait."""
+    if todo:
+        must_free = full and bool(owed) and todo[0].kind is Kind.FORWARD
+        if not must_free and all(need in done for need in needed(todo[0], last_stage)):
+            return todo.popleft()
+    return owed.popleft() if owed else None
+
+
+class _VRow:
+    """The row of one rank of a V, written action by action; chunk 0 goes down the ranks, 1 comes back."""
+
+    def __init__(self, rank: int, num_ranks: int, num_micro_batches: int) -> None:
+        self.actions: list[Action] = []
+        self._stages = (rank, 2 * num_ranks - 1 - rank)
+        self._num_micro_batches = num_micro_batches
+        self._forwards, self._backwards = [0, 0], [0, 0]
+        self._owed: deque[Action] = deque()
+
+    def add(self, actions: str, times: int = 1) -> None:
+        """Write down actions like "F0 I1 W", so many times.
+
+        `F0` is the next forward pass of chunk 0 and `B0` or `I0` its next backward pass or input gradient, each if
+        one is left; `W` is the oldest weight gradient that an I still owes.
+        """
+        for text in actions.split() * times:
+            if text == "W":
+                self.actions.append(self._owed.popleft())
+                continue
+            kind, chunk = Kind(text[0]), int(text[1])
+            count = self._forwards if kind is Kind.FORWARD else self._backwards
+            if count[chunk] == (self._num_micro_batches if kind is Kind.FORWARD else self._forwards[chunk]):
+                continue
+            self.actions.append(Action(self._stages[chunk], kind, count[chunk]))
+            count[chunk] += 1
+            if kind is Kind.INPUT:
+                self._owed.append(self.actions[-1]._replace(kind=Kind.WEIGHT))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every micro-batch has gone back through both chunks."""
+        return min(self._backwards) == self._num_micro_batches
+
+
+@ORDERS.register_module
+@chunks_per_rank(2)
+def zb_v(num_ranks: int, num_micro_batches: int) -> Table:
+    """Zero bubble on a V, with the memory of 1F1B (Qi et al., Pipeline Parallelism with Controllable Memory).
+
+    From m >= p on, a step takes p - 1 ticks more than its work, the least for any order that starts at one
+    end; from m >= 2p - 1 on, no rank waits between its first action and its last.
+    """
+    table: Table = {}
+    for rank in range(num_ranks):
+        row = _VRow(rank, num_ranks, num_micro_batches)
+        row.add("F0", 2 * (num_ranks - rank) - 1)
+        row.add("F1 F0", rank)
+        row.add("F1 I1", num_ranks - rank)
+        while not row.complete:
+            row.add("F0 I0 F1 I1")
+        table[rank] = row.actions
+    return fill_weights(table, limit=2 * num_ranks)
+
+
+@ORDERS.register_module
+@chunks_per_rank(2)
+def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Table:
+    """DualPipe (DeepSeek-AI) on a V: in the middle every F stands beside the backward pass of the other chunk.
+
+    The pairs are there to hide communication inside the layers; here they run one after the other. Needs two
+    micro-batches per rank to fill the middle.
+    """
+    if num_micro_batches < 2 * num_ranks:
         raise ScheduleError(
-            f"no pipeline order {name!r}; known: {listed(ORDERS)}.{did_you_mean(name, ORDERS)} "
-            "Your own order is a table: TableSchedule(table=...)."
+            f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, not "
+            f"{num_micro_batches}. Raise num_microbatches, or use order='zb_v', which takes any number."
         )
-    order = ORDERS[name]
-    if num_chunks < order.min_chunks or num_chunks > (order.max_chunks or num_chunks):
-        fitting = [
-            other for other, that in ORDERS.items() if that.min_chunks <= num_chunks <= (that.max_chunks or num_chunks)
-        ]
-        raise ScheduleError(
-            f"order {name!r} has {order.max_chunks} chunk(s) per rank, not {num_chunks}. Set "
-            f"num_chunks={order.max_chunks}, or take an order for {num_chunks}: {listed(fitting)}"
-        )
-    return order
-
-
-def make_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Table:
-    """The table of a named order."""
-    order = find_order(name, num_chunks)
-    for what, size in (("ranks", num_ranks), ("micro-batches", num_micro_batches)):
-        if size < 1:
-            raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}")
-    return order.make(num_ranks, num_micro_batches, num_chunks)
+    table: Table = {}
+    for rank in range(num_ranks):
+        row = _VRow(rank, num_ranks, num_micro_batches)
+        below = num_ranks - rank - 1
+        row.add("F0", 2 * below)
+        row.add("F0 F1", rank + 1)
+        row.add("I1 W F1", below)
+        row.add("F0 B1 F1 B0", num_micro_batches - 2 * num_ranks + rank + 1)
+        row.add("B1 F1 B0", below)
+        # From half-way through the drain on, ranks wait for each other: the weight gradients are kept for then.
+        for step in range(2 * (rank + 1)):
+            row.add(f"{'B' if step <= rank else 'I'}{1 - step % 2}")
+        row.add("W I0", below)
+        row.add("W", rank + 1)
+        table[rank] = row.actions
+    return table

@@ -6,79 +6,45 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
-from colonnade.engine.schedule.backward import Root
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import Executor, Ran, call_module
-from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
+from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module, cut_batch, join
+from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.non_pipeline import call_criterion
-from colonnade.engine.schedule.orders import find_order, loop_stages, make_table
-from colonnade.engine.schedule.transfer import with_cpu
+from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
+from colonnade.engine.schedule.transfer.link import with_cpu
 from colonnade.errors import ScheduleError
-from colonnade.registry import SCHEDULE
+from colonnade.registry import ORDERS, SCHEDULE
 
 TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
 """A CSV file, or the rows: one per pipeline rank."""
-
-
-class PipelineEngine(Protocol):
-    """What a pipeline schedule asks of an engine."""
-
-    @property
-    def context(self) -> ParallelContext:
-        """The world; its PIPELINE mode is the pipeline."""
-
-    @property
-    def model(self) -> nn.Module:
-        """This rank's stage, or an nn.ModuleList of its stages in order."""
-
-    @property
-    def criterion(self) -> Callable[..., Tensor] | None:
-        """The loss of an output and a label."""
-
-    @property
-    def loss_scale(self) -> float | Tensor:
-        """What a loss is multiplied by for the backward pass (mixed precision, accumulation); else 1."""
-
-    @property
-    def sum_scale(self) -> float | Tensor:
-        """The same for the sum of a loss given as (sum, count): mixed precision; else 1."""
-
-    def note_loss(self, count: Tensor | None, here: bool) -> None:
-        """The count of this step's loss, None for a mean; `here` where the last stage is."""
-
-    def backward_micro_batch(
-        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
-    ) -> None:
-        """Accumulate gradients as `torch.autograd.backward(tensors, grads, inputs=inputs)` does.
-
-        With `inputs` the graph is kept. `last`: no later call of this step touches the parameters of this chunk
-        (of these chunks, where some share parameters), so when it is over their gradients are complete. It is
-        said at most once for a chunk.
-        """
 
 
 @SCHEDULE.register_module
 class PipelineSchedule(BaseSchedule):
     """A pipeline step in any order.
 
-    `order`: gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v or dualpipe_v,
-    with `num_chunks` stages per rank; or `table`: your own order, as a CSV file or as rows like "0F0 0F1
-    0B0 0B1". `data_process_func`: of a batch, -> (data, label); or of two arguments, (output of the stage
-    before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every
-    stage. `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be
-    given. `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are
-    weighted by rows, or by `loss_weight(label)`; a criterion may also give (sum, count), which is divided once
-    by the count of all ranks. `loss_everywhere`: all ranks return the loss, not only the last stage's. `max_live`: refuse an order that holds more micro-batches on a rank.
+    `order`: a name in `ORDERS` (gpipe, 1f1b, interleaved_1f1b, breadth_first, interleaved_zero_bubble, zb_v,
+    dualpipe_v, or one that you registered), with `num_chunks` stages per rank; or `table`: a CSV file, or rows like
+    "0F0 0F1 0B0 0B1". `data_process_func`: of a batch, -> (data, label); or of two arguments, (output of the stage
+    before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every stage.
+    `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be given.
+    `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows, or by
+    `loss_weight(label)`; a criterion may also give (sum, count), which is divided once by the count of all ranks.
+    `loss_everywhere`: all ranks return the loss, not only the last stage's. `max_live`: refuse an order that holds
+    more micro-batches on a rank.
+
+    Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
+    `criterion`, `loss_scale` and `sum_scale` (what a mean, or the sum of a (sum, count), is multiplied by for the
+    backward pass), `backward_micro_batch` (a `RunBackward`) and `note_loss(count, here)`: the count of the step's
+    loss, None for a mean, with `here` where the last stage is.
     """
 
     runs_backward = True
@@ -87,7 +53,7 @@ class PipelineSchedule(BaseSchedule):
         self,
         num_microbatches: int | None,
         order: str = "1f1b",
-        num_chunks: int = 1,
+        num_chunks: int | None = None,
         data_process_func: Callable[..., tuple[Any, Any]] | None = None,
         tensor_shape: Sequence[int] | None = None,
         table: TableSource | None = None,
@@ -97,20 +63,20 @@ class PipelineSchedule(BaseSchedule):
         loss_everywhere: bool = True,
         max_live: float | None = None,
     ) -> None:
-        self._of_stage = data_process_func if _num_arguments(data_process_func) == 2 else None
-        super().__init__(None if self._of_stage else data_process_func)
-        self._table = None if table is None else _read_table(table)
+        self._stage_data_func = data_process_func if _num_arguments(data_process_func) == 2 else None
+        super().__init__(None if self._stage_data_func else data_process_func)
+        self._table: Table | None = None
+        if table is not None:
+            self._table = read_csv(table) if isinstance(table, (str, Path)) else parse_table(table)
         self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
-        if self._table is None:
-            find_order(order, num_chunks)
+        self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
             raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
-        self.order, self.num_chunks, self.tensor_shape = order, num_chunks, tensor_shape
+        self.order, self.tensor_shape = order, tensor_shape
         self._loss_reduction, self._loss_weight = loss_reduction, loss_weight
         self._loss_everywhere, self._max_live = loss_everywhere, max_live
         self._executor: Executor | None = None
         self._switch_virtual_rank: Callable[[int], None] | None = None
-        self._counts: bool | None = None
         self.last_order: list[str] = []
         """The compute actions of this rank's last step, in the order in which they ran."""
 
@@ -126,7 +92,7 @@ class PipelineSchedule(BaseSchedule):
         """Which rank of a pipeline of `num_ranks` has each stage."""
         return check(self.table(num_ranks)).stage_ranks
 
-    def pre_processing(self, engine: PipelineEngine) -> None:
+    def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
         super().pre_processing(engine)
         context = engine.context
@@ -144,6 +110,7 @@ class PipelineSchedule(BaseSchedule):
             device=context.device,
             forward=self._forward,
             loss_fn=partial(call_criterion, engine.criterion),
+            loss_form=LossForm(allow_counts=self._loss_everywhere),
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
         )
@@ -151,7 +118,7 @@ class PipelineSchedule(BaseSchedule):
 
     def forward_back_step(
         self,
-        engine: PipelineEngine,
+        engine: Any,
         data_iter: Iterator[Any] | None,
         forward_only: bool = False,
         return_loss: bool = True,
@@ -168,56 +135,44 @@ class PipelineSchedule(BaseSchedule):
         assert executor is not None
         micro_batches, label = self._micro_batches(executor, data_iter)
         with_loss = return_loss or not forward_only
-        ran = executor.run(
+        step = executor.run(
             micro_batches,
             forward_only=forward_only,
             with_loss=with_loss,
             keep_outputs=return_output_label,
             backward_scale=engine.loss_scale,
             sum_scale=engine.sum_scale,
-            takes_counts=self._loss_everywhere,
         )
-        self.last_order = [str(action) for action in ran.order]
-        loss = self._share_loss(engine, executor, ran, forward_only) if with_loss else None
-        if self._of_stage:
-            label = join([micro_batch.label for micro_batch in micro_batches])
-        return self._result(executor, ran, label, loss if return_loss else None, return_output_label)
-
-    def _share_loss(self, engine: PipelineEngine, executor: Executor, ran: Ran, forward_only: bool) -> Tensor | None:
-        """The loss, on every rank that asks; the engine is told of its form and count."""
-        loss, count = ran.loss, ran.count
-        if self._loss_everywhere:
-            loss, shared = executor.share_loss(loss, count)
-            if self._counts is None:  # asked of the device once: a criterion keeps its form
-                self._counts = not bool(shared.isnan())
-            count = shared if self._counts else None
-        self.loss_count = count
+        self.last_order = [str(action) for action in step.order]
+        loss, self.loss_count = step.loss, step.count
+        if with_loss and self._loss_everywhere:
+            loss, self.loss_count = executor.share_loss(step.loss, step.count)
         if not forward_only:
-            engine.note_loss(count, executor.has_last_stage)
-        return loss
-
-    def _result(self, executor: Executor, ran: Ran, label: Any, loss: Tensor | None, with_output: bool) -> StepResult:
-        if with_output and executor.has_last_stage:
-            return join(ran.outputs), label, loss
-        return None, None, loss
+            engine.note_loss(self.loss_count, executor.has_last_stage)
+        loss = loss if return_loss else None
+        if not (return_output_label and executor.has_last_stage):
+            return None, None, loss
+        if self._stage_data_func:
+            label = join([micro_batch.label for micro_batch in micro_batches])
+        return join(step.outputs), label, loss
 
     def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
-        needs_batch = executor.has_first_stage or executor.has_last_stage or self._of_stage is not None
+        needs_batch = executor.has_first_stage or executor.has_last_stage or self._stage_data_func is not None
         if data_iter is None and not needs_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
         pieces = cut_batch(data, label, self.num_microbatches, self._loss_weight)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
-            piece.data = (piece.data, piece.label) if self._of_stage else piece.data
+            piece.data = (piece.data, piece.label) if self._stage_data_func else piece.data
         return pieces, label
 
     def _forward(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any:
         if self._switch_virtual_rank is not None:
             self._switch_virtual_rank(stage)
-        if self._of_stage:
+        if self._stage_data_func:
             before = None if stage == 0 else inputs
-            inputs, micro_batch.label = self._of_stage(before, micro_batch.data)
+            inputs, micro_batch.label = self._stage_data_func(before, micro_batch.data)
         return call_module(stage, module, inputs, micro_batch)
 
 
@@ -231,32 +186,14 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
     return lambda stage: context.set_virtual_pipeline_parallel_rank(stage // num_ranks)
 
 
-_transfer_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""By the pipeline's own group, so that it is made once for a world, and made anew when the world is."""
-
-
-def _transfer_group(context: ParallelContext) -> dist.ProcessGroup:
+def _transfer_group(context: ParallelContext) -> Any:
     """The group of this rank's pipeline for transfers alone. Collective over the world.
 
     Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
-    notes can travel on the CPU beside NCCL.
+    descriptions can travel on the CPU beside NCCL.
     """
     own = context.get_group(ParallelMode.PIPELINE)
-    if own not in _transfer_groups:
-        # A new group would wait for torch's half an hour, whatever the world was launched with.
-        timeout = dist.distributed_c10d._get_default_group()._get_backend(context.device).options._timeout
-        groups = [dist.new_group(ranks, timeout, with_cpu(own)) for ranks in _pipelines(context)]
-        mine = context.get_ranks_in_group(ParallelMode.PIPELINE)
-        _transfer_groups[own] = groups[_pipelines(context).index(mine)]
-    return _transfer_groups[own]
-
-
-def _pipelines(context: ParallelContext) -> list[list[int]]:
-    return [list(ranks) for ranks in context.layout.groups(ParallelMode.PIPELINE)]
-
-
-def _read_table(source: TableSource) -> Table:
-    return read_csv(source) if isinstance(source, (str, Path)) else parse_table(source)
+    return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
 def _num_micro_batches(given: int | None, table: Table | None) -> int:
@@ -271,14 +208,41 @@ def _num_arguments(function: Callable[..., Any] | None) -> int:
     """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
     if function is None:
         return 0
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
     ]
     if len(parameters) not in (1, 2):
         raise ScheduleError(
             f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments"
         )
     return len(parameters)
+
+
+@SCHEDULE.register_module
+class TableSchedule(PipelineSchedule):
+    """Your own order as a table: a CSV file or rows, one per pipeline rank, checked before it runs."""
+
+    def __init__(self, table: TableSource, num_microbatches: int | None = None, **options: Any) -> None:
+        super().__init__(num_microbatches, table=table, **options)
+
+
+def schedule_of(order: str, name: str) -> type[PipelineSchedule]:
+    """The schedule of one order as a class, `name(num_microbatches, num_chunks, ...)`, registered for the config."""
+
+    def __init__(self: PipelineSchedule, num_microbatches: int, num_chunks: int | None = None, **options: Any) -> None:
+        PipelineSchedule.__init__(self, num_microbatches, order, num_chunks, **options)
+
+    attributes = {"__init__": __init__, "__doc__": ORDERS.get_module(order).__doc__, "__module__": __name__}
+    return SCHEDULE.register_module(type(name, (PipelineSchedule,), attributes))
+
+
+GPipe = schedule_of("gpipe", "GPipe")
+OneFOneB = schedule_of("1f1b", "OneFOneB")
+Interleaved1F1B = schedule_of("interleaved_1f1b", "Interleaved1F1B")
+InterleavedPipelineSchedule = schedule_of("interleaved_1f1b", "InterleavedPipelineSchedule")  # its name in Colossal-AI
+BreadthFirst = schedule_of("breadth_first", "BreadthFirst")
+InterleavedZeroBubble = schedule_of("interleaved_zero_bubble", "InterleavedZeroBubble")
+ZBV = schedule_of("zb_v", "ZBV")
+DualPipeV = schedule_of("dualpipe_v", "DualPipeV")

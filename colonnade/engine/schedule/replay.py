@@ -14,8 +14,8 @@ from typing import NamedTuple
 from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind, Table
 
 
-class Slot(NamedTuple):
-    """One action with its place in time."""
+class TimedAction(NamedTuple):
+    """One action with its start and its end."""
 
     action: Action
     start: float
@@ -36,9 +36,9 @@ class Milestone(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """What a walk did: the slots of each rank, and for each rank that could not go on, what it waits for."""
+    """What a walk did: the actions of each rank, and for each rank that could not go on, what it waits for."""
 
-    slots: dict[int, list[Slot]]
+    rows: dict[int, list[TimedAction]]
     stuck: dict[int, Milestone]
 
 
@@ -71,28 +71,28 @@ def replay(table: Table, cost: Callable[[Action], float], transfer: float = 0.0)
     last_stage = num_stages(table) - 1
     done: dict[Milestone, tuple[float, int]] = {}
     waiting: dict[Milestone, list[int]] = defaultdict(list)
-    slots: dict[int, list[Slot]] = {rank: [] for rank in table}
+    rows: dict[int, list[TimedAction]] = {rank: [] for rank in table}
     stuck: dict[int, Milestone] = {}
     runnable = list(table)
     while runnable:
         rank = runnable.pop()
         stuck.pop(rank, None)
-        for action in table[rank][len(slots[rank]) :]:
+        for action in table[rank][len(rows[rank]) :]:
             needs = needed(action, last_stage)
             missing = next((need for need in needs if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 stuck[rank] = missing
                 break
-            free = slots[rank][-1].end if slots[rank] else 0.0
+            free = rows[rank][-1].end if rows[rank] else 0.0
             there = [done[need][0] + (transfer if done[need][1] != rank else 0.0) for need in needs]
             start = max([free, *there])
-            slots[rank].append(Slot(action, start, start + cost(action)))
+            rows[rank].append(TimedAction(action, start, start + cost(action)))
             reached = milestone(action)
             if reached is not None:
-                done[reached] = (slots[rank][-1].end, rank)
+                done[reached] = (rows[rank][-1].end, rank)
                 runnable.extend(waiting.pop(reached, ()))
-    return Replay(slots, stuck)
+    return Replay(rows, stuck)
 
 
 def num_stages(table: Table) -> int:

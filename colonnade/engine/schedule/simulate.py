@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from colonnade.engine.schedule.actions import Action, Kind, Table
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.replay import Slot, live_counts, replay
+from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.errors import ScheduleError
 
 
@@ -47,7 +47,7 @@ EQUAL_COSTS = Costs()
 class Timeline:
     """Every action of a table with its start and end."""
 
-    slots: dict[int, list[Slot]]
+    rows: dict[int, list[TimedAction]]
     makespan: float
     """From the first start to the last end."""
     bubble: float
@@ -65,22 +65,22 @@ class Timeline:
 
         With several chunks on a rank the stage is written in front: `5F3`.
         """
-        tick = min(slot.end - slot.start for row in self.slots.values() for slot in row)
-        several = any(len({slot.action.stage for slot in row}) > 1 for row in self.slots.values())
+        tick = min(timed.end - timed.start for row in self.rows.values() for timed in row)
+        several = any(len({timed.action.stage for timed in row}) > 1 for row in self.rows.values())
         labels = {
-            slot: str(slot.action)[0 if several else len(str(slot.action.stage)) :]
-            for row in self.slots.values()
-            for slot in row
+            timed: str(timed.action)[0 if several else len(str(timed.action.stage)) :]
+            for row in self.rows.values()
+            for timed in row
         }
         width = max(map(len, labels.values())) + 1
         columns = round(self.makespan / tick)
         lines = []
-        for rank, row in self.slots.items():
+        for rank, row in self.rows.items():
             cells = ["." + " " * (width - 1)] * columns
-            for slot in row:
-                first, stop = round(slot.start / tick), round(slot.end / tick)
-                cells[first:stop] = [labels[slot].ljust(width)] + ["-" * (width - 1) + " "] * (stop - first - 1)
-            lines.append(f"rank {rank:<{len(str(len(self.slots)))}} |" + "".join(cells).rstrip())
+            for timed in row:
+                first, stop = round(timed.start / tick), round(timed.end / tick)
+                cells[first:stop] = [labels[timed].ljust(width)] + ["-" * (width - 1) + " "] * (stop - first - 1)
+            lines.append(f"rank {rank:<{len(str(len(self.rows)))}} |" + "".join(cells).rstrip())
         return "\n".join(lines)
 
 
@@ -89,11 +89,11 @@ def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
     facts = check(table)
     if costs.stages and len(costs.stages) != facts.num_stages:
         raise ScheduleError(f"costs for {len(costs.stages)} stages do not fit a table of {facts.num_stages}")
-    slots = replay(table, costs, costs.transfer).slots
-    makespan = max(row[-1].end for row in slots.values())
-    work = sum(slot.end - slot.start for row in slots.values() for slot in row)
+    rows = replay(table, costs, costs.transfer).rows
+    makespan = max(row[-1].end for row in rows.values())
+    work = sum(timed.end - timed.start for row in rows.values() for timed in row)
     return Timeline(
-        slots=slots,
+        rows=rows,
         makespan=makespan,
         bubble=1 - work / (makespan * len(table)),
         peak_live={rank: max(live_counts(actions), default=0.0) for rank, actions in table.items()},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colonnade.engine.schedule.non_pipeline import call_model
+from colonnade.parallel.split import call_layer
 
 WIDTH = 6
 
@@ -131,7 +131,7 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 
 def run_in_one_process(stages: Sequence[nn.Module], data: Any) -> Any:
     for stage in stages:
-        data = call_model(stage, data)
+        data = call_layer(stage, data)
     return data
 
 

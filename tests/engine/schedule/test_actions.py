@@ -64,7 +64,13 @@ def test_rows_may_be_strings_lists_or_a_mapping_with_waits() -> None:
 
 
 def test_words_of_torch_tables_are_understood() -> None:
-    assert format_rows(parse_table(["0UNSHARD 0F1 (0F2;3B0)OVERLAP_F_B 0REDUCE_GRAD"])) == ["0F1 0F2 3B0"]
+    assert format_rows(parse_table(["0F1 (0F2;3B0)OVERLAP_F_B 0REDUCE_GRAD"])) == ["0F1 0F2 3B0"]
+
+
+@pytest.mark.parametrize("word", ["0UNSHARD", "3RESHARD"])
+def test_what_a_table_cannot_do_is_refused_by_name(word: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{word} cannot be done by a table.*zero stage 3"):
+        parse_table([f"0F0 {word} 0B0"])
 
 
 @pytest.mark.parametrize("rows", [{}, {1: "1F0"}, {0: "0F0", 2: "1F0"}])

@@ -15,11 +15,10 @@ from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule import pipeline
 from colonnade.engine.schedule.actions import format_csv
-from colonnade.engine.schedule.backward import run_backward
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.named import GPipe, TableSchedule
+from colonnade.engine.schedule.executor.backward import run_backward
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.schedule.pipeline import GPipe, PipelineSchedule, TableSchedule
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
 from colonnade.testing import run_world
@@ -299,6 +298,7 @@ def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
         ({"num_microbatches": 2, "data_process_func": lambda a, b, c: a}, "not 3 arguments"),
         ({"num_microbatches": None, "table": ["0F0 0Q0"]}, "'0Q0' is not an action"),
         ({"num_microbatches": None, "table": "nowhere.csv"}, "cannot be read"),
+        ({"num_microbatches": 2, "table": []}, "one row for each pipeline rank"),
         ({"num_microbatches": None, "table": ["0B0 0F0"]}, "0B0 is before 0F0"),
     ],
 )

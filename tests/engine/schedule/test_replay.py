@@ -28,6 +28,6 @@ def test_a_walk_that_cannot_end_ends_and_says_who_waits_for_what() -> None:
     table = parse_table(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
     run = replay(table, cost=lambda action: 1.0)
     assert run.stuck == {0: Milestone(1, 0, "input gradient"), 1: Milestone(0, 1, "output")}
-    assert [len(row) for row in run.slots.values()] == [1, 1]
+    assert [len(row) for row in run.rows.values()] == [1, 1]
     assert num_stages(table) == 2
     assert num_stages({0: []}) == 0

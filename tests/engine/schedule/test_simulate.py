@@ -17,11 +17,11 @@ from tests.engine.schedule.tables import valid_tables
 
 def test_times_by_hand() -> None:
     timeline = simulate(parse_table(["0F0 0B0", "1F0 1I0 1W0"]))
-    assert [(str(slot.action), slot.start, slot.end) for slot in timeline.slots[0]] == [
+    assert [(str(timed.action), timed.start, timed.end) for timed in timeline.rows[0]] == [
         ("0F0", 0, 1),
         ("0B0", 3, 5),
     ]
-    assert [(str(slot.action), slot.start, slot.end) for slot in timeline.slots[1]] == [
+    assert [(str(timed.action), timed.start, timed.end) for timed in timeline.rows[1]] == [
         ("1F0", 1, 2),
         ("1I0", 2, 3),
         ("1W0", 3, 4),
@@ -34,7 +34,7 @@ def test_times_by_hand() -> None:
 def test_given_costs_and_transfers() -> None:
     table = parse_table(["0F0 0B0", "1F0 1B0"])
     timeline = simulate(table, Costs(forward=2, input=3, weight=4, transfer=0.5, stages=(1, 10)))
-    assert timeline.slots[1][0].start == 2.5
+    assert timeline.rows[1][0].start == 2.5
     assert timeline.makespan == 2 + 0.5 + 20 + 70 + 0.5 + 7
 
 
@@ -45,12 +45,12 @@ def test_transfers_inside_a_rank_are_free() -> None:
 @given(valid_tables())
 def test_nothing_starts_before_what_it_needs(table: Table) -> None:
     timeline = simulate(table)
-    ends = {milestone(slot.action): slot.end for row in timeline.slots.values() for slot in row}
-    for row in timeline.slots.values():
-        for before, slot in pairwise(row):
-            assert slot.start >= before.end
-        for slot in row:
-            assert all(ends[need] <= slot.start for need in needed(slot.action, num_stages(table) - 1))
+    ends = {milestone(timed.action): timed.end for row in timeline.rows.values() for timed in row}
+    for row in timeline.rows.values():
+        for before, timed in pairwise(row):
+            assert timed.start >= before.end
+        for timed in row:
+            assert all(ends[need] <= timed.start for need in needed(timed.action, num_stages(table) - 1))
     assert 0 <= timeline.bubble < 1
 
 

@@ -1,14 +1,17 @@
-"""Values between stages: nested containers of tensors and plain values, described as text.
+"""Values between stages: nested containers of tensors and plain values, as a description and a frame.
 
 A description is JSON: it can be read by anyone, compared, cached and sent, and reading it runs no code.
-Tensors are named in it by dtype, shape and whether they need a gradient; their bytes travel apart.
+Tensors are named in it by dtype, shape and whether they need a gradient; their bytes travel apart, or in a frame:
+one piece of memory with a header of two integers and then the tensors, each on a multiple of 64 bytes, so that it
+can be used where it lies.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -42,7 +45,7 @@ def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
     return json.dumps(tree, separators=(",", ":")), tensors
 
 
-def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
+def build(description: str, make: Callable[[Meta], Any]) -> Any:
     """The value of a description; `make` gives each tensor, in order."""
     return _decode(_tree(description), make)
 
@@ -51,27 +54,15 @@ def build(description: str, make: Callable[[Meta], Tensor]) -> Any:
 def metas(description: str) -> tuple[Meta, ...]:
     """The tensors of a description, in order."""
     found: list[Meta] = []
-
-    def note(meta: Meta) -> Tensor:
-        found.append(meta)
-        return torch.empty(0)
-
-    build(description, note)
+    build(description, found.append)
     return tuple(found)
 
 
-def rebuild(description: str, tensors: Iterable[Tensor]) -> tuple[Any, list[Tensor]]:
+def rebuild(description: str, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     """The value of a description with these tensors in it, and those of them that need a gradient."""
     source = iter(tensors)
-    need_grad: list[Tensor] = []
-
-    def make(meta: Meta) -> Tensor:
-        tensor = next(source)
-        if meta.requires_grad:
-            need_grad.append(tensor)
-        return tensor
-
-    return build(description, make), need_grad
+    value = build(description, lambda _: next(source))
+    return value, [tensor for tensor, meta in zip(tensors, metas(description), strict=True) if meta.requires_grad]
 
 
 def differentiable(tensors: list[Tensor]) -> list[Tensor]:
@@ -104,7 +95,7 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
     )
 
 
-def _decode(tree: Any, make: Callable[[Meta], Tensor]) -> Any:
+def _decode(tree: Any, make: Callable[[Meta], Any]) -> Any:
     if isinstance(tree, list):
         return [_decode(item, make) for item in tree]
     if not isinstance(tree, dict):
@@ -133,3 +124,52 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors go "
             "from stage to stage. Convert it in the stage (a DTensor: to_local())."
         )
+
+
+# -- frames -----------------------------------------------------------------------------------------------
+
+HEADER_BYTES = 64
+
+
+def payload_bytes(tensors: Iterable[Tensor | Meta]) -> int:
+    """The bytes that these tensors take in a frame; both ends count alike."""
+    return sum(_padded(math.prod(item.shape) * item.dtype.itemsize) for item in tensors)
+
+
+def empty_frame(payload: int) -> Tensor:
+    """Memory for a frame with at most so many bytes of tensors."""
+    return torch.empty(HEADER_BYTES + payload, dtype=torch.uint8)
+
+
+def pack(header: tuple[int, int], tensors: Sequence[Tensor] = ()) -> Tensor:
+    """A frame with a copy of the tensors, from wherever they are."""
+    frame = empty_frame(payload_bytes(tensors))
+    frame[:16].view(torch.int64).copy_(torch.tensor(header))
+    for place, tensor in zip(_places(frame, tensors), tensors, strict=True):
+        place.copy_(tensor.detach())
+    return frame
+
+
+def header_of(frame: Tensor) -> tuple[int, int]:
+    """The two integers of a frame that has come."""
+    first, second = frame[:16].view(torch.int64).tolist()
+    return first, second
+
+
+def unpack(frame: Tensor, metas: Sequence[Meta]) -> list[Tensor]:
+    """The tensors in a frame, in its memory."""
+    # .data: each counts its own changes, or one changed in place would spoil the backward pass of the others.
+    return [place.data for place in _places(frame, metas)]
+
+
+def _places(frame: Tensor, tensors: Sequence[Tensor | Meta]) -> list[Tensor]:
+    places, start = [], HEADER_BYTES
+    for item in tensors:
+        size = math.prod(item.shape) * item.dtype.itemsize
+        places.append(frame[start : start + size].view(item.dtype).view(item.shape))
+        start += _padded(size)
+    return places
+
+
+def _padded(size: int) -> int:
+    return -(-size // 64) * 64

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.engine.schedule.actions import Kind, Table, parse_table
-from colonnade.engine.schedule.backward import Root, run_backward
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import Executor, Ran
-from colonnade.engine.schedule.micro_batch import MicroBatch, cut_batch, join
+from colonnade.engine.schedule.executor import ExecutedStep, Executor
+from colonnade.engine.schedule.executor.backward import Root, run_backward
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch, join
 from colonnade.engine.schedule.non_pipeline import call_criterion
-from colonnade.engine.schedule.orders import ORDERS, make_table
+from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import GradientError, ScheduleError
+from colonnade.registry import ORDERS
 from colonnade.testing import run_world
 from tests.engine.schedule import models
 from tests.engine.schedule.tables import random_table
@@ -86,10 +87,10 @@ def compare(kind: models.Kind, table: Table, rows: int, calls: int, ranks: Seque
     found = {name: grad for rank in ranks for name, grad in rank["grads"].items()}
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    simulated = simulate(table).slots
+    simulated = simulate(table).rows
     for index, rank in enumerate(ranks):
         torch.testing.assert_close(rank["loss"], loss, rtol=0, atol=1e-10)
-        assert rank["order"] == [slot.action for slot in simulated[index]]
+        assert rank["order"] == [timed.action for timed in simulated[index]]
         assert rank["evaluation_order"] == [a for a in rank["order"] if a.kind is Kind.FORWARD]
         has_last = facts.stage_ranks[-1] == index
         for name in ("output", "evaluation", "loss_here", "evaluation_loss"):
@@ -108,7 +109,7 @@ def run_and_compare(num_ranks: int, kind: models.Kind, tables: Sequence[Table], 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_order_equals_one_process(num_ranks: int) -> None:
     """Two calls add up, and the last micro-batches are smaller."""
-    tables = [make_table(name, num_ranks, 8, order.max_chunks or 2) for name, order in ORDERS.items()]
+    tables = [make_table(name, num_ranks, 8, chunks_of(name) or 2) for name in ORDERS]
     run_and_compare(num_ranks, models.Simple, tables, rows=13, calls=2)
 
 
@@ -149,7 +150,7 @@ def test_values_of_every_form(kind: models.Kind) -> None:
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_values_of_every_form_under_every_order(num_ranks: int, kind: models.Kind) -> None:
-    tables = [make_table(name, num_ranks, 8, order.max_chunks or 2) for name, order in ORDERS.items()]
+    tables = [make_table(name, num_ranks, 8, chunks_of(name) or 2) for name in ORDERS]
     run_and_compare(num_ranks, kind, tables, rows=9)
 
 
@@ -163,8 +164,7 @@ def test_any_valid_table_runs(seed: int, count: int) -> None:
 @pytest.mark.parametrize("kind", [models.Simple, models.Saturating, models.SideOutput])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_a_pipeline_of_one_rank_needs_no_process_group(name: str, kind: models.Kind) -> None:
-    order = ORDERS[name]
-    table = make_table(name, 1, 3, order.max_chunks or 3)
+    table = make_table(name, 1, 3, chunks_of(name) or 3)
     stages = models.build(kind, check(table).num_stages)
     executor = Executor(stages, table, loss_fn=loss_of)
     data, label = models.batch_for(kind, 5)
@@ -214,10 +214,10 @@ class Recorder:
 
 def run_recorded() -> dict[tuple[str, str], tuple[list[set[str]], list[bool]]]:
     found = {}
-    for name, order in ORDERS.items():
+    for name in ORDERS:
         for kind in (models.Simple, models.Unsplittable):
             recorder = Recorder()
-            table = make_table(name, dist.get_world_size(), 4, order.max_chunks or 2)
+            table = make_table(name, dist.get_world_size(), 4, chunks_of(name) or 2)
             executor, stages = make_executor(kind, table, backward=recorder)
             recorder.watch(stages)
             executor.run(cut_batch(*models.batch_for(kind, 4), 4))
@@ -298,7 +298,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all_before_the_first_step() -> None:
     differing = run_world(2, run_with_tables, [good, other], [1, 1]).values
     assert all("have different tables of actions" in message for message in differing)
     wrong_chunks = run_world(2, run_with_tables, [good, good], [1, 2]).values
-    assert "rank 1 cannot run this table" in wrong_chunks[0]
+    assert "rank 1 cannot run this table: this table gives pipeline rank 1 the stages 1" in wrong_chunks[0]
     assert "gives pipeline rank 1 the stages 1, but 2 stage module(s) are here" in wrong_chunks[1]
     small = run_world(2, run_with_tables, [["0F0 0B0"]] * 2, [1, 1]).values
     assert all("for 1 ranks cannot run on a pipeline of 2" in message for message in small)
@@ -310,7 +310,7 @@ def small_executor(**options: Any) -> Executor:
     return Executor(models.build(models.Simple, 2), parse_table(["0F0 1F0 1B0 0B0"]), **options)
 
 
-def run_small(executor: Executor, **options: Any) -> Ran:
+def run_small(executor: Executor, **options: Any) -> ExecutedStep:
     return executor.run(cut_batch(*models.batch_for(models.Simple, 2), 1), **options)
 
 

@@ -5,94 +5,66 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
-from colonnade.engine.schedule.backward import Entrance, RunBackward, WeightWork, backward_input
-from colonnade.engine.schedule.loss import split_loss
-from colonnade.engine.schedule.micro_batch import MicroBatch
-from colonnade.engine.schedule.program import peer_stage
-from colonnade.engine.schedule.transfer import Incoming, Link
-from colonnade.engine.schedule.values import describe, differentiable, rebuild
+from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.transfer.link import Incoming, Link
+from colonnade.engine.schedule.transfer.plan import peer_stage
+from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
 from colonnade.errors import ScheduleError
 from colonnade.logging import get_dist_logger
 
+if TYPE_CHECKING:
+    from colonnade.engine.schedule.executor.executor import Executor
+
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
-"""Gives a mean, or (sum, count)."""
-
-
-class ForwardHook(Protocol):
-    """How a stage is called. It may set the label of the micro-batch, which the loss gets."""
-
-    def __call__(self, stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBatch) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """What stays the same from step to step: the stages here, where the others are, how work is done."""
-
-    rank: int
-    stage_ranks: Sequence[int]
-    modules: Mapping[int, nn.Module]
-    links: Callable[[int], Link]
-    forward: ForwardHook
-    loss_fn: LossFunction | None
-    backward: RunBackward
-    tensor_shape: tuple[int, ...] | None
-    accounts: Mapping[int, int]
-    """For each stage here the one it is counted with: stages that share parameters count together."""
-    unsplittable: set[int] = field(default_factory=set)
-    """Stages found to need their backward in one part."""
-
-    @property
-    def last_stage(self) -> int:
-        return len(self.stage_ranks) - 1
+"""(output, label) -> a mean, or (sum, count)."""
+ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
+"""How a stage is called: (stage, module, inputs, micro-batch) -> output. It may set the label of the micro-batch."""
 
 
 @dataclass
-class _Live:
-    """A micro-batch between the forward and the backward pass of a stage."""
+class _Graph:
+    """The autograd graph of a micro-batch between the forward and the backward pass of a stage."""
 
     roots: list[Tensor]
-    entrances: list[Entrance]
+    inputs: list[StageInput]
 
 
 @dataclass
 class Step:
     """Runs a program once. `losses` and `outputs` are filled where the last stage is, by micro-batch."""
 
-    place: Place
+    executor: Executor
     micro_batches: Sequence[MicroBatch]
     train: bool
     with_loss: bool
     keep_outputs: bool
-    scale: float | Tensor
+    mean_scale: float | Tensor
     sum_scale: float | Tensor
-    takes_counts: bool = True
-    """Whether losses may be given as (sum, count)."""
-    counts_before: bool | None = None
-    """Whether earlier losses were given so; None: there were none."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Of losses given as (sum, count)."""
     outputs: dict[int, Any] = field(default_factory=dict)
-    ran: list[Action] = field(default_factory=list)
-    _live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    executed: list[Action] = field(default_factory=list)
+    _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     _weight_work: dict[tuple[int, int], WeightWork] = field(default_factory=dict)
     _inbox: dict[Action, Incoming] = field(default_factory=dict)
     """What stages of this rank gave to stages of this rank."""
     _outbox: dict[Action, tuple[str, list[Tensor]]] = field(default_factory=dict)
     _to_come: Counter[int] = field(default_factory=Counter)
-    """How many passes that accumulate gradients are still to come, by account."""
+    """How many passes that accumulate gradients are still to come, by the first of the stages that share."""
 
     def run(self, program: Sequence[Action]) -> None:
         """Do every action in order."""
         self._to_come = Counter(
-            self.place.accounts[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
+            self.executor.first_sharing[action.stage] for action in program if action.kind in GIVES_INPUT_GRADIENT
         )
         do = {
             Kind.FORWARD: self._forward,
@@ -109,7 +81,16 @@ class Step:
         for action in program:
             do[action.kind](action)
             if action.kind in COMPUTE:
-                self.ran.append(action)
+                self.executed.append(action)
+
+    def batch_loss(self) -> tuple[Tensor | None, Tensor | None]:
+        """(loss of the batch, count of the batch), each None where there is none."""
+        if not self.losses:
+            return None, None
+        if self.counts:
+            count = _sum(self.counts)
+            return _sum(self.losses) / count, count
+        return _sum({index: loss * self.micro_batches[index].weight for index, loss in self.losses.items()}), None
 
     # -- compute ------------------------------------------------------------------------------------------
 
@@ -117,51 +98,43 @@ class Step:
         stage, _, index = action
         micro_batch = self.micro_batches[index]
         incoming = Incoming(micro_batch.data, []) if stage == 0 else self._take(action, Kind.RECEIVE_FORWARD)
-        entrances = [Entrance(tensor) for tensor in incoming.need_grad] if self.train else []
+        inputs = [StageInput(tensor) for tensor in incoming.need_grad] if self.train else []
         with torch.set_grad_enabled(self.train):
-            output = self.place.forward(stage, self.place.modules[stage], incoming.value, micro_batch)
-            if stage == self.place.last_stage:
+            output = self.executor.forward(stage, self.executor.modules[stage], incoming.value, micro_batch)
+            if stage == self.executor.facts.num_stages - 1:
                 roots = self._finish_forward(output, micro_batch)
             else:
                 roots = self._hand_on(action, output)
         if self.train:
-            self._live[stage, index] = _Live(roots, entrances)
+            self._graphs[stage, index] = _Graph(roots, inputs)
 
     def _finish_forward(self, output: Any, micro_batch: MicroBatch) -> list[Tensor]:
         """The end of the pipeline: the loss, scaled for the backward pass."""
         if self.keep_outputs:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
-        if not self.with_loss or self.place.loss_fn is None:
+        if not self.with_loss or self.executor.loss_fn is None:
             return []
-        loss, count = split_loss(self.place.loss_fn(output, micro_batch.label))
+        loss, count = self.executor.loss_form.read(self.executor.loss_fn(output, micro_batch.label))
         self.losses[micro_batch.index] = loss.detach()
-        if count is not None:
-            self.counts[micro_batch.index] = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
-        counted = count is not None
-        if counted and not self.takes_counts:
-            raise ScheduleError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
-        if self.counts_before is not None and self.counts_before != counted:
-            forms = {True: "(sum, count)", False: "a mean"}
-            raise ScheduleError(
-                f"the loss was {forms[not counted]} before and is {forms[counted]} now; keep to one form"
-            )
-        self.counts_before = counted
-        return differentiable([loss * (micro_batch.weight * self.scale if count is None else self.sum_scale)])
+        if count is None:
+            return differentiable([loss * (micro_batch.weight * self.mean_scale)])
+        self.counts[micro_batch.index] = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+        return differentiable([loss * self.sum_scale])
 
     def _hand_on(self, action: Action, output: Any) -> list[Tensor]:
         """Give the output to the next stage, here or on another rank."""
         stage, _, index = action
-        note, tensors = describe(output, f"the output of stage {stage}")
+        description, tensors = describe(output, f"the output of stage {stage}")
         self._check_shape(stage, output)
-        if self.place.stage_ranks[stage + 1] == self.place.rank:
+        if self.executor.facts.stage_ranks[stage + 1] == self.executor.rank:
             copies = [tensor.detach().clone() for tensor in tensors]
-            self._inbox[Action(stage + 1, Kind.RECEIVE_FORWARD, index)] = Incoming(*rebuild(note, copies))
+            self._inbox[Action(stage + 1, Kind.RECEIVE_FORWARD, index)] = Incoming(*rebuild(description, copies))
         else:
-            self._outbox[Action(stage, Kind.SEND_FORWARD, index)] = (note, tensors)
+            self._outbox[Action(stage, Kind.SEND_FORWARD, index)] = (description, tensors)
         return differentiable(tensors)
 
     def _check_shape(self, stage: int, output: Any) -> None:
-        expected = self.place.tensor_shape
+        expected = None if self.executor.tensor_shape is None else tuple(self.executor.tensor_shape)
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if expected is not None and found != expected:
             raise ScheduleError(
@@ -170,52 +143,52 @@ class Step:
             )
 
     def _backward(self, action: Action) -> None:
-        live = self._live.pop((action.stage, action.micro_batch))
-        self._full_backward(action, live, *self._roots(action, live))
+        graph = self._graphs.pop((action.stage, action.micro_batch))
+        self._full_backward(action, graph, *self._roots(action, graph))
 
     def _backward_input(self, action: Action) -> None:
         """The input part; where a stage cannot be split, all of it now, and nothing is left for W."""
-        live = self._live.pop((action.stage, action.micro_batch))
-        roots, grads = self._roots(action, live)
-        if not roots or not live.entrances or action.stage in self.place.unsplittable:
-            return self._full_backward(action, live, roots, grads)
+        graph = self._graphs.pop((action.stage, action.micro_batch))
+        roots, grads = self._roots(action, graph)
+        if not roots or not graph.inputs or action.stage in self.executor.unsplittable:
+            return self._full_backward(action, graph, roots, grads)
         try:
-            found, work = backward_input(roots, grads, live.entrances)
+            found, work = backward_input(roots, grads, graph.inputs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            self.place.unsplittable.add(action.stage)
+            self.executor.unsplittable.add(action.stage)
             get_dist_logger().warning(
                 f"stage {action.stage} cannot do its backward pass in two parts, so W is done with I: {error}"
             )
-            return self._full_backward(action, live, roots, grads)
+            return self._full_backward(action, graph, roots, grads)
         self._weight_work[action.stage, action.micro_batch] = work
         return self._return_gradient(action, found)
 
     def _backward_weight(self, action: Action) -> None:
         work = self._weight_work.pop((action.stage, action.micro_batch), None)
         if work is not None:
-            work.run(self.place.backward, last=self._is_last(action))
+            work.run(self.executor.backward, last=self._is_last(action))
 
-    def _full_backward(self, action: Action, live: _Live, roots: list[Tensor], grads: list[Tensor]) -> None:
+    def _full_backward(self, action: Action, graph: _Graph, roots: list[Tensor], grads: list[Tensor]) -> None:
         last = self._is_last(action)
         if roots:
-            self.place.backward(roots, grads, inputs=None, last=last)
-        self._return_gradient(action, [entrance.grad for entrance in live.entrances])
+            self.executor.backward(roots, grads, inputs=None, last=last)
+        self._return_gradient(action, [each.grad for each in graph.inputs])
 
-    def _roots(self, action: Action, live: _Live) -> tuple[list[Tensor], list[Tensor]]:
+    def _roots(self, action: Action, graph: _Graph) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward pass starts, and with which gradients: the loss, or outputs that were used."""
-        if action.stage == self.place.last_stage:
-            return live.roots, [torch.ones_like(root) for root in live.roots]
+        if action.stage == self.executor.facts.num_stages - 1:
+            return graph.roots, [torch.ones_like(root) for root in graph.roots]
         grads = self._take(action, Kind.RECEIVE_BACKWARD).value
-        used = [(root, grad) for root, grad in zip(live.roots, grads, strict=True) if grad is not None]
+        used = [(root, grad) for root, grad in zip(graph.roots, grads, strict=True) if grad is not None]
         return [root for root, _ in used], [grad for _, grad in used]
 
     def _is_last(self, action: Action) -> bool:
         """Count one pass that accumulates gradients; whether no later one touches the same parameters."""
-        account = self.place.accounts[action.stage]
-        self._to_come[account] -= 1
-        return self._to_come[account] == 0
+        first = self.executor.first_sharing[action.stage]
+        self._to_come[first] -= 1
+        return self._to_come[first] == 0
 
     def _return_gradient(self, action: Action, grads: Iterable[Tensor | None]) -> None:
         """Give the gradient of the inputs to the stage before, here or on another rank."""
@@ -223,7 +196,7 @@ class Step:
         if stage == 0:
             return
         value = list(grads)
-        if self.place.stage_ranks[stage - 1] == self.place.rank:
+        if self.executor.facts.stage_ranks[stage - 1] == self.executor.rank:
             self._inbox[Action(stage - 1, Kind.RECEIVE_BACKWARD, index)] = Incoming(value, [])
         else:
             self._outbox[Action(stage, Kind.SEND_BACKWARD, index)] = describe(value, "the gradient")
@@ -247,4 +220,9 @@ class Step:
         self._link(action).sent(action._replace(kind=started))
 
     def _link(self, action: Action) -> Link:
-        return self.place.links(self.place.stage_ranks[peer_stage(action)])
+        return self.executor.link_to(self.executor.facts.stage_ranks[peer_stage(action)])
+
+
+def _sum(values: Mapping[int, Tensor]) -> Tensor:
+    """The sum of the numbers of all micro-batches, in their order, so that it is the same for every order of passes."""
+    return torch.stack([values[index].reshape(()) for index in sorted(values)]).sum()

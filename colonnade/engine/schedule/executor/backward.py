@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -21,24 +22,19 @@ Root: TypeAlias = "Tensor | GradientEdge"
 
 
 class RunBackward(Protocol):
-    """How gradients are accumulated; `torch.autograd.backward` with a word on whether more is to come."""
+    """How gradients are accumulated: `torch.autograd.backward`, and whether more is to come.
+
+    `last`: no later call of this step touches the parameters of this chunk (of these chunks, where some share
+    parameters), so their gradients are complete after it; said at most once for a chunk.
+    """
 
     def __call__(
-        self,
-        tensors: Sequence[Root],
-        grads: Sequence[Tensor],
-        *,
-        inputs: Sequence[Tensor] | None,
-        last: bool,
+        self, tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
     ) -> None: ...
 
 
 def run_backward(
-    tensors: Sequence[Root],
-    grads: Sequence[Tensor],
-    *,
-    inputs: Sequence[Tensor] | None,
-    last: bool,
+    tensors: Sequence[Root], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
 ) -> None:
     """Accumulate gradients: into all leaves and free the graph, or into the leaves `inputs` and keep it."""
     torch.autograd.backward(
@@ -67,8 +63,8 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-class Entrance:
-    """Where a tensor from another stage enters this stage's graph; the tensor itself is changed."""
+class StageInput:
+    """A tensor from another stage, made the start of this stage's graph; the tensor itself is changed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._caught: list[Tensor] = []
@@ -104,7 +100,15 @@ class WeightWork:
         """Accumulate the gradients of the parameters; to be called once. Only the last group's call is told `last`."""
         started = [(group, starts) for group in self._groups if (starts := self._starts(group))]
         for index, (group, starts) in enumerate(started, 1):
-            self._run_group(group, starts, backward, last and index == len(started))
+            edges, grads = zip(*starts, strict=True)
+            # A crossing above another one would pass it what has already arrived there, and hooks on tensors
+            # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
+            handles = [node.register_prehook(lambda _, node=node: self._arrived.get(node)) for node in group.crossings]
+            try:
+                backward(edges, grads, inputs=group.leaves, last=last and index == len(started))
+            finally:
+                for handle in handles:
+                    handle.remove()
         self._groups, self._arrived = [], {}
 
     def _starts(self, group: _Group) -> list[tuple[GradientEdge, Tensor]]:
@@ -117,56 +121,29 @@ class WeightWork:
         ]
         return group.sources + arrived
 
-    def _run_group(
-        self, group: _Group, starts: list[tuple[GradientEdge, Tensor]], backward: RunBackward, last: bool
-    ) -> None:
-        edges, grads = zip(*starts, strict=True)
-        # A crossing above another one would pass it what has already arrived there, and hooks on tensors
-        # would work a second time: each crossing takes exactly what the input part saw, and nothing else.
-        handles = [node.register_prehook(_give(self._arrived.get(node))) for node in group.crossings]
-        try:
-            backward(edges, grads, inputs=group.leaves, last=last)
-        finally:
-            for handle in handles:
-                handle.remove()
-
 
 def backward_input(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor], entrances: Sequence[Entrance]
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[StageInput]
 ) -> tuple[list[Tensor | None], WeightWork]:
-    """The input part: gradients at the entrances, and the weight part for later. No parameter is touched.
+    """The input part: gradients of the inputs, and the weight part for later. No parameter is touched.
 
     Raises RuntimeError, with nothing changed, if the graph holds something that cannot be run in part.
     """
     roots = [get_gradient_edge(output) for output in outputs]
-    ends = {entrance.edge.node for entrance in entrances}
+    ends = {each.edge.node for each in inputs}
     on_way = _nodes_on_way(roots, ends)
     groups = _groups(on_way, ends, list(zip(roots, grads, strict=True)))
     arrived: dict[Node, tuple[Tensor | None, ...]] = {}
-    handles = [node.register_prehook(_keep(arrived, node)) for group in groups for node in group.crossings]
+    handles = [
+        node.register_prehook(partial(arrived.__setitem__, node)) for group in groups for node in group.crossings
+    ]
     try:
-        found = torch.autograd.grad(
-            list(outputs),
-            [entrance.edge for entrance in entrances],
-            list(grads),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        edges = [each.edge for each in inputs]
+        found = torch.autograd.grad(list(outputs), edges, list(grads), retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     return list(found), WeightWork(groups, arrived)
-
-
-def _keep(arrived: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:
-    def hook(grads: tuple[Tensor | None, ...]) -> None:
-        arrived[node] = grads
-
-    return hook
-
-
-def _give(grads: tuple[Tensor | None, ...] | None) -> Any:
-    return lambda _: grads
 
 
 def _below(node: Node) -> Iterator[Node]:

@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.engine.schedule import transfer
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.micro_batch import cut_batch
-from colonnade.engine.schedule.orders import ORDERS, make_table
-from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, backends_of, with_cpu
-from colonnade.engine.schedule.values import describe
+from colonnade.engine.schedule.executor.micro_batch import cut_batch
+from colonnade.engine.schedule.orders import chunks_of, make_table
+from colonnade.engine.schedule.transfer import link as link_module
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed, Wire, backends_of, with_cpu
+from colonnade.engine.schedule.transfer.values import describe
 from colonnade.errors import ScheduleError
+from colonnade.registry import ORDERS
 from colonnade.testing import run_world
 from tests.engine.schedule import models
-from tests.engine.schedule.test_executor import make_executor
+from tests.engine.schedule.executor.test_executor import make_executor
 
 CPU = torch.device("cpu")
 
@@ -48,9 +49,9 @@ def send_or_take() -> list[int]:
     if rank == 0:
         sent = []
         for index, value in enumerate(values()):
-            before = len(link._known_here)
+            before = len(link._sent_numbers)
             link.send(key(index), *describe(value, "value"))
-            sent.append(len(link._known_here) - before)
+            sent.append(len(link._sent_numbers) - before)
             link.sent(key(index))
         link.finish()
         return sent
@@ -117,7 +118,7 @@ def test_a_steady_message_is_one_send_and_any_other_arrives_too() -> None:
 
 
 def many_forms(kept: int) -> bool:
-    transfer._NOTES_KEPT = kept
+    link_module._DESCRIPTIONS_KEPT = kept
     rank = dist.get_rank()
     link = Link(None, 1 - rank, CPU)
     sizes = [1, 2, 3, 4, 1, 5, 6, 4, 1, 2, 2]
@@ -128,7 +129,7 @@ def many_forms(kept: int) -> bool:
             link.expect(key(index))
             assert link.take(key(index)).value.tolist() == [float(index)] * size
     link.finish()
-    return len(link._known_here) <= kept and len(link._known_there) <= kept
+    return len(link._sent_numbers) <= kept and len(link._received_descriptions) <= kept
 
 
 def test_notes_are_forgotten_on_both_sides_alike() -> None:
@@ -175,12 +176,12 @@ class Diary(Wire):
 
 
 def keep_diary() -> list[dict[int, list[tuple[str, int]]]]:
-    transfer.Wire = Diary  # type: ignore[misc]
+    link_module.Wire = Diary  # type: ignore[misc]
     diaries = []
-    for name, order in ORDERS.items():
+    for name in ORDERS:
         for forward_only in (False, True):
             Diary.pages = {}
-            executor, _ = make_executor(models.Simple, make_table(name, 4, 8, order.max_chunks or 2))
+            executor, _ = make_executor(models.Simple, make_table(name, 4, 8, chunks_of(name) or 2))
             executor.run(cut_batch(*models.batch_for(models.Simple, 9), 8), forward_only=forward_only)
             diaries.append(Diary.pages)
     return diaries

@@ -1,41 +1,53 @@
 """Transfers between the ranks of a pipeline: values of any form and shape, in order, with errors passed on.
 
-Every message is a note (what comes) and then the bytes of its tensors. A note that was sent before on the
-same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
-per message, header and tensors together, for which the receiver has room ready: as much as the largest
-message of the last step took. What is larger, or goes over another backend (NCCL), follows its header tensor
-by tensor. Notes travel on the CPU, and no GPU is waited for to read one.
+Every message is a description (what comes) and then the bytes of its tensors. A description that was sent before
+on the same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
+per message, header and tensors together, for which the receiver has memory ready: as much as the largest message of
+the last step took. What is larger, or goes over another backend (NCCL), follows its header tensor by tensor.
+Descriptions travel on the CPU, and no GPU is waited for to read one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.frame import empty_frame, header_of, pack, payload_bytes, unpack
-from colonnade.engine.schedule.values import Meta, metas, rebuild
+from colonnade.engine.schedule.transfer.values import (
+    Meta,
+    empty_frame,
+    header_of,
+    metas,
+    pack,
+    payload_bytes,
+    rebuild,
+    unpack,
+)
 from colonnade.errors import ScheduleError, listed
 
 _NEW, _FAILED = -1, -2
-"""What a note's first number says besides "as note n": a new note follows; the sender failed."""
+"""What the first number of a header says besides "description n": a new one follows; the sender failed."""
 _APART, _INSIDE = 0, 1
-"""What a known note's second number says: where the tensors are, after the frame or in it."""
+"""What the second number says beside a known description: where the tensors are, after the frame or in it."""
 _TENSOR, _FRAME, _TEXT = 0, 1, 2
 """The tags of what a message is made of."""
-_NOTES_KEPT = 4096
+_DESCRIPTIONS_KEPT = 4096
 _SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
-_PATIENCE = timedelta(seconds=2)
+_FAILURE_TIMEOUT = timedelta(seconds=2)
 """How long a failing rank tries to tell the others."""
+
+
+Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
+"""Work that is under way, each with the memory that it needs."""
 
 
 class PeerFailed(ScheduleError):
@@ -62,23 +74,22 @@ class Wire:
         self._group = group
         self._peer = peer
 
-    def send(self, tensor: Tensor, tag: int) -> list[tuple[dist.Work, Tensor]]:
+    def send(self, tensor: Tensor, tag: int) -> Pending:
         """Start to send; the result is to be kept until its work is over."""
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
         data = plain.view(-1).view(torch.uint8)
-        work = dist.isend(data, dst=self._peer, group=self._group, tag=tag)
-        return [(_started(work), data)]
+        return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
-    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, list[dist.Work]]:
+    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
         """Start to receive; the tensor may be used once the work is over."""
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
-    def fill(self, room: Tensor, tag: int) -> list[dist.Work]:
-        """Start to receive bytes into `room`; gloo may fill only a part of it."""
-        return [_started(dist.irecv(room, src=self._peer, group=self._group, tag=tag))]
+    def fill(self, memory: Tensor, tag: int) -> Pending:
+        """Start to receive bytes into `memory`; gloo may fill only a part of it."""
+        return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
 
 
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -91,8 +102,8 @@ def with_cpu(group: dist.ProcessGroup | None) -> str:
     return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
+def _wait(pending: Pending) -> None:
+    for work, _ in pending:
         work.wait()
 
 
@@ -112,27 +123,27 @@ class Incoming:
 
 @dataclass
 class _Arriving:
-    note: str
+    description: str
     tensors: list[Tensor]
-    works: list[dist.Work]
+    pending: Pending
 
 
-class _Room:
+class _FrameSize:
     """How many bytes of tensors a frame of one direction may hold in this step. Both ends count alike."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.bytes = 0
         self._largest = 0
 
-    def take(self, payload: int) -> bool:
-        """Count a message; whether it fits."""
+    def fits(self, payload: int) -> bool:
+        """Count a message; whether it fits into a frame."""
         self._largest = max(self._largest, payload)
-        return payload <= self.size
+        return payload <= self.bytes
 
     def next_step(self) -> None:
-        """From now on there is room for the largest message of the step that ends."""
+        """From now on a frame holds the largest message of the step that ends."""
         # A step without a message in this direction (an evaluation) says nothing about the next.
-        self.size, self._largest = self._largest or self.size, 0
+        self.bytes, self._largest = self._largest or self.bytes, 0
 
 
 class Link:
@@ -141,13 +152,13 @@ class Link:
     def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
         self._peer, self._device = peer, device
         self._wire = Wire(group, peer, device)
-        self._notes = Wire(group, peer, torch.device("cpu"))
-        self._known_here: dict[str, int] = {}
-        self._known_there: list[str] = []
-        self._room_there, self._room_here = _Room(), _Room()
-        self._expected: deque[tuple[Action, Tensor, list[dist.Work]]] = deque()
+        self._cpu_wire = Wire(group, peer, torch.device("cpu"))
+        self._sent_numbers: dict[str, int] = {}
+        self._received_descriptions: list[str] = []
+        self._sent_frames, self._received_frames = _FrameSize(), _FrameSize()
+        self._expected: deque[tuple[Action, Tensor, Pending]] = deque()
         self._arriving: dict[Action, _Arriving] = {}
-        self._sends: dict[Action, list[tuple[dist.Work, Tensor]]] = {}
+        self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
 
     @property
@@ -155,17 +166,18 @@ class Link:
         """Whether tensors of both directions share one queue, so that both sides must keep one order."""
         return self._wire.one_queue
 
-    def send(self, key: Action, note: str, tensors: list[Tensor]) -> None:
+    def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
         if self.one_queue:
             self._start_expected()
-        fits = self._room_there.take(payload_bytes(tensors)) and not self.one_queue
-        number = self._known_here.get(note)
-        if number is not None and fits:
-            self._sends[key] = self._notes.send(pack((number, _INSIDE), tensors), _FRAME)
-            return
-        self._sends[key] = self._send_note(note)
-        for tensor in tensors:
+        fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
+        number = self._sent_numbers.get(description)
+        if number is None:
+            self._sends[key] = self._send_description(description)
+        else:
+            header = (number, _INSIDE if fits else _APART)
+            self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
+        for tensor in tensors if number is None or not fits else ():
             self._sends[key] += self._wire.send(tensor, _TENSOR)
 
     def sent(self, key: Action) -> None:
@@ -176,94 +188,91 @@ class Link:
 
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
-        # It may come while this rank still computes; only tensors that are apart wait until its note is read.
-        frame = empty_frame(0 if self.one_queue else self._room_here.size)
-        self._expected.append((key, frame, self._notes.fill(frame, _FRAME)))
+        # It may come while this rank still computes; only tensors that are apart wait until its description is read.
+        frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
+        self._expected.append((key, frame, self._cpu_wire.fill(frame, _FRAME)))
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
-        with self._told(key):
+        with self._named_in_errors(key):
             self._start_expected(key)
             arriving = self._arriving.pop(key)
-            _wait(arriving.works)
+            _wait(arriving.pending)
         tensors = [tensor.to(self._device) for tensor in arriving.tensors]
-        return Incoming(*rebuild(arriving.note, tensors))
+        return Incoming(*rebuild(arriving.description, tensors))
 
     def finish(self) -> None:
         """The end of a step: wait until everything sent has been received."""
         for key in list(self._sends):
             self._wait_sent(key)
         self._over.clear()
-        self._room_there.next_step()
-        self._room_here.next_step()
+        self._sent_frames.next_step()
+        self._received_frames.next_step()
 
     def fail(self, text: str) -> Callable[[], None]:
         """Start to tell the peer, as the last thing it hears, that this rank has failed.
 
         Call the result to wait for it; a peer that does not listen is given up.
         """
-        sends: list[tuple[dist.Work, Tensor]] = []
+        sends: Pending = []
         with contextlib.suppress(RuntimeError):
             sends = self._send_bytes(_FAILED, text.encode()[:2000])
 
         def end() -> None:
             with contextlib.suppress(RuntimeError):
                 for work, _ in sends:
-                    work.wait(_PATIENCE)
+                    work.wait(_FAILURE_TIMEOUT)
 
         return end
 
-    def _send_note(self, note: str) -> list[tuple[dist.Work, Tensor]]:
-        number = self._known_here.get(note)
-        if number is not None:
-            return self._notes.send(pack((number, _APART)), _FRAME)
-        if len(self._known_here) == _NOTES_KEPT:
-            self._known_here.clear()
-        self._known_here[note] = len(self._known_here)
-        return self._send_bytes(_NEW, note.encode())
+    def _send_description(self, description: str) -> Pending:
+        if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
+            self._sent_numbers.clear()
+        self._sent_numbers[description] = len(self._sent_numbers)
+        return self._send_bytes(_NEW, description.encode())
 
-    def _send_bytes(self, number: int, data: bytes) -> list[tuple[dist.Work, Tensor]]:
-        header = self._notes.send(pack((number, len(data))), _FRAME)
-        return header + self._notes.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
+    def _send_bytes(self, number: int, data: bytes) -> Pending:
+        header = self._cpu_wire.send(pack((number, len(data))), _FRAME)
+        return header + self._cpu_wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), _TEXT)
 
-    def _read_note(self, number: int, size: int) -> str:
+    def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
-            return self._known_there[number]
-        data, works = self._notes.receive(Meta(torch.uint8, (size,), False), _TEXT)
-        _wait(works)
+            return self._received_descriptions[number]
+        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
+        _wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
             raise PeerFailed(self._peer, text)
-        if len(self._known_there) == _NOTES_KEPT:
-            self._known_there.clear()
-        self._known_there.append(text)
+        if len(self._received_descriptions) == _DESCRIPTIONS_KEPT:
+            self._received_descriptions.clear()
+        self._received_descriptions.append(text)
         return text
 
     def _start_expected(self, until: Action | None = None) -> None:
-        """Read the notes of what is expected, in order, and start to receive the tensors."""
+        """Read the descriptions of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
-            key, frame, works = self._expected.popleft()
-            _wait(works)
+            key, frame, pending = self._expected.popleft()
+            _wait(pending)
             number, second = header_of(frame)
-            note = self._read_note(number, second)
-            expected = metas(note)
-            self._room_here.take(payload_bytes(expected))
+            description = self._read_description(number, second)
+            expected = metas(description)
+            self._received_frames.fits(payload_bytes(expected))
             if number >= 0 and second == _INSIDE:
-                self._arriving[key] = _Arriving(note, unpack(frame, expected), [])
+                self._arriving[key] = _Arriving(description, unpack(frame, expected), [])
                 continue
-            arriving = self._arriving[key] = _Arriving(note, [], [])
+            arriving = self._arriving[key] = _Arriving(description, [], [])
             for meta in expected:
-                tensor, works = self._wire.receive(meta, _TENSOR)
+                tensor, pending = self._wire.receive(meta, _TENSOR)
                 arriving.tensors.append(tensor)
-                arriving.works += works
+                arriving.pending += pending
 
     def _wait_sent(self, key: Action) -> None:
-        with self._told(key):
-            _wait([work for work, _ in self._sends.pop(key, ())])
+        with self._named_in_errors(key):
+            _wait(self._sends.pop(key, []))
 
     @contextlib.contextmanager
-    def _told(self, key: Action) -> Iterator[None]:
-        """Say which transfer it was, where the backend only says that something went wrong."""
+    def _named_in_errors(self, key: Action) -> Iterator[None]:
+        """Name the transfer in the error, where the backend only says that something went wrong."""
         try:
             yield
         except RuntimeError as error:

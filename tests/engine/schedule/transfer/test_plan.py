@@ -14,8 +14,9 @@ from colonnade.engine.schedule.actions import (
     parse_table,
 )
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.orders import ORDERS, make_table
-from colonnade.engine.schedule.program import add_transfers, peer_stage, receive_early
+from colonnade.engine.schedule.orders import chunks_of, make_table
+from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
+from colonnade.registry import ORDERS
 from tests.engine.schedule.tables import valid_tables
 
 RECEIVES = {Kind.SEND_FORWARD: Kind.RECEIVE_FORWARD, Kind.SEND_BACKWARD: Kind.RECEIVE_BACKWARD}
@@ -93,8 +94,8 @@ def test_so_does_its_evaluation(table: Table) -> None:
 
 
 def test_named_orders() -> None:
-    for name, order in ORDERS.items():
-        table = make_table(name, 4, 8, order.max_chunks or 2)
+    for name in ORDERS:
+        table = make_table(name, 4, 8, chunks_of(name) or 2)
         check(table)
         check_program(table)
 

@@ -1,4 +1,4 @@
-"""Programs: a table of compute actions with the transfers that it needs, added by the library.
+"""Programs: a table of compute actions with the transfers that it needs, added here.
 
 All ranks work out the same total order of everything, compute and transfers, from the same replay, and each
 runs its own part of it in that order. A transfer has one place in the total order, on both sides. So the
@@ -8,10 +8,13 @@ where a pair of ranks has one channel for both directions (NCCL): no valid table
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import num_stages, replay
+
+_FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SENT_FORWARD)
+_BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, Kind.SENT_BACKWARD)
 
 
 def add_transfers(table: Table) -> Table:
@@ -25,7 +28,7 @@ def add_transfers(table: Table) -> Table:
     program: Table = {rank: [] for rank in table}
     for rank, action in _total_order(table):
         program[rank].append(action)
-        for transfer in [*_ended(action, last_stage), *_started(action, last_stage)]:
+        for transfer in _transfers_after(action, last_stage):
             if home[transfer.stage] != home[peer_stage(transfer)]:
                 program[home[transfer.stage]].append(transfer)
     return program
@@ -34,8 +37,8 @@ def add_transfers(table: Table) -> Table:
 def receive_early(actions: Sequence[Action]) -> list[Action]:
     """The program of one rank with every receive begun one compute action sooner.
 
-    So there is room for what comes before it is sent, and it comes while this rank computes. Only for backends
-    on which a receive that waits holds up nothing else (gloo): elsewhere the one order of both sides is needed.
+    So its memory is ready before it is sent, and it comes while this rank computes. Only for backends on which a
+    receive that waits holds up nothing else (gloo): elsewhere both sides must keep the one order.
     """
     ahead: list[Action] = []
     after: list[Action] = []  # the last compute action and what follows it
@@ -57,32 +60,22 @@ def peer_stage(transfer: Action) -> int:
 
 
 def _total_order(table: Table) -> list[tuple[int, Action]]:
-    slots = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).slots
-    events = [(slot.end, rank, slot.action) for rank, row in slots.items() for slot in row]
+    rows = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).rows
+    events = [(timed.end, rank, timed.action) for rank, row in rows.items() for timed in row]
     return [(rank, action) for _, rank, action in sorted(events, key=lambda event: event[:2])]
 
 
-def _started(action: Action, last_stage: int) -> list[Action]:
-    """The transfers that begin when `action` is done: the send, and the receive at the other end."""
+def _transfers_after(action: Action, last_stage: int) -> Iterator[Action]:
+    """What happens when `action` is done: the send that it used is over, and what it gives is sent and received."""
     stage, kind, micro_batch = action
-    if kind is Kind.FORWARD and stage < last_stage:
-        return [
-            Action(stage, Kind.SEND_FORWARD, micro_batch),
-            Action(stage + 1, Kind.RECEIVE_FORWARD, micro_batch),
-        ]
-    if kind in GIVES_INPUT_GRADIENT and stage > 0:
-        return [
-            Action(stage, Kind.SEND_BACKWARD, micro_batch),
-            Action(stage - 1, Kind.RECEIVE_BACKWARD, micro_batch),
-        ]
-    return []
-
-
-def _ended(action: Action, last_stage: int) -> list[Action]:
-    """The send that is over for certain when `action`, which used what was sent, is done."""
-    stage, kind, micro_batch = action
-    if kind is Kind.FORWARD and stage > 0:
-        return [Action(stage - 1, Kind.SENT_FORWARD, micro_batch)]
-    if kind in GIVES_INPUT_GRADIENT and stage < last_stage:
-        return [Action(stage + 1, Kind.SENT_BACKWARD, micro_batch)]
-    return []
+    if kind is Kind.FORWARD:
+        send, receive, sent, before, after = *_FORWARD, stage - 1, stage + 1
+    elif kind in GIVES_INPUT_GRADIENT:
+        send, receive, sent, before, after = *_BACKWARD, stage + 1, stage - 1
+    else:
+        return
+    if 0 <= before <= last_stage:
+        yield Action(before, sent, micro_batch)
+    if 0 <= after <= last_stage:
+        yield Action(stage, send, micro_batch)
+        yield Action(after, receive, micro_batch)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colonnade.engine.schedule.backward import Entrance, backward_input, run_backward
+from colonnade.engine.schedule.executor.backward import StageInput, backward_input, run_backward
 
 
 class Plain(nn.Module):
@@ -122,9 +122,9 @@ def inputs_of(module: nn.Module) -> tuple[nn.Module, list[Tensor]]:
     return module.double(), [torch.randn(3, 4, dtype=torch.float64) for _ in range(2)]
 
 
-def entered(inputs: list[Tensor]) -> tuple[list[Entrance], list[Tensor]]:
+def entered(inputs: list[Tensor]) -> tuple[list[StageInput], list[Tensor]]:
     copies = [tensor.clone() for tensor in inputs]
-    return [Entrance(tensor) for tensor in copies], copies
+    return [StageInput(tensor) for tensor in copies], copies
 
 
 def grads_for(outputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -1,0 +1,218 @@
+"""The one executor of pipeline tables: every schedule, ours or the user's, runs here.
+
+It owns no idea of an order. It checks the table, adds the transfers, and does what this rank's program
+says, one action after another. Losses are scaled, gradients never are, so calls may accumulate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.comm.messages import gather_json
+from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv, only_forward
+from colonnade.engine.schedule.check import Facts, check
+from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
+from colonnade.engine.schedule.executor.call import call_module
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, Step
+from colonnade.engine.schedule.loss import LossForm
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed
+from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
+from colonnade.errors import ScheduleError, listed
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ExecutedStep:
+    """What a step gave on this rank; losses and outputs are there only where the last stage is."""
+
+    losses: list[Tensor]
+    """The loss of each micro-batch as the loss function gave it, detached."""
+    loss: Tensor | None
+    """The loss of the batch: the losses times the weights of their micro-batches; or sum over count."""
+    count: Tensor | None
+    """The count of the batch, where losses were given as (sum, count)."""
+    outputs: list[Any]
+    """The outputs of each micro-batch, detached, if they were to be kept."""
+    order: list[Action]
+    """The compute actions in the order in which they ran."""
+
+
+@dataclass(eq=False, repr=False)
+class Executor:
+    """Runs a table on this rank's stages.
+
+    `chunks`: this rank's stage modules, in the order of their stages. `rank`: this rank's place in the
+    pipeline; `ranks`: the global ranks of the pipeline; `group`: their process group; `transfer_group`:
+    another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
+    Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
+    have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
+    is done; `loss_form` holds the losses to one form. Creating one is collective over the group: all ranks must
+    have the same table, and a fault on one is an error on all.
+    """
+
+    chunks: Sequence[nn.Module]
+    table: Table
+    _: KW_ONLY
+    rank: int = 0
+    ranks: Sequence[int] = (0,)
+    group: dist.ProcessGroup | None = None
+    transfer_group: dist.ProcessGroup | None = None
+    device: torch.device = _CPU
+    forward: ForwardHook = call_module
+    loss_fn: LossFunction | None = None
+    loss_form: LossForm = field(default_factory=LossForm)
+    backward: RunBackward = run_backward
+    tensor_shape: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._links: dict[int, Link] = {}
+        self.facts = self._agree()
+        self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
+        self.first_sharing = _first_sharing(self.modules)
+        self.unsplittable = set[int]()
+        """Stages found to need their backward in one part."""
+        table, rank = self.table, self.rank
+        programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
+        transfers = [action for action in programs[0] if action.kind not in COMPUTE]
+        self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
+        if not any(self.link_to(peer).one_queue for peer in self._peers):
+            programs = [receive_early(program) for program in programs]
+        self._program, self._forward_program = programs
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank feeds the data in."""
+        return self.facts.stage_ranks[0] == self.rank
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether losses and outputs appear on this rank."""
+        return self.facts.stage_ranks[-1] == self.rank
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        forward_only: bool = False,
+        with_loss: bool = True,
+        keep_outputs: bool = False,
+        backward_scale: float | Tensor = 1.0,
+        sum_scale: float | Tensor = 1.0,
+    ) -> ExecutedStep:
+        """Run one step. Collective over the pipeline: all its ranks, with the same flags.
+
+        Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
+        one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies a mean, and
+        `sum_scale` the sum of a (sum, count), for the backward pass only.
+        """
+        self._check_run(micro_batches, forward_only)
+        train = not forward_only
+        step = Step(self, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
+        try:
+            step.run(self._forward_program if forward_only else self._program)
+            for link in self._links.values():
+                link.finish()
+        except Exception as error:
+            self._tell_failure(error)
+            raise
+        loss, count = step.batch_loss()
+        return ExecutedStep(
+            losses=[step.losses[index] for index in sorted(step.losses)],
+            loss=loss,
+            count=count,
+            outputs=[step.outputs[index] for index in sorted(step.outputs)],
+            order=step.executed,
+        )
+
+    def share_loss(self, loss: Tensor | None, count: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Loss and count (None for a mean) of the last stage on all ranks, in float64.
+
+        Collective over the pipeline: a broadcast.
+        """
+        on_gloo = not dist.is_initialized() or dist.get_backend(self.group) == "gloo"
+        shared = torch.full((2,), torch.nan, dtype=torch.float64, device="cpu" if on_gloo else self.device)
+        for at, value in enumerate((loss, count)):
+            if value is not None:
+                shared[at].copy_(value.detach().reshape(()))
+        if len(self.ranks) > 1:
+            dist.broadcast(shared, src=self.ranks[self.facts.stage_ranks[-1]], group=self.group)
+        mean, counted = shared.to(self.device).unbind()
+        if self.loss_form.counted is None:  # on a rank without the last stage; asked of the device only once
+            self.loss_form.keep(not bool(counted.isnan()))
+        return mean, counted if self.loss_form.counted else None
+
+    def link_to(self, rank: int) -> Link:
+        """The channel to another rank of the pipeline."""
+        if rank not in self._links:
+            self._links[rank] = Link(self.transfer_group or self.group, self.ranks[rank], self.device)
+        return self._links[rank]
+
+    def _tell_failure(self, error: Exception) -> None:
+        """Let the ranks that wait for this one fail too, now and with the reason, not at a timeout."""
+        heard_from = error.peer if isinstance(error, PeerFailed) else None
+        text = f"{type(error).__name__}: {error}"
+        ends = [self.link_to(peer).fail(text) for peer in self._peers if self.ranks[peer] != heard_from]
+        for end in ends:
+            end()
+
+    def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
+        expected = self.facts.num_micro_batches
+        if len(micro_batches) != expected:
+            raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
+        if self.has_last_stage and self.loss_fn is None and not forward_only:
+            raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
+
+    def _agree(self) -> Facts:
+        """The facts of a table that every rank can run and that is the same on all; else an error on all."""
+        problem: ScheduleError | None = None
+        try:
+            facts = self._check_own()
+        except ScheduleError as error:
+            problem = error
+        if len(self.ranks) > 1:
+            mine = [hashlib.sha256(format_csv(self.table).encode()).hexdigest(), str(problem or "")]
+            everyone = gather_json(mine, self.device, self.group)
+            failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
+            if problem is None and failed:
+                problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]))
+            if problem is None and len({digest for digest, _ in everyone}) > 1:
+                problem = ScheduleError(
+                    f"the ranks {listed(self.ranks)} of this pipeline have different tables of actions; "
+                    "give all of them the same table, order and number of micro-batches"
+                )
+        if problem is not None:
+            raise problem
+        return facts
+
+    def _check_own(self) -> Facts:
+        """The facts of a table that this rank can run."""
+        facts = check(self.table)
+        if facts.num_ranks != len(self.ranks):
+            raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self.ranks)}")
+        stages = facts.stages_of(self.rank)
+        if len(stages) != len(self.chunks):
+            raise ScheduleError(
+                f"this table gives pipeline rank {self.rank} the stages {listed(stages)}, but {len(self.chunks)} "
+                "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
+            )
+        return facts
+
+
+def _first_sharing(modules: Mapping[int, nn.Module]) -> dict[int, int]:
+    """For each stage the first one that it shares parameters with, directly or not; mostly itself."""
+    first = {stage: stage for stage in modules}
+    owner: dict[Tensor, int] = {}
+    for stage, module in modules.items():
+        for parameter in module.parameters():
+            both = first[owner.setdefault(parameter, stage)], first[stage]
+            first = {key: min(both) if value in both else value for key, value in first.items()}
+    return first
