@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
@@ -64,7 +65,7 @@ class Engine:
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only."""
         if self._passes == 0:
-            self._stepper.report_skip()
+            self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Any) -> None:
@@ -176,8 +177,8 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were dropped because their gradient was not finite, or a spike."""
-        self._stepper.report_skip()
+        """How many steps were dropped because their gradient was not finite, or a spike. Waits for the last one."""
+        self._stepper.report_skips(wait=True)
         return self._stepper.skips.total
 
     @property
@@ -193,8 +194,13 @@ class Engine:
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last step was dropped. Waits for its norm."""
-        self._stepper.report_skip()
+        self._stepper.report_skips(wait=True)
         return self._stepper.skips.last
+
+    @property
+    def last_skip_flag(self) -> HostCopy | None:
+        """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
+        return self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:

@@ -99,7 +99,7 @@ class LossScaler:
         return Norms(p, norms.sums / factor, norms.nonfinite)
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step, whose flag is exactly 1.0 if it was dropped."""
+        """After a step; `found_inf`: whether its gradient was not finite."""
         if not self._dynamic:
             return
         torch._amp_update_scale_(self.scale, self._good_steps, found_inf.float().reshape(()), *self._factors)

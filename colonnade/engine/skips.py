@@ -1,11 +1,13 @@
-"""Steps that were dropped, counted without making the host wait for the device."""
+"""Steps that were dropped: counted, and kept from learning-rate schedulers, without making the host wait."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from colonnade.comm.host_copy import HostCopy
 
 
 class SkipReport:
@@ -14,44 +16,61 @@ class SkipReport:
     def __init__(self) -> None:
         self.total = 0
         self.last = False
-        self._flag: Tensor | None = None
-        self._ready: torch.cuda.Event | None = None
+        self.flag: HostCopy | None = None
+        """The flag of the last step, read or not."""
+        self._pending: deque[HostCopy] = deque()
 
     def note(self, found_inf: Tensor) -> None:
         """The flag of the step that is being made: 1.0 if it is dropped."""
-        self.read()
-        if found_inf.is_cuda:
-            self._flag = torch.empty((), dtype=found_inf.dtype, pin_memory=True)
-            self._flag.copy_(found_inf, non_blocking=True)
-            self._ready = torch.cuda.Event()
-            self._ready.record()
-        else:
-            self._flag = found_inf.clone()
+        self.poll()
+        self.flag = HostCopy(found_inf)
+        self._pending.append(self.flag)
 
-    def read(self) -> bool | None:
-        """Whether the last noted step was dropped; None if it has been read already, or there was none."""
-        if self._flag is None:
-            return None
-        if self._ready is not None:
-            self._ready.synchronize()
-        skipped = bool(self._flag)
-        self.total += skipped
-        self.last = skipped
-        self._flag = self._ready = None
-        return skipped
+    def poll(self) -> int:
+        """Count the flags that have come; how many of these steps were dropped."""
+        return self._count(wait=False)
+
+    def read(self) -> int:
+        """Count all flags; waits for the last step. How many of those not counted before were dropped."""
+        return self._count(wait=True)
+
+    def _count(self, wait: bool) -> int:
+        dropped = 0
+        while self._pending and (wait or self._pending[0].ready()):
+            self.last = self._pending.popleft().read() > 0
+            dropped += self.last
+        self.total += dropped
+        return dropped
 
 
 class SkipAwareScheduler:
-    """A learning-rate scheduler that stands still when the engine's last step was dropped."""
+    """A learning-rate scheduler that stands still when the engine's last step was dropped.
+
+    Where the device has not come to that yet, it goes on, and stands still at a later call instead if it must.
+    """
 
     def __init__(self, scheduler: Any, engine: Any) -> None:
         self._scheduler = scheduler
         self._engine = engine
+        self._unsure: deque[HostCopy] = deque()
+        self._ahead = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance, unless the last step was dropped. Waits for that step's norm."""
-        if not self._engine.last_step_skipped:
-            self._scheduler.step(*args, **kwargs)
+        """Advance, unless the last step was dropped."""
+        while self._unsure and self._unsure[0].ready():
+            self._ahead += self._unsure.popleft().read() > 0
+        flag = self._engine.last_skip_flag
+        if flag is not None and not flag.ready():
+            self._unsure.append(flag)
+        elif flag is not None and flag.read() > 0:
+            return
+        if self._ahead:
+            self._ahead -= 1
+            return
+        self._scheduler.step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_unsure": deque()}  # what is on its way to the host cannot be copied
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scheduler":  # a copy that is being made has none yet

@@ -77,12 +77,11 @@ class Stepper:
         divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
         self._step.step_divided(divisor, self.last.found_inf)
         if self.scaler is not None:
-            self.scaler.update(self.last.found_inf)
+            self.scaler.update(self.last.nonfinite)  # a spike that is dropped says nothing about the scale
 
-    def report_skip(self) -> bool | None:
-        """Whether the last step was dropped (None: no step yet); says so once, with the parameter at fault here."""
-        skipped = self.skips.read()
-        if skipped:
+    def report_skips(self, wait: bool) -> None:
+        """Say which steps were dropped since the last time, with the parameter at fault here if it can be seen still."""
+        if self.skips.read() if wait else self.skips.poll():
             bad = self._step.first_bad()
             where = f" first in {bad} on rank {self._context.get_global_rank()};" if bad else ""
             if bad or self._context.get_global_rank() == 0:
@@ -90,7 +89,6 @@ class Stepper:
                     f"step dropped:{where} its gradient norm is {float(self.last.norm) if self.last else 0.0:g} "
                     f"({self.skips.total} dropped so far)"
                 )
-        return skipped
 
     def norms(self) -> dict[str, Tensor]:
         """The norm of every slot (group, layer or parameter) at the last step, as device tensors."""

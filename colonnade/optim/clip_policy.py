@@ -6,6 +6,7 @@ slot and a flag that is exactly 1.0 when the step must be dropped, all on the de
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from colonnade.comm.host_copy import HostCopy
 from colonnade.errors import CheckpointError, ConfigError, GradientError, did_you_mean, listed
 from colonnade.optim.blocks import to_device
 from colonnade.optim.clip_method import ClipMethod, Measured, divisor_to, positive
@@ -44,13 +46,15 @@ class Decision:
     """What to do with this step's gradient; device tensors only, the same bits on every rank.
 
     `norm` is the total norm before clipping (NaN or inf when it was); `divisor` has one number per slot;
-    `found_inf` is exactly 1.0 (drop the step) or 0.0.
+    `found_inf` is exactly 1.0 (drop the step) or 0.0; `nonfinite` says whether a gradient was not finite, which is one
+    reason to drop it.
     """
 
     norm: Tensor
     divisor: Tensor
     found_inf: Tensor
     norms: Norms
+    nonfinite: Tensor
 
 
 class ClipPolicy:
@@ -76,7 +80,7 @@ class ClipPolicy:
         self.names = tuple(names or (groups[index].name for index in group_of))
         self.nonfinite = nonfinite
         self._masks = _Masks(self.groups, self.group_of)
-        self._report: _Report | None = None
+        self._reports: deque[HostCopy] = deque()
 
     @property
     def slots(self) -> int:
@@ -97,8 +101,8 @@ class ClipPolicy:
             drop = verdict.skip if drop is None else drop | verdict.skip
         found_inf = total.new_zeros((), dtype=torch.float32) if drop is None else drop.float()
         if self.nonfinite == "raise":
-            self._report = _Report(norms.nonfinite)
-        return Decision(total, divisor, found_inf, norms)
+            self._reports.append(HostCopy(norms.nonfinite))
+        return Decision(total, divisor, found_inf, norms, bad)
 
     def group_norms(self, norms: Norms) -> dict[str, Tensor]:
         """The norm of every named group, counted or not."""
@@ -106,16 +110,18 @@ class ClipPolicy:
         return {group.name: value for group, value in zip(self.groups, values, strict=True)}
 
     def raise_pending(self) -> None:
-        """With "raise": report a non-finite gradient of the step before; every rank raises at the same step.
+        """With "raise": report non-finite gradients of earlier steps, as far as the host knows of them.
 
-        Waits for that step's norm, which is long done, and not for the work queued since.
+        Nothing is waited for, so the error may come a step late; the step itself was dropped, on every rank.
         """
-        report, self._report = self._report, None
-        slots = report.bad_slots() if report is not None else []
+        slots: list[int] = []
+        while self._reports and not slots and self._reports[0].ready():
+            slots = [slot for slot, count in enumerate(self._reports.popleft().read()) if count > 0]
         if slots:
+            self._reports.clear()
             names = listed(self.names[slot] for slot in slots)
             raise GradientError(
-                f"the gradient of the last step was not finite, in: {names}. The step was dropped. "
+                f"the gradient of an earlier step was not finite, in: {names}. The step was dropped. "
                 "Lower the learning rate or look at its batch; nonfinite='skip' goes on without an error."
             )
 
@@ -166,25 +172,6 @@ class _Masks:
         by_group = divisor_to(norms.over(self.members), self.limits)
         divisor = torch.where(self.own, by_group[self.group_of], divisor)
         return torch.where(self.clipped, divisor, 1.0)
-
-
-class _Report:
-    """The non-finite counts of one step on their way to the host."""
-
-    def __init__(self, counts: Tensor) -> None:
-        self._done: torch.cuda.Event | None = None
-        if counts.is_cuda:
-            self._counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._counts.copy_(counts, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-        else:
-            self._counts = counts.clone()
-
-    def bad_slots(self) -> list[int]:
-        if self._done is not None:
-            self._done.synchronize()
-        return [slot for slot, count in enumerate(self._counts.tolist()) if count > 0]
 
 
 def _check(groups: Sequence[ClipGroup], group_of: Sequence[int], names: Sequence[str] | None, nonfinite: str) -> None:

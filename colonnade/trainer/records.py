@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from colonnade.comm.host_copy import HostCopy
 from colonnade.engine.schedule.base import BaseSchedule
 
 Weight = tuple[Tensor | None, Tensor | float]
@@ -74,15 +75,10 @@ class Draft:
         values: dict[str, float],
     ) -> None:
         self._place, self._samples, self._names, self._values = place, samples, list(tensors), values
-        self._copied: torch.cuda.Event | None = None
         if tensors:
             device = next((value.device for value in tensors.values() if value.device.type != "cpu"), None)
-            self._copy = torch.stack([value.detach().to(device).reshape(()).double() for value in tensors.values()])
-            if self._copy.is_cuda:
-                on_host = torch.empty(self._copy.shape, dtype=self._copy.dtype, pin_memory=True)
-                self._copy = on_host.copy_(self._copy, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
+            numbers = [value.detach().to(device).reshape(()).double() for value in tensors.values()]
+            self._copy = HostCopy(torch.stack(numbers))
 
     def sums(self) -> list[float]:
         """What the ranks add up of a step: loss x weight, weight, samples."""
@@ -108,9 +104,7 @@ class Draft:
 
     def _read(self) -> dict[str, float]:
         if self._names:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._values.update(zip(self._names, self._copy.tolist(), strict=True))
+            self._values.update(zip(self._names, self._copy.read(), strict=True))
             self._names = []
         return self._values
 

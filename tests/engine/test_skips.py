@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
+from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.skips import SkipAwareScheduler, SkipReport
@@ -21,10 +22,10 @@ from tests.optim.watch import Operations
 
 def test_a_flag_is_read_once() -> None:
     report = SkipReport()
-    assert report.read() is None
+    assert report.read() == 0
     report.note(torch.tensor(1.0))
-    assert report.read() is True
-    assert report.read() is None
+    assert report.read() == 1
+    assert report.read() == 0
     assert (report.total, report.last) == (1, True)
 
 
@@ -33,7 +34,7 @@ def test_a_flag_that_nobody_read_counts_when_the_next_one_comes() -> None:
     for flag in (1.0, 0.0, 1.0, 1.0, 0.0):
         report.note(torch.tensor(flag))
     assert (report.total, report.last) == (3, True)  # the last flag is still on its way
-    assert report.read() is False
+    assert report.poll() == 0
     assert (report.total, report.last) == (3, False)
 
 
@@ -41,7 +42,7 @@ def test_the_flag_is_as_it_was_when_it_was_noted() -> None:
     report, flag = SkipReport(), torch.tensor(1.0)
     report.note(flag)
     flag.zero_()
-    assert report.read() is True
+    assert report.read() == 1
 
 
 def test_noting_a_step_reads_nothing_of_that_step() -> None:
@@ -54,7 +55,21 @@ def test_noting_a_step_reads_nothing_of_that_step() -> None:
 class Engine:
     """All that the scheduler asks of an engine."""
 
-    last_step_skipped = False
+    last_skip_flag: Any = None
+
+
+class Late:
+    """A flag that has not come to the host yet."""
+
+    def __init__(self, dropped: bool) -> None:
+        self.dropped, self.here = dropped, False
+
+    def ready(self) -> bool:
+        return self.here
+
+    def read(self) -> float:
+        assert self.here, "the host would wait"
+        return float(self.dropped)
 
 
 def scheduler() -> tuple[SkipAwareScheduler, Any, Engine]:
@@ -69,11 +84,24 @@ def test_a_scheduler_stands_still_after_a_dropped_step() -> None:
     wrapped, inner, engine = scheduler()
     rates = []
     for skipped in (False, True, True, False):
-        engine.last_step_skipped = skipped
+        engine.last_skip_flag = HostCopy(torch.tensor(float(skipped)))
         wrapped.step()
         rates.append(wrapped.get_last_lr()[0])
     assert rates == [0.5, 0.5, 0.5, 0.25]
     assert wrapped.last_epoch == inner.last_epoch == 2
+
+
+def test_a_scheduler_waits_for_no_flag_and_makes_up_for_dropped_steps_later() -> None:
+    wrapped, inner, engine = scheduler()
+    first, second, third = Late(True), Late(False), Late(True)
+    seen = []
+    for flag, come in ((first, None), (second, first), (third, second), (None, third), (None, None)):
+        if come is not None:
+            come.here = True
+        engine.last_skip_flag = flag
+        wrapped.step()
+        seen.append(inner.last_epoch)
+    assert seen == [1, 1, 2, 2, 3], "five calls, of which two were for dropped steps"
 
 
 def test_it_is_the_users_scheduler_in_all_else() -> None:
