@@ -12,7 +12,7 @@ from colonnade.context.dist_group_initializer.base import ModeGroups, ProcessGro
 from colonnade.context.grid import Partition
 from colonnade.context.layout import Layout, check_groups
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.sizes import check_mode, world_axes
+from colonnade.context.sizes import check_mode, grid_of, world_axes
 from colonnade.errors import LayoutError, listed
 from colonnade.registry import DIST_GROUP_INITIALIZER
 
@@ -80,10 +80,10 @@ def build_layout(config: Any, world_size: int, rank: int = 0) -> Layout:
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:
     """Run every initializer that the config asks for, in the documented order."""
-    axes = {axis.name: axis.size for axis in world_axes(config, world_size)}
-    six = (rank, world_size, config, axes["data"], axes["pipeline"], axes["tensor"])
+    grid = grid_of(world_axes(config, world_size))
+    six = (rank, world_size, config, grid.sizes["data"], grid.sizes["pipeline"], grid.sizes["tensor"])
     build = Build()
-    build.add({ParallelMode.GLOBAL: [list(range(world_size))]}, "the world")
+    build.add({ParallelMode.GLOBAL: grid.groups(*grid.sizes)}, "the world")
     for mode, registered, kwargs in _wanted(config):
         initializer = _construct(registered, mode, six, kwargs)
         source = f"{registered} (mode {mode!r})"
@@ -150,10 +150,9 @@ def _mapped(mode: str) -> bool:
 def _add_plain_axes(build: Build, config: Any, world_size: int) -> None:
     """A further axis whose initializer (if any) says nothing about its mode is grouped by the axis itself."""
     axes = world_axes(config, world_size)
-    layout = Layout(axes, {})
     for axis in axes:
         if axis.mode not in build.groups:
-            build.add({axis.mode: layout.grid.groups(axis.name)}, f"axis {axis.name!r}")
+            build.add({axis.mode: grid_of(axes).groups(axis.name)}, f"axis {axis.name!r}")
 
 
 def _construct(registered: str, mode: str, six: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -90,7 +90,7 @@ def agree_on_layout(layout: Layout, device: torch.device) -> None:
     low, high = both[0].item(), -both[1].item()
     if low == high:
         return
-    mine = {mode.value: layout.groups(mode) for mode in layout.modes}
+    mine = {mode.value: list(layout.groups(mode)) for mode in layout.modes}
     everyone = [json.loads(text) for text in share_texts("layout", json.dumps(mine))]
     differing = [other for other in range(layout.world_size) if everyone[other] != everyone[0]]
     modes = sorted({m for other in differing for m in _differing_modes(everyone[0], everyone[other])})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from colonnade.context.grid import Grid, Groups
+from colonnade.context.grid import Grid
 from colonnade.context.layout import Axis
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.sizes import grid_of, world_axes
 
-ModeGroups = dict[ParallelMode, Groups]
+ModeGroups = dict[ParallelMode, Sequence[list[int]]]
 
 
 class ProcessGroupInitializer:
