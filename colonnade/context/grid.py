@@ -158,6 +158,9 @@ class _Cut(Partition):
     def __len__(self) -> int:
         return len(self._blocks) * self._parts
 
+    def __iter__(self) -> Iterator[list[int]]:
+        return (block[self._slice(part)] for block in self._blocks for part in range(self._parts))
+
     def _group(self, index: int) -> list[int]:
         block, part = divmod(index, self._parts)
         return self._blocks[block][self._slice(part)]
@@ -275,6 +278,17 @@ def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit,
     if any(high % low for low, high in steps):
         return None
     return tuple((low, high // low) for low, high in reversed(steps))
+
+
+def joined(digits: Iterable[Digit]) -> list[Digit]:
+    """These digits, slowest first, with neighbours made one: two products are the same if and only if these are."""
+    found: list[Digit] = []
+    for stride, size in digits:
+        if found and found[-1][0] == stride * size:
+            found[-1] = (stride, found[-1][1] * size)
+        elif size > 1:
+            found.append((stride, size))
+    return found
 
 
 def spread(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:

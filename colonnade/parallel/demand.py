@@ -6,12 +6,12 @@ the group that happens to communicate: that is what makes experts come out right
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from colonnade.context.grid import Digit, refine, spread
+from colonnade.context.grid import Digit, joined, refine, spread
 from colonnade.context.layout import Axis, Layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
@@ -47,7 +47,11 @@ class Holding:
 
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
     """The ranks that hold the same elements as `rank`: same stage (or tied), same position on every shard mode."""
-    return _once(layout, placement, (rank, "holding"), lambda: _holding(layout, placement, rank))
+
+    def find() -> Holding:
+        return Holding(_ranks(_reach(layout, placement, rank).holders, rank), rank)
+
+    return _once(layout, placement, (rank, "holding"), find)
 
 
 def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
@@ -63,7 +67,7 @@ def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...],
 
 # -- how it is worked out ---------------------------------------------------------------------------------
 
-Region = dict[Digit, Sequence[int]]
+Region = dict[Digit, Collection[int]]
 """A set of ranks around one of them: the values that each digit may have. The other digits are as on that rank.
 
 Where every mode is a product of digits, so is every set of ranks here, and nothing is walked. Where groups were
@@ -87,6 +91,24 @@ class _Step:
         return layout.group_of(self.mode, rank) if layout.has(self.mode, rank) else ()
 
 
+@dataclass(frozen=True)
+class _Reach:
+    """Who holds what a rank holds (`holders`), and which of them its sums reach, step after step (`whole`)."""
+
+    steps: list[_Step]
+    atoms: tuple[Digit, ...] | None
+    holders: Region
+    whole: Region
+
+    def parts(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
+        """What each single step from `rank` reaches among the holders."""
+        for step in self.steps:
+            if self.atoms is not None:
+                yield step, _meet(_region(self.atoms, step.digits or (), step.values), self.holders)
+            elif ranks := step.ranks(layout, rank):
+                yield step, _meet({(1, layout.world_size): ranks}, self.holders)
+
+
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
     """The answer, worked out once for a layout; the shape of a tensor does not matter to it."""
     key = (tuple(placement.modes.items()), question)
@@ -95,71 +117,31 @@ def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[
     return layout.derived[key]
 
 
-def _holding(layout: Layout, placement: Placement, rank: int) -> Holding:
-    holders, _, _ = _regions(layout, placement, rank)
-    return Holding(_ranks(holders, rank), rank)
+def _reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
+    return _once(layout, placement, (rank, "reach"), lambda: _find_reach(layout, placement, rank))
 
 
-def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
-    return _once(layout, placement, (rank, "owed"), lambda: _find_factors(layout, placement, rank))
-
-
-def _find_factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
-    holders, steps, reached = _regions(layout, placement, rank)
-    found = []
-    for step, region in steps:
-        region = _meet(region, holders)
-        found.append((_factor(layout, placement, step.mode, region, step.divisor, rank), region))
-    whole = _meet(reached, holders)
-    if prod(_count(region) for _, region in found) != _count(whole):
-        # The modes do not vary independently among the holders (an expert group across uneven cuts of data
-        # and tensor, say): then it is one sum over all of them.
-        divisor = prod(factor.divisor for factor, _ in found)
-        found = [(_factor(layout, placement, found[0][0].mode, whole, divisor, rank), whole)]
-    return tuple((factor, region) for factor, region in found if len(factor.ranks) > 1 or factor.divisor > 1)
-
-
-def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
-    if _is_regular(layout, placement):
-        regions = [region for factor, region in _factors(layout, placement, rank) if factor.mode in wanted]
-        return _ranks(_join(regions), rank)
-    reached, frontier = {rank}, [rank]
-    while frontier:
-        for factor, _ in _find_factors(layout, placement, frontier.pop()):  # not remembered: too many ranks
-            if factor.mode in wanted:
-                frontier.extend(other for other in factor.ranks if other not in reached)
-                reached.update(factor.ranks)
-    return tuple(sorted(reached))
-
-
-def _regions(layout: Layout, placement: Placement, rank: int) -> tuple[Region, list[tuple[_Step, Region]], Region]:
-    """The holders, what each step reaches from `rank`, and all that steps after steps reach."""
+def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     _check_modes(layout, placement)
     stage, stages = _stages(layout, placement, rank)
     steps = _steps(layout, placement)
     atoms = _atoms(layout, placement, steps)
     if atoms is None:
         return _walk(layout, placement, rank, steps)
-    fixed = [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()]
-    holders = _region(atoms, [(1, layout.world_size)])
-    for atom in _region(atoms, [*fixed, stage]):
-        del holders[atom]
-    if len(stages) > 1:
+    split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
+    same_stage = _region(atoms, [stage]) if len(stages) == 1 else ()
+    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in split and atom not in same_stage}
+    if stage in holders:
         holders[stage] = stages
-    regions = []
-    for step in steps:
-        region = _region(atoms, step.digits or ())
-        regions.append((step, region if step.values is None else dict.fromkeys(region, step.values)))
-    return holders, regions, _join(region for _, region in regions)
+    reached = _join(_region(atoms, step.digits or (), step.values) for step in steps)
+    return _Reach(steps, atoms, holders, _meet(reached, holders))
 
 
-def _walk(
-    layout: Layout, placement: Placement, rank: int, steps: list[_Step]
-) -> tuple[Region, list[tuple[_Step, Region]], Region]:
-    """`_regions`, rank by rank, for modes whose groups cross the axes or each other."""
+def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -> _Reach:
+    """The reach of a rank, found rank by rank, for modes whose groups cross the axes or each other."""
     stage, stages = _stages(layout, placement, rank)
     axes = [(digit, stages if digit == stage else range(digit[1])) for digit in layout.grid.digits.values()]
-    holders = set(spread(rank, sorted(axes, reverse=True)))
+    holders = set(spread(rank, axes[::-1]))
     for mode in placement.shards:
         at = layout.local_rank(mode, rank)
         holders &= {group[at] for group in layout.groups(mode) if at < len(group)}
@@ -174,12 +156,60 @@ def _walk(
                 frontier.extend(other for other in ranks if other not in reached)
                 reached.update(ranks)
     world = (1, layout.world_size)
-    own = [(step, step.ranks(layout, rank)) for step in steps]
-    return (
-        {world: sorted(holders)},
-        [(step, {world: ranks}) for step, ranks in own if ranks],
-        {world: sorted(reached)},
+    return _Reach(steps, None, {world: holders}, {world: sorted(reached & holders)})
+
+
+def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
+    return _once(
+        layout,
+        placement,
+        (rank, "owed"),
+        lambda: _find_factors(layout, placement, rank, _reach(layout, placement, rank)),
     )
+
+
+def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach) -> tuple[tuple[Owed, Region], ...]:
+    found = []
+    for step, region in reach.parts(layout, rank):
+        mode = _name(layout, placement, step.mode, region, rank)
+        found.append((mode, region, step.divisor))
+    if prod(_count(region) for _, region, _ in found) != _count(reach.whole):
+        # The modes do not vary independently among the holders (an expert group across uneven cuts of data
+        # and tensor, say): then it is one sum over all of them.
+        mode = _name(layout, placement, found[0][0], reach.whole, rank)
+        found = [(mode, reach.whole, prod(divisor for _, _, divisor in found))]
+    return tuple(
+        (Owed(mode, _ranks(region, rank), divisor), region)
+        for mode, region, divisor in found
+        if _count(region) > 1 or divisor > 1
+    )
+
+
+def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
+    reach = _reach(layout, placement, rank)
+    factors = _factors(layout, placement, rank)
+    if reach.atoms is not None and all(_is_regular(layout, factor.mode, region, rank) for factor, region in factors):
+        return _ranks(_join(region for factor, region in factors if factor.mode in wanted), rank)
+    reached, frontier = {rank}, [rank]
+    while frontier:
+        at = frontier.pop()
+        if placement.tied is not None:
+            reach = _find_reach(layout, placement, at)  # from stages without the parameter, ways lead in only
+        for factor, _ in _find_factors(layout, placement, at, reach):
+            if factor.mode in wanted:
+                frontier.extend(other for other in factor.ranks if other not in reached)
+                reached.update(factor.ranks)
+    return tuple(sorted(reached))
+
+
+def _is_regular(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
+    """Whether `_name` gives a factor of this mode the same name on every rank."""
+    if mode is ParallelMode.PIPELINE:
+        return True
+    known = [other for other in layout.modes if layout.groups(other).digits is not None]
+    if mode in known and any(mode is axis.mode for axis in layout.axes) and _is_group(layout, mode, region, rank):
+        return True
+    return all(other in known for other in layout.modes if other.data == "distinct")
 
 
 def _steps(layout: Layout, placement: Placement) -> list[_Step]:
@@ -208,36 +238,27 @@ def _atoms(layout: Layout, placement: Placement, steps: list[_Step]) -> tuple[Di
     return atoms
 
 
-def _is_regular(layout: Layout, placement: Placement) -> bool:
-    """Whether what holds on one rank, names of factors included, holds in the same way on all others."""
-    twins = [mode for mode in layout.modes if mode.data == "distinct"]
-    return (
-        all(layout.groups(mode).digits is not None for mode in twins)
-        and _atoms(layout, placement, _steps(layout, placement)) is not None
-    )
-
-
-def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit]) -> Region:
-    """Every value of these digits."""
+def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
+    """Every value of these digits, or the given ones."""
     inside = (atom for atom in atoms if any(stride <= atom[0] < stride * size for stride, size in digits))
-    return {atom: range(atom[1]) for atom in inside}
+    return {atom: values or range(atom[1]) for atom in inside}
 
 
 def _meet(one: Region, other: Region) -> Region:
     return {digit: _both(one[digit], other[digit]) for digit in one if digit in other}
 
 
-def _both(one: Sequence[int], other: Sequence[int]) -> Sequence[int]:
-    return one if one == other else sorted(set(one) & set(other))
+def _both(one: Collection[int], other: Collection[int]) -> Collection[int]:
+    return one if one == other else [value for value in one if value in other]
 
 
 def _join(regions: Iterable[Region]) -> Region:
-    joined: Region = {}
+    joint: Region = {}
     for region in regions:
         for digit, values in region.items():
-            before = joined.get(digit, values)
-            joined[digit] = values if before == values else sorted({*before, *values})
-    return joined
+            before = joint.get(digit, values)
+            joint[digit] = values if before == values else sorted({*before, *values})
+    return joint
 
 
 def _count(region: Region) -> int:
@@ -245,7 +266,8 @@ def _count(region: Region) -> int:
 
 
 def _ranks(region: Region, rank: int) -> tuple[int, ...]:
-    return tuple(spread(rank, sorted(region.items(), key=lambda item: item[0], reverse=True)))
+    values = [(digit, found if isinstance(found, Sequence) else sorted(found)) for digit, found in region.items()]
+    return tuple(spread(rank, sorted(values, key=lambda item: item[0], reverse=True)))
 
 
 def _is_distinct(axis: Axis, placement: Placement) -> bool:
@@ -253,23 +275,26 @@ def _is_distinct(axis: Axis, placement: Placement) -> bool:
     return axis.data == "distinct" and not (isinstance(spec, (Shard, Replicate)) and spec.owes == "nothing")
 
 
-def _factor(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, divisor: int, rank: int) -> Owed:
-    """Name the factor by the mode whose group these ranks are: EXPERT_DATA where experts cut DATA."""
-    ranks = _ranks(region, rank)
+def _name(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, rank: int) -> ParallelMode:
+    """The mode whose group these ranks are: EXPERT_DATA where experts cut DATA."""
     axes = {axis.mode for axis in layout.axes}
-    if mode in axes and mode is not ParallelMode.PIPELINE and not _is_group(layout, mode, rank, ranks):
-        twins = (
-            other
-            for other in layout.modes
-            if other.data == "distinct" and other not in axes and other not in placement.shards
-        )
-        mode = next((other for other in twins if _is_group(layout, other, rank, ranks)), mode)
-    return Owed(mode, ranks, divisor)
+    if mode not in axes or mode is ParallelMode.PIPELINE or _is_group(layout, mode, region, rank):
+        return mode
+    twins = (
+        other
+        for other in layout.modes
+        if other.data == "distinct" and other not in axes and other not in placement.shards
+    )
+    return next((other for other in twins if _is_group(layout, other, region, rank)), mode)
 
 
-def _is_group(layout: Layout, mode: ParallelMode, rank: int, ranks: tuple[int, ...]) -> bool:
+def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
+    """Whether the region around `rank` is its group of `mode`."""
+    digits = layout.groups(mode).digits
+    if digits is not None and all(len(values) == size for (_, size), values in region.items()):
+        return joined(digits) == joined(sorted(region, reverse=True))
     group = layout.group_of(mode, rank) if layout.has(mode, rank) else ()
-    return len(group) == len(ranks) and tuple(group) == ranks
+    return len(group) == _count(region) and tuple(group) == _ranks(region, rank)
 
 
 def _stages(layout: Layout, placement: Placement, rank: int) -> tuple[Digit, Sequence[int]]:
