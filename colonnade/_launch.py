@@ -36,7 +36,6 @@ def launch(
     verbose: bool = True,
     *,
     context: ParallelContext | None = None,
-    cpu_groups: bool = False,
     timeout: float | None = None,
 ) -> ParallelContext:
     """Join the world and create the groups that the config asks for. Collective over the world.
@@ -46,7 +45,7 @@ def launch(
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
     address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)
-    return _start(config, address, backend, seed, verbose, context, cpu_groups, timeout)
+    return _start(config, address, backend, seed, verbose, context, timeout)
 
 
 def launch_from_torch(config: ConfigSource, backend: str | None = None, **options: Any) -> ParallelContext:
@@ -87,7 +86,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 def _launch_from(
     address: WorldAddress, config: ConfigSource, backend: str | None, options: dict[str, Any]
 ) -> ParallelContext:
-    known = {"seed": None, "verbose": True, "context": None, "cpu_groups": False, "timeout": None}
+    known = {"seed": None, "verbose": True, "context": None, "timeout": None}
     unknown = options.keys() - known.keys()
     if unknown:
         raise TypeError(f"unexpected argument {sorted(unknown)[0]!r}; allowed: {', '.join(known)}")
@@ -101,7 +100,6 @@ def _start(
     seed: int | None,
     verbose: bool,
     context: ParallelContext | None,
-    cpu_groups: bool,
     timeout: float | None,
 ) -> ParallelContext:
     check_torch(torch.__version__)
@@ -112,7 +110,7 @@ def _start(
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)
-        context.init_parallel_groups(cpu_groups)
+        context.init_parallel_groups()
         context.set_seed(_seed(context.config, seed))
         context.config.freeze()
     except BaseException:

@@ -86,9 +86,20 @@ class Layout:
         """The rank with these axis coordinates; axes not named are at 0."""
         return self.grid.rank_at(**coordinates)
 
-    def rank_sets(self) -> list[tuple[int, ...]]:
-        """Every distinct group of every mode, in one order on all ranks; the world first, and not again."""
+    @property
+    def is_regular(self) -> bool:
+        """Whether every mode is a product of axes (or parts of axes), so that it looks the same from every rank."""
+        return all(groups.digits is not None for groups in self._groups.values())
+
+    def rank_sets(self, rank: int | None = None) -> list[tuple[int, ...]]:
+        """Every distinct group of every mode (that `rank` is in), in one order on all ranks; the world comes first."""
+        if rank is not None:
+            return list(dict.fromkeys(tuple(self.group_of(mode, rank)) for mode in self.modes if self.has(mode, rank)))
         return list(dict.fromkeys(tuple(group) for mode in self._groups for group in self._groups[mode]))
+
+    def is_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks (ascending) are a group of any mode."""
+        return any(self.has(mode, ranks[0]) and self.group_of(mode, ranks[0]) == list(ranks) for mode in self.modes)
 
     @property
     def distinct_data(self) -> int:

@@ -86,8 +86,6 @@ def _surface() -> dict[str, object]:
             "ends": (gpc.is_first_rank(pipe), gpc.is_last_rank(pipe)),
             "stages": (gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()),
             "initialized": (gpc.is_initialized(data), gpc.is_initialized(ParallelMode.PARALLEL_2D_ROW)),
-            "twin_is_group": gpc.get_cpu_group(data) is gpc.get_group(data),
-            "world_twin": gpc.get_cpu_group(ParallelMode.GLOBAL) is not None,
             "node": gpc.num_processes_on_current_node,
             "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR)
             is gpc.group_of_ranks(gpc.get_ranks_in_group(ParallelMode.TENSOR)),
@@ -103,8 +101,6 @@ def test_the_public_surface_on_four_ranks():
     assert seen["ring"] == (1, 1)
     assert seen["ends"] == seen["stages"] == (False, True)
     assert seen["initialized"] == (True, False)
-    assert seen["twin_is_group"]
-    assert seen["world_twin"]
     assert seen["node"] == 4
     assert seen["one_communicator_per_rank_set"]
     # world (= MODEL), itself alone (= DATA), its pipeline pair, its tensor pair
