@@ -107,6 +107,10 @@ class ParallelContext:
         alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
         for ranks in self._layout.rank_sets(self._rank if alone else None):
             groups.add(ranks, alone)
+        if not is_same_everywhere(len(groups) if alone else 0, self.device):  # and so all ranks have come this far
+            raise ContextError(
+                f"the ranks created different numbers of groups; this rank (number {self._rank}): {len(groups)}"
+            )
         for hook in launch_hooks:
             hook.after_groups(self, groups)
 
