@@ -22,7 +22,8 @@ class ProcessGroupInitializer:
 
     Implement `init_parallel_groups()` and return `{mode: [[ranks], ...]}` for the whole world: it creates
     nothing, so a layout can be planned and tested for any number of ranks. `ParallelContext` creates the
-    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work too.)
+    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work after
+    `colonnade.compat.install()`.)
     """
 
     whole_world = True
