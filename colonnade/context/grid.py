@@ -55,7 +55,7 @@ class Ranks(Sequence[int]):
 class Partition(Sequence[list[int]]):
     """The groups of one mode: a sequence of rank lists, ascending inside; a rank is in one of them at most.
 
-    Made by `Grid.groups` (whole by the way it is made, so a million ranks need no check) or from `Listed` groups.
+    Made by `Grid.groups` and `cut` (right by the way they are made, so a million ranks need no check) or `Listed`.
     """
 
     digits: tuple[Digit, ...] | None = None
@@ -118,8 +118,11 @@ class _ByDigits(Partition):
         fine: list[Digit] = []
         for stride, length in reversed(self.inner):
             run = min(left, length)
-            if left % run or length % run:  # the cut goes across an axis
-                return _Cut(self, size, twins=False), _Cut(self, size, twins=True)
+            if left % run or length % run:  # the cut goes across an axis: no digits say it
+                world_size = len(self) * prod(length for _, length in self.inner)
+                cut = [group[at : at + size] for group in self for at in range(0, len(group), size)]
+                across = [group[at::size] for group in self for at in range(size)]
+                return Listed(cut, world_size), Listed(across, world_size)
             fine.insert(0, (stride, run))
             coarse.insert(0, (stride * run, length // run))
             left //= run
@@ -135,38 +138,6 @@ class _ByDigits(Partition):
             index, at = divmod(index, size)
             base += at * stride
         return list(self.group_of(base))
-
-
-class _Cut(Partition):
-    """Blocks of ranks, each cut into runs of `size` (or their twins) that go across the axes of the block."""
-
-    def __init__(self, blocks: _ByDigits, size: int, twins: bool) -> None:
-        self._blocks, self._size, self._twins = blocks, size, twins
-        self._parts = size if twins else prod(length for _, length in blocks.inner) // size
-
-    def group_of(self, rank: int) -> Sequence[int]:
-        run, at = divmod(self._blocks.position(rank), self._size)
-        return self._blocks.group_of(rank)[self._slice(at if self._twins else run)]
-
-    def position(self, rank: int) -> int:
-        run, at = divmod(self._blocks.position(rank), self._size)
-        return run if self._twins else at
-
-    def describe(self) -> str:
-        return f"{self._blocks.describe()} cut by {self._size}, {'twins' if self._twins else 'runs'}"
-
-    def __len__(self) -> int:
-        return len(self._blocks) * self._parts
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (block[self._slice(part)] for block in self._blocks for part in range(self._parts))
-
-    def _group(self, index: int) -> list[int]:
-        block, part = divmod(index, self._parts)
-        return self._blocks[block][self._slice(part)]
-
-    def _slice(self, part: int) -> slice:
-        return slice(part, None, self._size) if self._twins else slice(part * self._size, (part + 1) * self._size)
 
 
 class Listed(Partition):
