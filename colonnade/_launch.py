@@ -36,7 +36,6 @@ def launch(
     verbose: bool = True,
     *,
     context: ParallelContext | None = None,
-    cpu_groups: bool = False,
     timeout: float | None = None,
 ) -> ParallelContext:
     """Join the world and create the groups that the config asks for. Collective over the world.
@@ -47,7 +46,7 @@ def launch(
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
     address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)
-    return _start(config, address, backend, seed, verbose, context, cpu_groups, timeout)
+    return _start(config, address, backend, seed, verbose, context, timeout)
 
 
 def launch_from_torch(config: ConfigSource, backend: str | None = None, **options: Any) -> ParallelContext:
@@ -92,7 +91,6 @@ def _start(
     seed: int | None = None,
     verbose: bool = True,
     context: ParallelContext | None = None,
-    cpu_groups: bool = False,
     timeout: float | None = None,
 ) -> ParallelContext:
     check_torch(torch.__version__)
@@ -103,7 +101,7 @@ def _start(
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)
-        context.init_parallel_groups(cpu_groups)
+        context.init_parallel_groups()
         context.set_seed(_seed(context.config, seed))
         context.config.freeze()
     except BaseException:

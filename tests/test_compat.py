@@ -7,11 +7,21 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import colonnade
 from colonnade import compat
+from colonnade._launch import launch
 from colonnade.config import load_config
-from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.constants import INITIALIZER_MAPPING
+from colonnade.context.build import build_layout
+from colonnade.context.dist_group_initializer import ProcessGroupInitializer
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ColonnadeError, ConfigError, LayoutError
+from colonnade.registry import DIST_GROUP_INITIALIZER
+from colonnade.testing import run_world
 
 
 @pytest.fixture
@@ -26,6 +36,8 @@ def test_the_alias_is_the_same_object_at_every_depth():
     import colossalai
     import colossalai.context.parallel_mode
     from colossalai.context.dist_group_initializer import ProcessGroupInitializer
+    from colossalai.context.process_group_initializer import Initializer_2p5D
+    from colossalai.context.process_group_initializer import ProcessGroupInitializer as SameInitializer
     from colossalai.registry import GRADIENT_HANDLER
 
     assert colossalai is colonnade
@@ -33,6 +45,8 @@ def test_the_alias_is_the_same_object_at_every_depth():
         colossalai.constants.INITIALIZER_MAPPING is importlib.import_module("colonnade.constants").INITIALIZER_MAPPING
     )
     assert ProcessGroupInitializer.__module__.startswith("colonnade.")
+    assert SameInitializer is ProcessGroupInitializer
+    assert Initializer_2p5D.__module__.startswith("colonnade.")
     assert GRADIENT_HANDLER is importlib.import_module("colonnade.registry").GRADIENT_HANDLER
     assert colonnade.__spec__.name == "colonnade"
     assert colonnade.__name__ == "colonnade"
@@ -112,3 +126,103 @@ def test_a_config_may_use_the_old_name_of_a_key_with_the_alias_only():
         compat.uninstall()
     with pytest.raises(ConfigError, match="Write num_microbatches = 4"):
         load_config(old)
+
+
+MINE = ParallelMode.register("COMPAT_MINE", "compat_mine")
+PAIRS = [[0, 1], [2, 3]]
+
+
+class Ancestral(ProcessGroupInitializer):
+    """As the ancestor's initializers were: creates its groups itself and returns tuples."""
+
+    def init_dist_group(self):
+        mine = None
+        for ranks in PAIRS:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = (ranks.index(self.rank), 2, group, group, ranks, MINE)
+        return mine
+
+
+class CreatesItself(Ancestral):
+    """Creates groups under the new method's name: then it too runs when the world is up."""
+
+    def init_parallel_groups(self):
+        return [self.init_dist_group()]
+
+
+def _launch_with(initializer: str, installed: bool = True) -> object:
+    if installed:
+        compat.install()
+    DIST_GROUP_INITIALIZER.register_module(globals()[initializer])
+    INITIALIZER_MAPPING["by_hand"] = initializer
+    try:
+        with launch(
+            {"parallel": {"tensor": {"size": 2, "mode": "by_hand"}}}, context=ParallelContext(), verbose=False
+        ) as gpc:
+            value = torch.tensor([float(gpc.get_global_rank())])
+            dist.all_reduce(value, group=gpc.get_group(MINE))
+            return value.item(), gpc.layout.groups(MINE)
+    except LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("initializer", ["Ancestral", "CreatesItself"])
+def test_initializers_of_the_ancestors_kind_work(initializer):
+    assert run_world(4, _launch_with, initializer).values == [(1.0, PAIRS), (1.0, PAIRS), (5.0, PAIRS), (5.0, PAIRS)]
+
+
+def test_an_initializer_of_the_ancestors_kind_cannot_be_planned():
+    DIST_GROUP_INITIALIZER.register_module(Ancestral)
+    INITIALIZER_MAPPING["by_hand"] = "Ancestral"
+    with pytest.raises(LayoutError, match="creates process groups itself"):
+        build_layout({"parallel": {"tensor": {"size": 2, "mode": "by_hand"}}}, 4)
+
+
+def test_without_the_alias_an_initializer_of_the_ancestors_kind_is_refused_on_every_rank():
+    for message in run_world(4, _launch_with, "Ancestral", False).values:
+        assert "creates process groups itself" in message
+        assert "colonnade.compat.install()" in message
+
+
+def _cpu_groups() -> tuple[bool, bool]:
+    compat.install()
+    with launch({"parallel": {"pipeline": 2, "tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        data = ParallelMode.DATA
+        return gpc.get_cpu_group(data) is gpc.get_group(data), gpc.get_cpu_group(ParallelMode.GLOBAL) is not None
+
+
+def test_where_the_backend_is_gloo_the_cpu_group_is_the_group():
+    assert run_world(4, _cpu_groups).values[3] == (True, True)
+    assert not hasattr(ParallelContext, "get_cpu_group")
+
+
+class _Twin:
+    """Stands for a group of another backend."""
+
+
+def test_where_it_is_not_every_group_gets_a_gloo_twin(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    created = {}
+
+    class Groups:
+        def create(self, ranks, backend):
+            return created.setdefault((ranks, backend), _Twin())
+
+        def group(self, ranks):
+            return own[ranks]
+
+    class Context:
+        layout = build_layout({"parallel": {"tensor": 2}}, 4)
+
+        def get_global_rank(self):
+            return 3
+
+        def get_group(self, mode):
+            return own[tuple(self.layout.group_of(mode, 3))]
+
+    own = {ranks: _Twin() for ranks in Context.layout.rank_sets()}
+    compat._hook.after_groups(Context(), Groups())
+    assert len(created) == 1 + 2 + 2 + 4  # world, data, tensor, pipeline: on all ranks, so that they count alike
+    assert compat.get_cpu_group(Context(), ParallelMode.DATA) is created[(1, 3), "gloo"]
+    assert compat.get_cpu_group(Context(), ParallelMode.GLOBAL) is created[(0, 1, 2, 3), "gloo"]

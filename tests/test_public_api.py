@@ -40,7 +40,6 @@ HOMES = {
     "colonnade.engine.schedule": ["BaseSchedule"],
     "colonnade.context.parallel_mode": ["ParallelMode"],
     "colonnade.context.dist_group_initializer": ["ProcessGroupInitializer"],
-    "colonnade.context.process_group_initializer": ["ProcessGroupInitializer", "Initializer_2p5D"],
     "colonnade.constants": ["INITIALIZER_MAPPING"],
     "colonnade.core": ["global_context"],
     "colonnade.context": ["Config", "ParallelContext", "ParallelMode"],

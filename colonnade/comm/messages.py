@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.torch_versions import default_store
+from colonnade.comm.torch_versions import all_gather_flat, default_store
 from colonnade.errors import ColonnadeError, listed
 
 
@@ -39,11 +39,28 @@ def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 
-def share_texts(key: str, text: str) -> list[str]:
-    """Every rank's text, through the store of the world: no collective, so it works in any state of the groups."""
+def gather_numbers(number: int, device: torch.device) -> list[int]:
+    """Every rank's number (of 63 bits), in rank order. One collective over the world."""
+    mine = torch.tensor([number], dtype=torch.int64, device=message_device(device))
+    everyone = mine.new_empty(dist.get_world_size())
+    all_gather_flat(everyone, mine)
+    return everyone.tolist()
+
+
+def is_same_everywhere(number: int, device: torch.device) -> bool:
+    """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the world's size."""
+    both = torch.tensor([number, -number], dtype=torch.int64, device=message_device(device))
+    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    return bool(both[0] == -both[1])
+
+
+def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
+    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything."""
     store = default_store()
-    store.set(f"colonnade/{key}/{dist.get_rank()}", text)
-    return [store.get(f"colonnade/{key}/{other}").decode() for other in range(dist.get_world_size())]
+    senders = list(senders)
+    if dist.get_rank() in senders:
+        store.set(f"colonnade/{key}/{dist.get_rank()}", text)
+    return {sender: store.get(f"colonnade/{key}/{sender}").decode() for sender in senders}
 
 
 @contextmanager

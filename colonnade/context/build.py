@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from colonnade.config import parallel_sizes
 from colonnade.constants import INITIALIZER_MAPPING
@@ -12,19 +12,18 @@ from colonnade.context.dist_group_initializer.base import ModeGroups, ProcessGro
 from colonnade.context.grid import Partition
 from colonnade.context.layout import Layout, check_groups
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.sizes import check_mode, world_axes
+from colonnade.context.sizes import check_mode, grid_of, world_axes
 from colonnade.errors import LayoutError, listed
 from colonnade.registry import DIST_GROUP_INITIALIZER
 
 
-@dataclass(frozen=True)
-class ReadyGroup:
-    """A group that an initializer of the ancestor's kind created by itself, as seen by this rank."""
+class Waiting(NamedTuple):
+    """An initializer that creates its groups itself, so only in a running world: `colonnade.compat` takes it on."""
 
-    mode: ParallelMode
-    ranks: list[int]
-    group: Any
-    cpu_group: Any
+    initializer: Any
+    source: str
+    mode: str
+    returned: Any
 
 
 @dataclass
@@ -33,8 +32,7 @@ class Build:
 
     groups: ModeGroups = field(default_factory=dict)
     sources: dict[ParallelMode, str] = field(default_factory=dict)
-    waiting: list[tuple[Any, str, str]] = field(default_factory=list)
-    ready: list[tuple[ReadyGroup, str]] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
 
     def add(self, found: ModeGroups, source: str) -> None:
         for mode, groups in found.items():
@@ -46,20 +44,14 @@ class Build:
             self.groups[mode] = groups
             self.sources[mode] = source
 
-    def take(self, returned: Any, initializer: Any, source: str, mode: str) -> None:
-        """Add whatever an initializer returned: groups of the whole world, or groups that it made itself."""
-        tuples = returned if isinstance(returned, list) else [returned]
-        if tuples and all(isinstance(item, tuple) and len(item) == 6 for item in tuples):
-            self.ready.extend((_ready(item, source), source) for item in tuples)
-        else:
-            self.add(read_groups(returned, initializer, source, mode), source)
-
-    def finish_waiting(self) -> None:
-        """Run the initializers that create groups themselves, now that there is a world to create them in."""
-        for initializer, source, mode in self.waiting:
-            method = getattr(initializer, "init_dist_group", None) or initializer.init_parallel_groups
-            self.take(method(), initializer, source, mode)
-        self.waiting.clear()
+    def refuse_waiting(self) -> None:
+        """Initializers that create groups themselves are an error where nobody takes them on."""
+        if self.waiting:
+            raise LayoutError(
+                f"{self.waiting[0].source} creates process groups itself, so its layout is known only in a running world. "
+                f"Let init_parallel_groups() return {{mode: [[ranks], ...]}} instead, or call colonnade.compat.install() "
+                f"before launch to run it as it is."
+            )
 
 
 def build_layout(config: Any, world_size: int, rank: int = 0) -> Layout:
@@ -69,29 +61,24 @@ def build_layout(config: Any, world_size: int, rank: int = 0) -> Layout:
     """
     axes = world_axes(config, world_size)
     build = run_initializers(config, world_size, rank)
-    by_itself = [source for _, source, _ in build.waiting] + [source for _, source in build.ready]
-    if by_itself:
-        raise LayoutError(
-            f"{by_itself[0]} creates process groups itself, so its layout is known only in a running "
-            f"world. Let init_parallel_groups() return {{mode: [[ranks], ...]}} instead."
-        )
+    build.refuse_waiting()
     return Layout(axes, build.groups)
 
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:
     """Run every initializer that the config asks for, in the documented order."""
-    axes = {axis.name: axis.size for axis in world_axes(config, world_size)}
-    six = (rank, world_size, config, axes["data"], axes["pipeline"], axes["tensor"])
+    grid = grid_of(world_axes(config, world_size))
+    six = (rank, world_size, config, grid.sizes["data"], grid.sizes["pipeline"], grid.sizes["tensor"])
     build = Build()
-    build.add({ParallelMode.GLOBAL: [list(range(world_size))]}, "the world")
+    build.add({ParallelMode.GLOBAL: grid.groups(*grid.sizes)}, "the world")
     for mode, registered, kwargs in _wanted(config):
         initializer = _construct(registered, mode, six, kwargs)
         source = f"{registered} (mode {mode!r})"
         returned = _call(initializer)
-        if returned is _NEEDS_WORLD:
-            build.waiting.append((initializer, source, mode))
+        if returned is NEEDS_WORLD or _is_made(returned):
+            build.waiting.append(Waiting(initializer, source, mode, returned))
         else:
-            build.take(returned, initializer, source, mode)
+            build.add(read_groups(returned, initializer, source, mode), source)
     _add_plain_axes(build, config, world_size)
     return build
 
@@ -117,7 +104,7 @@ def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> Mode
     return found
 
 
-_NEEDS_WORLD = object()
+NEEDS_WORLD = object()
 
 
 def _wanted(config: Any) -> Iterable[tuple[str, str, dict[str, Any]]]:
@@ -150,10 +137,9 @@ def _mapped(mode: str) -> bool:
 def _add_plain_axes(build: Build, config: Any, world_size: int) -> None:
     """A further axis whose initializer (if any) says nothing about its mode is grouped by the axis itself."""
     axes = world_axes(config, world_size)
-    layout = Layout(axes, {})
     for axis in axes:
         if axis.mode not in build.groups:
-            build.add({axis.mode: layout.grid.groups(axis.name)}, f"axis {axis.name!r}")
+            build.add({axis.mode: grid_of(axes).groups(axis.name)}, f"axis {axis.name!r}")
 
 
 def _construct(registered: str, mode: str, six: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -175,12 +161,12 @@ def _call(initializer: Any) -> Any:
             raise LayoutError(
                 f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group()"
             )
-        return _NEEDS_WORLD
+        return NEEDS_WORLD
     try:
         returned = initializer.init_parallel_groups()
     except (RuntimeError, ValueError) as error:
         if "process group has not been initialized" in str(error):
-            return _NEEDS_WORLD
+            return NEEDS_WORLD
         raise
     return returned
 
@@ -193,11 +179,7 @@ def _is_list_of_rank_lists(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, (list, tuple, range)) for item in value)
 
 
-def _ready(item: tuple[Any, ...], source: str) -> ReadyGroup:
-    local_rank, size, group, cpu_group, ranks, mode = item
-    if len(ranks) != size or not 0 <= local_rank < size:
-        raise LayoutError(
-            f"{source} returned local_rank={local_rank}, size={size} and ranks={ranks}, which disagree. The order is "
-            f"(local_rank, group_world_size, process_group, cpu_group, ranks_in_group, mode)."
-        )
-    return ReadyGroup(ParallelMode(mode), list(ranks), group, cpu_group)
+def _is_made(returned: Any) -> bool:
+    """Whether these are groups that exist: tuples of the ancestor's kind, one or several."""
+    made = returned if isinstance(returned, list) else [returned]
+    return bool(made) and all(isinstance(item, tuple) and len(item) == 6 for item in made)

@@ -7,10 +7,11 @@ tests can look at a million ranks from one process.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from colonnade.context.grid import Grid, Groups, Partition
+from colonnade.context.grid import Grid, Listed, Partition
 from colonnade.context.parallel_mode import DataKind, ParallelMode
 from colonnade.errors import ContextError, LayoutError, listed
 
@@ -28,23 +29,28 @@ class Axis:
 class Layout:
     """The groups of every mode over a world of ranks.
 
-    `axes` multiply to the world size, slowest first. `groups` maps a mode to its rank lists.
+    `axes` multiply to the world size, slowest first. `groups` maps a mode to its rank lists. Questions about one
+    rank are answered by arithmetic; the lists of the whole world are made only for those who ask for them.
     """
 
-    def __init__(self, axes: tuple[Axis, ...], groups: Mapping[ParallelMode, Groups]) -> None:
+    def __init__(self, axes: tuple[Axis, ...], groups: Mapping[ParallelMode, Sequence[Sequence[int]]]) -> None:
         self.axes = axes
         self.grid = Grid(tuple((axis.name, axis.size) for axis in axes))
         self.world_size = self.grid.world_size
-        self._groups = dict(groups)
-        self._places: dict[ParallelMode, dict[int, tuple[int, int]]] = {}
+        self._groups = {
+            mode: lists if isinstance(lists, Partition) else Listed(lists, self.world_size)
+            for mode, lists in groups.items()
+        }
+        self.derived: dict[Any, Any] = {}
+        """What others worked out from this layout, by a key of theirs: it lives as long as the layout."""
 
     @property
     def modes(self) -> tuple[ParallelMode, ...]:
         """Every mode that has groups in this world."""
         return tuple(self._groups)
 
-    def groups(self, mode: ParallelMode) -> Groups:
-        """All groups of a mode, as lists of global ranks."""
+    def groups(self, mode: ParallelMode) -> Partition:
+        """All groups of a mode: a sequence of lists of global ranks, each made when it is looked at."""
         if mode not in self._groups:
             raise ContextError(
                 f"{mode} has no groups in this layout; it has {listed(known.name for known in self._groups)}. "
@@ -54,15 +60,23 @@ class Layout:
 
     def has(self, mode: ParallelMode, rank: int | None = None) -> bool:
         """Whether the mode has groups here, and (if a rank is given) whether that rank is in one."""
-        return mode in self._groups and (rank is None or rank in self._places_of(mode))
+        return mode in self._groups and (rank is None or self._position(mode, rank) >= 0)
 
-    def group_of(self, mode: ParallelMode, rank: int) -> list[int]:
+    def group_of(self, mode: ParallelMode, rank: int) -> Sequence[int]:
         """The group of `mode` that `rank` is in."""
-        return self.groups(mode)[self._place(mode, rank)[0]]
+        self.local_rank(mode, rank)
+        return self._groups[mode].group_of(rank)
 
     def local_rank(self, mode: ParallelMode, rank: int) -> int:
         """The position of `rank` in its group of `mode`."""
-        return self._place(mode, rank)[1]
+        position = self._position(mode, rank)
+        if position < 0:
+            having = sorted(member for group in self.groups(mode) for member in group)
+            raise ContextError(
+                f"rank {rank} is in no group of {mode}; the ranks that have it are "
+                f"{listed(having[:16])}{' ...' if len(having) > 16 else ''}. Ask layout.has(mode, rank) first."
+            )
+        return position
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on each axis; together they determine the rank."""
@@ -72,9 +86,20 @@ class Layout:
         """The rank with these axis coordinates; axes not named are at 0."""
         return self.grid.rank_at(**coordinates)
 
-    def rank_sets(self) -> list[tuple[int, ...]]:
-        """Every distinct group of every mode, in one order on all ranks; the world first, and not again."""
+    @property
+    def is_regular(self) -> bool:
+        """Whether every mode is a product of axes (or parts of axes), so that it looks the same from every rank."""
+        return all(groups.digits is not None for groups in self._groups.values())
+
+    def rank_sets(self, rank: int | None = None) -> list[tuple[int, ...]]:
+        """Every distinct group of every mode (that `rank` is in), in one order on all ranks; the world comes first."""
+        if rank is not None:
+            return list(dict.fromkeys(tuple(self.group_of(mode, rank)) for mode in self.modes if self.has(mode, rank)))
         return list(dict.fromkeys(tuple(group) for mode in self._groups for group in self._groups[mode]))
+
+    def is_group(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks (ascending) are a group of any mode."""
+        return any(self.has(mode, ranks[0]) and self.group_of(mode, ranks[0]) == list(ranks) for mode in self.modes)
 
     @property
     def distinct_data(self) -> int:
@@ -86,7 +111,7 @@ class Layout:
 
     def digest(self) -> int:
         """A 62-bit fingerprint: equal on two ranks if and only if (but for chance) the layouts are equal."""
-        text = repr([(mode.value, groups) for mode, groups in self._groups.items()]) + repr(self.axes)
+        text = repr([(mode.value, groups.describe()) for mode, groups in self._groups.items()]) + repr(self.axes)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
     def describe(self, mode_groups: int = 4) -> str:
@@ -99,33 +124,18 @@ class Layout:
             lines.append(f"  {mode.name:<28}{shown}{more}")
         return "\n".join(lines)
 
-    def _place(self, mode: ParallelMode, rank: int) -> tuple[int, int]:
-        places = self._places_of(mode)
-        if rank not in places:
-            raise ContextError(
-                f"rank {rank} is in no group of {mode}; the ranks that have it are "
-                f"{listed(sorted(places)[:16])}{' ...' if len(places) > 16 else ''}. "
-                f"Ask layout.has(mode, rank) first."
-            )
-        return places[rank]
-
-    def _places_of(self, mode: ParallelMode) -> dict[int, tuple[int, int]]:
-        """rank -> (index of its group, position in it), built on first use."""
-        if mode not in self._places:
-            self._places[mode] = {
-                rank: (at, position)
-                for at, group in enumerate(self.groups(mode))
-                for position, rank in enumerate(group)
-            }
-        return self._places[mode]
+    def _position(self, mode: ParallelMode, rank: int) -> int:
+        return self.groups(mode).position(rank) if 0 <= rank < self.world_size else -1
 
 
-def check_groups(mode: ParallelMode, groups: Groups, world_size: int, source: str, whole: bool = True) -> None:
+def check_groups(
+    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, whole: bool = True
+) -> None:
     """Refuse rank lists that overlap, name a rank outside the world, are out of order or miss a rank."""
     if isinstance(groups, Partition):
         return
     where = f"{source} returned groups for {mode} that "
-    seen: dict[int, list[int]] = {}
+    seen: dict[int, Sequence[int]] = {}
     for group in groups:
         for rank in group:
             if not isinstance(rank, int) or isinstance(rank, bool):

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from colonnade import logging as _logging
 from colonnade.comm.groups import ProcessGroups
-from colonnade.comm.messages import gather_json
+from colonnade.comm.messages import gather_json, is_same_everywhere
 from colonnade.config import Config, load_config
-from colonnade.context.build import run_initializers
+from colonnade.context.build import Build, run_initializers
 from colonnade.context.layout import Layout
 from colonnade.context.mesh import mesh_of
 from colonnade.context.parallel_mode import ParallelMode
@@ -26,10 +26,23 @@ from colonnade.context.rendezvous import (
     count_ranks_on_this_host,
     join_world,
     leave_world,
-    share_rank_lists,
 )
 from colonnade.context.sizes import world_axes
-from colonnade.errors import ContextError, LayoutError
+from colonnade.errors import ContextError
+
+
+class LaunchHook:
+    """Takes part in every launch of this process while it is in `launch_hooks`."""
+
+    def adopt_groups(self, build: Build, groups: ProcessGroups) -> bool:
+        """In the joined world, before the layout is final: take on what waits in `build`; whether there was anything."""
+        return False
+
+    def after_groups(self, context: ParallelContext, groups: ProcessGroups) -> None:
+        """When the groups of every mode are there. Collective over the world."""
+
+
+launch_hooks: list[LaunchHook] = []
 
 
 class ParallelContext:
@@ -81,14 +94,25 @@ class ParallelContext:
         self._rank, self.world_size, self._launched = rank, world_size, True
         self._timeout = timedelta(seconds=timeout) if timeout is not None else None
 
-    def init_parallel_groups(self, cpu_groups: bool = False) -> None:
+    def init_parallel_groups(self) -> None:
         """Create the process groups of every mode. Collective over the world."""
-        self._groups = ProcessGroups(self._rank, cpu_groups, self._timeout)
-        self._take_ready_groups()
+        self._groups = groups = ProcessGroups(self._rank, self._timeout)
+        adopted = False
+        for hook in launch_hooks:
+            adopted |= hook.adopt_groups(self._build, groups)
+        self._build.refuse_waiting()
         self._layout = Layout(self._axes, self._build.groups)
         agree_on_layout(self._layout, self.device)
-        for ranks in self._layout.rank_sets():
-            self._groups.add(ranks)
+        # Where all ranks create alike, and in a world of our own, nobody need wait for groups that he is not in.
+        alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
+        for ranks in self._layout.rank_sets(self._rank if alone else None):
+            groups.add(ranks, alone)
+        if not is_same_everywhere(len(groups) if alone else 0, self.device):  # and so all ranks have come this far
+            raise ContextError(
+                f"the ranks created different numbers of groups; this rank (number {self._rank}): {len(groups)}"
+            )
+        for hook in launch_hooks:
+            hook.after_groups(self, groups)
 
     def destroy(self) -> None:
         """Leave the world and forget everything. Safe to call twice."""
@@ -149,10 +173,6 @@ class ParallelContext:
         """The torch process group of `mode` that this rank is in."""
         return self._joined().group(self.get_ranks_in_group(mode))
 
-    def get_cpu_group(self, mode: ParallelMode) -> dist.ProcessGroup:
-        """The gloo twin of `get_group(mode)`; the same object where the backend already is gloo."""
-        return self._joined().cpu_group(self.get_ranks_in_group(mode))
-
     def get_second_group(self, mode: ParallelMode, backend: str) -> dist.ProcessGroup:
         """Another group of the ranks of `get_group(mode)`, with backends of its own ("cpu:gloo,cuda:nccl").
 
@@ -166,8 +186,11 @@ class ParallelContext:
 
     def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Create groups for the rank sets that any rank asks for. Collective over the world, once at start-up."""
-        asked = gather_json(sorted({tuple(sorted(ranks)) for ranks in rank_sets}), self.device)
-        for ranks in sorted({tuple(ranks) for sets in asked for ranks in sets}):
+        asked = sorted({tuple(sorted(ranks)) for ranks in rank_sets})
+        new = [ranks for ranks in asked if ranks not in self._joined() and not self._layout.is_group(ranks)]
+        if is_same_everywhere(len(new), self.device) and not new:
+            return  # as a rule: the groups of the modes are there, and nobody need tell what he asks for
+        for ranks in sorted({tuple(ranks) for sets in gather_json(new, self.device) for ranks in sets}):
             self._joined().add(ranks)
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
@@ -283,14 +306,3 @@ class ParallelContext:
     def _ring(self, mode: ParallelMode, step: int) -> int:
         ranks = self.get_ranks_in_group(mode)
         return ranks[(self.get_local_rank(mode) + step) % len(ranks)]
-
-    def _take_ready_groups(self) -> None:
-        """Adopt the groups that initializers made themselves; the layout learns them from all ranks."""
-        self._build.finish_waiting()
-        for made, source in self._build.ready:
-            if self._rank not in made.ranks:
-                raise LayoutError(f"{source} gave rank {self._rank} the group {made.ranks}, which it is not in")
-            lists = share_rank_lists(made.mode.value, made.ranks)
-            self._build.add({made.mode: lists}, source)
-            self._joined().adopt(tuple(made.ranks), made.group, made.cpu_group)
-            self._joined().know(tuple(ranks) for ranks in lists)

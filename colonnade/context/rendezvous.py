@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.messages import message_device, share_texts
+from colonnade.comm.messages import gather_numbers, is_same_everywhere, share_texts
 from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, HashStore, PrefixStore, TCPStore, default_store
 from colonnade.context.layout import Layout
 from colonnade.errors import LaunchError, LayoutError, listed
@@ -85,37 +85,30 @@ def default_backend() -> str:
 def agree_on_layout(layout: Layout, device: torch.device) -> None:
     """Refuse, on every rank, a layout that is not the same everywhere. Collective over the world."""
     digest = layout.digest()
-    both = torch.tensor([digest, -digest], dtype=torch.int64, device=message_device(device))
-    dist.all_reduce(both, op=dist.ReduceOp.MIN)
-    low, high = both[0].item(), -both[1].item()
-    if low == high:
+    if is_same_everywhere(digest, device):
         return
-    mine = {mode.value: layout.groups(mode) for mode in layout.modes}
-    everyone = [json.loads(text) for text in share_texts("layout", json.dumps(mine))]
-    differing = [other for other in range(layout.world_size) if everyone[other] != everyone[0]]
-    modes = sorted({m for other in differing for m in _differing_modes(everyone[0], everyone[other])})
-    first = modes[0]
+    # Tables of the world travel only now, from one rank of each opinion, to name what differs.
+    digests = gather_numbers(digest, device)
+    speakers = sorted({digests.index(other) for other in digests})
+    mine = json.dumps({mode.value: list(layout.groups(mode)) for mode in layout.modes})
+    tables = {rank: json.loads(text) for rank, text in share_texts("layout", mine, speakers).items()}
+    modes = sorted({mode for table in tables.values() for mode in _differing_modes(tables[0], table)})
+    if not modes:
+        return
+    differing = [rank for rank, other in enumerate(digests) if tables[digests.index(other)] != tables[0]]
+    there = tables[digests.index(digests[differing[0]])]
     raise LayoutError(
         f"the ranks do not agree on the groups of mode {listed(repr(mode) for mode in modes)}: rank 0 says "
-        f"{everyone[0].get(first)}, rank {differing[0]} says {everyone[differing[0]].get(first)} "
+        f"{tables[0].get(modes[0])}, rank {differing[0]} says {there.get(modes[0])} "
         f"(differing from rank 0: {listed(differing)}). An initializer must return the groups of the whole world, "
         f"the same on every rank; it must not depend on its own rank."
     )
 
 
-def share_rank_lists(mode: str, ranks: list[int]) -> list[list[int]]:
-    """All distinct rank lists of a mode, from what each rank knows of its own. Collective over the world."""
-    texts = share_texts(f"groups/{mode}", json.dumps(ranks))
-    return [list(group) for group in sorted({tuple(json.loads(text)) for text in texts})]
-
-
 def count_ranks_on_this_host(device: torch.device) -> int:
     """How many ranks run on this host. Collective over the world."""
-    name = hashlib.sha256(socket.gethostname().encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(name, "big") >> 1], dtype=torch.int64, device=message_device(device))
-    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return sum(bool(other.item() == mine.item()) for other in everyone)
+    host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
+    return gather_numbers(host, device).count(host)
 
 
 def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:

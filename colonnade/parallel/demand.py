@@ -6,13 +6,16 @@ the group that happens to communicate: that is what makes experts come out right
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+from colonnade.context.grid import Digit, joined, refine, spread
 from colonnade.context.layout import Axis, Layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
-from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
+from colonnade.parallel.placement import Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -44,73 +47,227 @@ class Holding:
 
 def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
     """The ranks that hold the same elements as `rank`: same stage (or tied), same position on every shard mode."""
-    _check_modes(layout, placement)
-    here = {mode: layout.local_rank(mode, rank) for mode in placement.shards}
-    same = tuple(
-        other
-        for other in _ranks_with(layout, placement, rank)
-        if all(layout.has(mode, other) and layout.local_rank(mode, other) == at for mode, at in here.items())
-    )
-    return Holding(same, rank)
+
+    def find() -> Holding:
+        return Holding(_ranks(_reach(layout, placement, rank).holders, rank), rank)
+
+    return _once(layout, placement, (rank, "holding"), find)
 
 
 def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
     """The sums that the raw gradient on `rank` owes, as factors by mode; empty if it is final as it is."""
-    holders = set(holding(layout, placement, rank).ranks)
-    factors = [
-        _factor(layout, placement, mode, reach & holders, divisor, rank)
-        for mode, reach, divisor in _summed(layout, placement, rank)
-    ]
-    whole = _closure(layout, placement, rank) & holders
-    if prod(len(factor.ranks) for factor in factors) != len(whole):
-        # The modes do not vary independently among the holders (an expert group across uneven cuts of data
-        # and tensor, say): then it is one sum over all of them.
-        divisor = prod(factor.divisor for factor in factors)
-        factors = [_factor(layout, placement, factors[0].mode, whole, divisor, rank)]
-    return tuple(factor for factor in factors if len(factor.ranks) > 1 or factor.divisor > 1)
+    return tuple(factor for factor, _ in _factors(layout, placement, rank))
 
 
 def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...], rank: int) -> tuple[int, ...]:
     """The ranks that one sum over all `factors` at once takes in."""
-    reached = {rank}
-    wanted = {factor.mode for factor in factors}
-    grown = True
-    while grown:
-        before = len(reached)
-        for other in list(reached):
-            for factor in owed(layout, placement, other):
-                if factor.mode in wanted:
-                    reached.update(factor.ranks)
-        grown = len(reached) > before
-    return tuple(sorted(reached))
+    wanted = frozenset(factor.mode for factor in factors)
+    return _once(layout, placement, (rank, wanted), lambda: _joint(layout, placement, wanted, rank))
 
 
-def _summed(layout: Layout, placement: Placement, rank: int) -> list[tuple[ParallelMode, set[int], int]]:
-    """(mode, ranks it reaches from here, divisor) for every mode over which a sum or a mean is owed."""
-    found: list[tuple[ParallelMode, set[int], int]] = []
-    for axis in layout.axes:
-        if _is_distinct(axis, placement):
-            found.append((axis.mode, set(_along(layout, axis, rank)), axis.size))
-    for mode, spec in placement.modes.items():
-        axis_mode = any(mode is axis.mode and axis.data == "distinct" for axis in layout.axes)
-        if isinstance(spec, Replicate) and spec.owes == "sum" and not axis_mode and layout.has(mode, rank):
-            found.append((mode, set(layout.group_of(mode, rank)), 1))
-    tied = placement.tied
-    if tied is not None and len(tied.stages) > 1:
-        stages = [layout.rank_at(**{**layout.coordinates(rank), "pipeline": stage}) for stage in tied.stages]
-        found.append((ParallelMode.PIPELINE, set(stages), 1))
-    return found
+# -- how it is worked out ---------------------------------------------------------------------------------
+
+Region = dict[Digit, Collection[int]]
+"""A set of ranks around one of them: the values that each digit may have. The other digits are as on that rank.
+
+Where every mode is a product of digits, so is every set of ranks here, and nothing is walked. Where groups were
+listed by hand and are no such product, a region has one digit, the rank itself, and the values are listed.
+"""
 
 
-def _closure(layout: Layout, placement: Placement, rank: int) -> set[int]:
-    """Every rank that can be reached by steps along the summed modes."""
+@dataclass(frozen=True)
+class _Step:
+    """A mode over which a sum or a mean is owed: from a rank to its group (`values` of `digits`, if it has any)."""
+
+    mode: ParallelMode
+    divisor: int
+    digits: tuple[Digit, ...] | None
+    values: Sequence[int] | None = None
+
+    def ranks(self, layout: Layout, rank: int) -> Sequence[int]:
+        """The ranks that it reaches from `rank`; none if the rank is in no group of the mode."""
+        if self.digits is not None:
+            return spread(rank, [(digit, self.values or range(digit[1])) for digit in self.digits])
+        return layout.group_of(self.mode, rank) if layout.has(self.mode, rank) else ()
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """Who holds what a rank holds (`holders`), and which of them its sums reach, step after step (`whole`)."""
+
+    steps: list[_Step]
+    atoms: tuple[Digit, ...] | None
+    holders: Region
+    whole: Region
+
+    def parts(self, layout: Layout, rank: int) -> Iterator[tuple[_Step, Region]]:
+        """What each single step from `rank` reaches among the holders."""
+        for step in self.steps:
+            if self.atoms is not None:
+                yield step, _meet(_region(self.atoms, step.digits or (), step.values), self.holders)
+            elif ranks := step.ranks(layout, rank):
+                yield step, _meet({(1, layout.world_size): ranks}, self.holders)
+
+
+def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
+    """The answer, worked out once for a layout; the shape of a tensor does not matter to it."""
+    key = (tuple(placement.modes.items()), question)
+    if key not in layout.derived:
+        layout.derived[key] = answer()
+    return layout.derived[key]
+
+
+def _reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
+    return _once(layout, placement, (rank, "reach"), lambda: _find_reach(layout, placement, rank))
+
+
+def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
+    _check_modes(layout, placement)
+    stage, stages = _stages(layout, placement, rank)
+    steps = _steps(layout, placement)
+    atoms = _atoms(layout, placement, steps)
+    if atoms is None:
+        return _walk(layout, placement, rank, steps)
+    split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
+    same_stage = _region(atoms, [stage]) if len(stages) == 1 else ()
+    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in split and atom not in same_stage}
+    if stage in holders:
+        holders[stage] = stages
+    reached = _join(_region(atoms, step.digits or (), step.values) for step in steps)
+    return _Reach(steps, atoms, holders, _meet(reached, holders))
+
+
+def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -> _Reach:
+    """The reach of a rank, found rank by rank, for modes whose groups cross the axes or each other."""
+    stage, stages = _stages(layout, placement, rank)
+    axes = [(digit, stages if digit == stage else range(digit[1])) for digit in layout.grid.digits.values()]
+    holders = set(spread(rank, axes[::-1]))
+    for mode in placement.shards:
+        at = layout.local_rank(mode, rank)
+        holders &= {group[at] for group in layout.groups(mode) if at < len(group)}
+    reached, frontier = {rank}, [rank]
+    done: list[set[int]] = [set() for _ in steps]
+    while frontier:
+        here = frontier.pop()
+        for step, seen in zip(steps, done, strict=True):
+            if here not in seen:
+                ranks = step.ranks(layout, here)
+                seen.update(ranks)
+                frontier.extend(other for other in ranks if other not in reached)
+                reached.update(ranks)
+    world = (1, layout.world_size)
+    return _Reach(steps, None, {world: holders}, {world: sorted(reached & holders)})
+
+
+def _factors(layout: Layout, placement: Placement, rank: int) -> tuple[tuple[Owed, Region], ...]:
+    return _once(
+        layout,
+        placement,
+        (rank, "owed"),
+        lambda: _find_factors(layout, placement, rank, _reach(layout, placement, rank)),
+    )
+
+
+def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach) -> tuple[tuple[Owed, Region], ...]:
+    found = []
+    for step, region in reach.parts(layout, rank):
+        mode = _name(layout, placement, step.mode, region, rank)
+        found.append((mode, region, step.divisor))
+    if prod(_count(region) for _, region, _ in found) != _count(reach.whole):
+        # The modes do not vary independently among the holders (an expert group across uneven cuts of data
+        # and tensor, say): then it is one sum over all of them.
+        mode = _name(layout, placement, found[0][0], reach.whole, rank)
+        found = [(mode, reach.whole, prod(divisor for _, _, divisor in found))]
+    return tuple(
+        (Owed(mode, _ranks(region, rank), divisor), region)
+        for mode, region, divisor in found
+        if _count(region) > 1 or divisor > 1
+    )
+
+
+def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
+    reach = _reach(layout, placement, rank)
+    factors = _factors(layout, placement, rank)
+    if reach.atoms is not None and all(_is_regular(layout, factor.mode, region, rank) for factor, region in factors):
+        return _ranks(_join(region for factor, region in factors if factor.mode in wanted), rank)
     reached, frontier = {rank}, [rank]
     while frontier:
         at = frontier.pop()
-        for _, reach, _ in _summed(layout, placement, at):
-            frontier.extend(reach - reached)
-            reached |= reach
-    return reached
+        if placement.tied is not None:
+            reach = _find_reach(layout, placement, at)  # from stages without the parameter, ways lead in only
+        for factor, _ in _find_factors(layout, placement, at, reach):
+            if factor.mode in wanted:
+                frontier.extend(other for other in factor.ranks if other not in reached)
+                reached.update(factor.ranks)
+    return tuple(sorted(reached))
+
+
+def _is_regular(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
+    """Whether `_name` gives a factor of this mode the same name on every rank."""
+    if mode is ParallelMode.PIPELINE:
+        return True
+    known = [other for other in layout.modes if layout.groups(other).digits is not None]
+    if mode in known and any(mode is axis.mode for axis in layout.axes) and _is_group(layout, mode, region, rank):
+        return True
+    return all(other in known for other in layout.modes if other.data == "distinct")
+
+
+def _steps(layout: Layout, placement: Placement) -> list[_Step]:
+    """Every mode over which a sum or a mean is owed."""
+    digits = layout.grid.digits
+    found = [_Step(axis.mode, axis.size, (digits[axis.name],)) for axis in layout.axes if _is_distinct(axis, placement)]
+    distinct = {axis.mode for axis in layout.axes if axis.data == "distinct"}
+    for mode, spec in placement.modes.items():
+        if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
+            found.append(_Step(mode, 1, layout.groups(mode).digits))
+    tied = placement.tied
+    if tied is not None and len(tied.stages) > 1:
+        found.append(_Step(ParallelMode.PIPELINE, 1, (digits["pipeline"],), sorted(set(tied.stages))))
+    return found
+
+
+def _atoms(layout: Layout, placement: Placement, steps: list[_Step]) -> tuple[Digit, ...] | None:
+    """The digits of which the axes and all modes of the placement are products; None if there are none such."""
+    axes = layout.grid.digits
+    products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
+    known = [product for product in products if product is not None]
+    atoms = refine([axes.values(), *known], layout.world_size) if len(known) == len(products) else None
+    stages = axes.get("pipeline", (1, 1))
+    if atoms is None or (placement.tied is not None and stages[1] > 1 and stages not in atoms):
+        return None
+    return atoms
+
+
+def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
+    """Every value of these digits, or the given ones."""
+    inside = (atom for atom in atoms if any(stride <= atom[0] < stride * size for stride, size in digits))
+    return {atom: values or range(atom[1]) for atom in inside}
+
+
+def _meet(one: Region, other: Region) -> Region:
+    return {digit: _both(one[digit], other[digit]) for digit in one if digit in other}
+
+
+def _both(one: Collection[int], other: Collection[int]) -> Collection[int]:
+    return one if one == other else [value for value in one if value in other]
+
+
+def _join(regions: Iterable[Region]) -> Region:
+    joint: Region = {}
+    for region in regions:
+        for digit, values in region.items():
+            before = joint.get(digit, values)
+            joint[digit] = values if before == values else sorted({*before, *values})
+    return joint
+
+
+def _count(region: Region) -> int:
+    return prod(len(values) for values in region.values())
+
+
+def _ranks(region: Region, rank: int) -> tuple[int, ...]:
+    values = [(digit, found if isinstance(found, Sequence) else sorted(found)) for digit, found in region.items()]
+    return tuple(spread(rank, sorted(values, key=lambda item: item[0], reverse=True)))
 
 
 def _is_distinct(axis: Axis, placement: Placement) -> bool:
@@ -118,45 +275,40 @@ def _is_distinct(axis: Axis, placement: Placement) -> bool:
     return axis.data == "distinct" and not (isinstance(spec, (Shard, Replicate)) and spec.owes == "nothing")
 
 
-def _along(layout: Layout, axis: Axis, rank: int) -> list[int]:
-    here = layout.coordinates(rank)
-    return [layout.rank_at(**{**here, axis.name: at}) for at in range(axis.size)]
-
-
-def _factor(layout: Layout, placement: Placement, mode: ParallelMode, ranks: set[int], divisor: int, rank: int) -> Owed:
-    """Name the factor by the mode whose group these ranks are: EXPERT_DATA where experts cut DATA."""
-    ordered = sorted(ranks)
+def _name(layout: Layout, placement: Placement, mode: ParallelMode, region: Region, rank: int) -> ParallelMode:
+    """The mode whose group these ranks are: EXPERT_DATA where experts cut DATA."""
     axes = {axis.mode for axis in layout.axes}
-    if mode in axes and mode is not ParallelMode.PIPELINE and layout.group_of(mode, rank) != ordered:
-        twins = (
-            other
-            for other in layout.modes
-            if other.data == "distinct" and other not in axes and other not in placement.shards
-        )
-        fitting = (other for other in twins if layout.has(other, rank) and layout.group_of(other, rank) == ordered)
-        mode = next(fitting, mode)
-    return Owed(mode, tuple(ordered), divisor)
+    if mode not in axes or mode is ParallelMode.PIPELINE or _is_group(layout, mode, region, rank):
+        return mode
+    twins = (
+        other
+        for other in layout.modes
+        if other.data == "distinct" and other not in axes and other not in placement.shards
+    )
+    return next((other for other in twins if _is_group(layout, other, region, rank)), mode)
 
 
-def _ranks_with(layout: Layout, placement: Placement, rank: int) -> range | list[int]:
-    """The ranks that hold any part of the parameter: this pipeline stage, or the tied ones."""
-    pipeline = layout.grid.sizes.get("pipeline", 1)
-    if pipeline == 1:
-        return range(layout.world_size)
-    own = layout.coordinates(rank)["pipeline"]
-    stages = _stages(placement.tied, own)
-    return [other for other in range(layout.world_size) if layout.coordinates(other)["pipeline"] in stages]
+def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
+    """Whether the region around `rank` is its group of `mode`."""
+    digits = layout.groups(mode).digits
+    if digits is not None and all(len(values) == size for (_, size), values in region.items()):
+        return joined(digits) == joined(sorted(region, reverse=True))
+    group = layout.group_of(mode, rank) if layout.has(mode, rank) else ()
+    return len(group) == _count(region) and tuple(group) == _ranks(region, rank)
 
 
-def _stages(tied: Tied | None, own: int) -> tuple[int, ...]:
-    if tied is None:
-        return (own,)
+def _stages(layout: Layout, placement: Placement, rank: int) -> tuple[Digit, Sequence[int]]:
+    """The pipeline's digit of a rank, and the stages that hold any part of the parameter: this one, or the tied ones."""
+    digit = layout.grid.digits.get("pipeline", (1, 1))
+    own, tied = rank // digit[0] % digit[1], placement.tied
+    if tied is None or digit[1] == 1:
+        return digit, (own,)
     if own not in tied.stages:
         raise PlacementError(
             f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own}; "
             f"place it on the ranks of those stages only"
         )
-    return tied.stages
+    return digit, sorted(set(tied.stages))
 
 
 def _check_modes(layout: Layout, placement: Placement) -> None:

@@ -38,15 +38,17 @@ def _read(parameter: Any, layout: Layout, rank: int) -> Placement:
 
     What DTensor and FSDP hold over their own mesh is final: they reduce it themselves.
     """
-    mesh = parameter.device_mesh
     by_hand = placement_of(parameter)
-    modes: dict[ParallelMode, Spec] = {}
-    for dim, spec in enumerate(parameter.placements):
-        ranks = _ranks_along(mesh, dim)
-        if len(ranks) > 1:
-            modes[_mode_of(ranks, layout, rank, modes)] = _spec(spec)
+    key = (parameter.device_mesh, parameter.placements, rank)
+    if key not in layout.derived:
+        modes: dict[ParallelMode, Spec] = {}
+        for dim, spec in enumerate(parameter.placements):
+            ranks = _ranks_along(parameter.device_mesh, dim)
+            if len(ranks) > 1:
+                modes[_mode_of(ranks, layout, rank, modes)] = _spec(spec)
+        layout.derived[key] = modes
     # What was placed by hand before FSDP took it lies outside: a shard of it is what the mesh shares.
-    return Placement({**by_hand.modes, **modes}, _whole_shape(parameter, by_hand, layout, rank))
+    return Placement({**by_hand.modes, **layout.derived[key]}, _whole_shape(parameter, by_hand, layout, rank))
 
 
 def _whole_shape(parameter: Any, by_hand: Placement, layout: Layout, rank: int) -> tuple[int, ...]:

@@ -69,7 +69,10 @@ class Placement:
         return hash((tuple(self.modes.items()), self.shape))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and (dict(self.modes), self.shape) == (dict(other.modes), other.shape)
+        # In order: two shards of one dimension lie inside one another in the order they were given.
+        return isinstance(other, Placement) and (
+            (tuple(self.modes.items()), self.shape) == (tuple(other.modes.items()), other.shape)
+        )
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return Placement, (dict(self.modes), self.shape)
@@ -96,6 +99,9 @@ class Placement:
         return "{" + ", ".join(parts) + "}" if parts else "replicated"
 
 
+_REPLICATED = Placement()
+
+
 def place(
     parameter: Tensor,
     modes: Mapping[ParallelMode, Spec],
@@ -116,7 +122,7 @@ def place(
 
 def placement_of(parameter: Tensor) -> Placement:
     """The placement of a plain parameter; one that was never placed is replicated on every mode."""
-    return getattr(parameter, _ATTRIBUTE, None) or Placement()
+    return getattr(parameter, _ATTRIBUTE, None) or _REPLICATED
 
 
 def is_placed(parameter: Tensor) -> bool:

@@ -7,7 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.messages import agreed_errors, gather_json, gather_texts, share_texts
+from colonnade.comm.messages import (
+    agreed_errors,
+    gather_json,
+    gather_numbers,
+    gather_texts,
+    is_same_everywhere,
+    share_texts,
+)
 from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, timeout_of
 from colonnade.errors import PlacementError
 from colonnade.testing import run_world
@@ -20,7 +27,9 @@ def _talk() -> dict[str, object]:
     heard = {
         "texts": gather_texts("é" * rank, CPU),
         "json": gather_json({"rank": rank, "ranks": [0] * rank}, CPU),
-        "store": share_texts("test", f"from {rank}"),
+        "numbers": gather_numbers(7 + rank, CPU),
+        "same": [is_same_everywhere(5, CPU), is_same_everywhere(2**61 + rank, CPU)],
+        "store": share_texts("test", f"from {rank}", [0, 2]),
     }
     try:
         with agreed_errors(CPU):
@@ -38,7 +47,9 @@ def test_every_rank_hears_every_message():
     for heard in values:
         assert [text.strip() for text in heard["texts"]] == ["", "é", "éé"]
         assert heard["json"] == [{"rank": rank, "ranks": [0] * rank} for rank in range(3)]
-        assert heard["store"] == ["from 0", "from 1", "from 2"]
+        assert heard["store"] == {0: "from 0", 2: "from 2"}
+        assert heard["numbers"] == [7, 8, 9]
+        assert heard["same"] == [True, False]
     assert [heard["error"] for heard in values] == [
         "on rank 1 (this rank is 0): wrong here",
         "wrong here",

@@ -101,25 +101,6 @@ def test_an_axis_of_ones_own_makes_the_world_larger():
     assert layout.groups(ParallelMode.DATA) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-class Ancestral(ProcessGroupInitializer):
-    """As the ancestor's initializers were: creates its groups itself and returns tuples."""
-
-    def init_dist_group(self):
-        mine = None
-        for ranks in PAIRS:
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                mine = (ranks.index(self.rank), 2, group, group, ranks, MINE)
-        return mine
-
-
-class CreatesItself(Ancestral):
-    """Creates groups under the new method's name: then it too runs when the world is up."""
-
-    def init_parallel_groups(self):
-        return [self.init_dist_group()]
-
-
 class DependsOnItsRank(ProcessGroupInitializer):
     def init_parallel_groups(self):
         return {MINE: PAIRS if self.rank < 3 else [[0, 2], [1, 3]]}
@@ -137,18 +118,6 @@ def _launch_with(initializer: str) -> object:
             return value.item(), gpc.layout.groups(MINE)
     except LayoutError as error:
         return str(error)
-
-
-@pytest.mark.parametrize("initializer", ["Ancestral", "CreatesItself"])
-def test_initializers_of_the_ancestors_kind_work(initializer):
-    assert run_world(4, _launch_with, initializer).values == [(1.0, PAIRS), (1.0, PAIRS), (5.0, PAIRS), (5.0, PAIRS)]
-
-
-def test_an_initializer_of_the_ancestors_kind_cannot_be_planned():
-    DIST_GROUP_INITIALIZER.register_module(Ancestral)
-    INITIALIZER_MAPPING["by_hand"] = "Ancestral"
-    with pytest.raises(LayoutError, match="creates process groups itself"):
-        build_layout({"parallel": {"tensor": {"size": 2, "mode": "by_hand"}}}, 4)
 
 
 def test_ranks_that_disagree_are_told_so_on_every_rank():

@@ -43,6 +43,41 @@ def test_every_group_of_eight_ranks_reduces_to_the_sum_of_its_ranks(parallel):
             assert total == sum(10.0**member for member in ranks), mode
 
 
+def _sum_in_worlds_of_its_own() -> list[dict[str, tuple[float, list[int]]]]:
+    return [_sum_over_every_group(parallel) for parallel in LAYOUTS]
+
+
+def test_in_a_world_of_its_own_a_rank_creates_its_own_groups_alone():
+    for rank, layouts in enumerate(run_world(8, _sum_in_worlds_of_its_own, init=None).values):
+        for sums in layouts:
+            for mode, (total, ranks) in sums.items():
+                assert rank in ranks
+                assert total == sum(10.0**member for member in ranks), mode
+
+
+def _ask_beyond_the_modes() -> list[float]:
+    """Only rank 5 asks for a group that is none of a mode; those of modes of other ranks are known everywhere."""
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as context:
+        rank = context.get_global_rank()
+        created = []
+        original = dist.new_group
+        dist.new_group = lambda ranks, *rest, **named: created.append(ranks) or original(ranks, *rest, **named)
+        context.ensure_groups([(0, 1), (1, 3, 5, 7)])
+        assert created == []
+        context.ensure_groups([(1, 4, 5)] if rank == 5 else [])
+        dist.new_group = original
+        assert created == [[1, 4, 5]]
+        value = torch.tensor([float(rank)])
+        if rank in (1, 4, 5):
+            dist.all_reduce(value, group=context.group_of_ranks([1, 4, 5]))
+        return value.tolist()
+
+
+def test_groups_beyond_the_modes_are_told_to_all_and_those_of_modes_to_none():
+    values = run_world(8, _ask_beyond_the_modes, init=None).values
+    assert values == [[0.0], [10.0], [2.0], [3.0], [10.0], [10.0], [6.0], [7.0]]
+
+
 def _relaunch_three_times() -> list[tuple[int, int, int, int]]:
     seen = []
     for parallel in ({"tensor": 2}, {"pipeline": 4}, {"data": 4}, {"tensor": 4}):
@@ -86,8 +121,6 @@ def _surface() -> dict[str, object]:
             "ends": (gpc.is_first_rank(pipe), gpc.is_last_rank(pipe)),
             "stages": (gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()),
             "initialized": (gpc.is_initialized(data), gpc.is_initialized(ParallelMode.PARALLEL_2D_ROW)),
-            "twin_is_group": gpc.get_cpu_group(data) is gpc.get_group(data),
-            "world_twin": gpc.get_cpu_group(ParallelMode.GLOBAL) is not None,
             "node": gpc.num_processes_on_current_node,
             "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR)
             is gpc.group_of_ranks(gpc.get_ranks_in_group(ParallelMode.TENSOR)),
@@ -103,8 +136,6 @@ def test_the_public_surface_on_four_ranks():
     assert seen["ring"] == (1, 1)
     assert seen["ends"] == seen["stages"] == (False, True)
     assert seen["initialized"] == (True, False)
-    assert seen["twin_is_group"]
-    assert seen["world_twin"]
     assert seen["node"] == 4
     assert seen["one_communicator_per_rank_set"]
     # world (= MODEL), itself alone (= DATA), its pipeline pair, its tensor pair

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from colonnade.context.grid import Grid, Groups
+from colonnade.context.grid import Grid
 from colonnade.context.layout import Axis
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.sizes import grid_of, world_axes
 
-ModeGroups = dict[ParallelMode, Groups]
+ModeGroups = dict[ParallelMode, Sequence[list[int]]]
 
 
 class ProcessGroupInitializer:
@@ -21,7 +22,8 @@ class ProcessGroupInitializer:
 
     Implement `init_parallel_groups()` and return `{mode: [[ranks], ...]}` for the whole world: it creates
     nothing, so a layout can be planned and tested for any number of ranks. `ParallelContext` creates the
-    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work too.)
+    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work after
+    `colonnade.compat.install()`.)
     """
 
     whole_world = True

@@ -1,4 +1,4 @@
-"""Initializers that cut the tensor axis: 1d, 2d, 2.5d, 3d."""
+"""The built-in initializers: modes that follow from the axes alone, cuts of the tensor axis, and experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,60 @@ from typing import Any
 
 from colonnade.context.dist_group_initializer.base import ModeGroups, ProcessGroupInitializer
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import LayoutError
+from colonnade.errors import LayoutError, listed
 from colonnade.registry import DIST_GROUP_INITIALIZER
+
+_OVER = ("data", "data*tensor")
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Data(ProcessGroupInitializer):
+    """DATA: ranks that hold the same part of the model and see different samples."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.DATA: self.grid.groups("data")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Model(ProcessGroupInitializer):
+    """MODEL: ranks that together hold one replica of the model; all axes but data."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        model = [axis.name for axis in self.axes if axis.name != "data"]
+        return {ParallelMode.MODEL: self.grid.groups(*model)}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Pipeline(ProcessGroupInitializer):
+    """PIPELINE: ranks that hold consecutive stages of one replica."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.PIPELINE: self.grid.groups("pipeline")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Tensor(ProcessGroupInitializer):
+    """TENSOR: ranks that share the layers of one stage; consecutive ranks."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.TENSOR: self.grid.groups("tensor")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Sequence(ProcessGroupInitializer):
+    """SEQUENCE: ranks that each see a part of the same sequences; SEQUENCE_DP: all that see distinct tokens.
+
+    The sequence axis is the tensor axis with mode='sequence', or an axis of its own. SEQUENCE_DP joins it
+    with data *at the same pipeline stage*: stages hold different parameters and must not be mixed.
+    """
+
+    def init_parallel_groups(self) -> ModeGroups:
+        own = any(axis.name == "sequence" for axis in self.axes)
+        axis = "sequence" if own else "tensor"
+        return {
+            ParallelMode.SEQUENCE: self.grid.groups(axis),
+            ParallelMode.SEQUENCE_DP: self.grid.groups("data", axis),
+        }
 
 
 @DIST_GROUP_INITIALIZER.register_module
@@ -97,6 +149,39 @@ class Initializer_3D(ProcessGroupInitializer):
             ParallelMode.PARALLEL_3D_OUTPUT: cube.groups("output"),
             ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT: cube.groups("input", "weight"),
             ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT: cube.groups("output", "weight"),
+        }
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Expert(ProcessGroupInitializer):
+    """EXPERT: ranks that hold different experts; EXPERT_DATA: ranks that hold the same ones.
+
+    `over="data"` cuts each data group into runs of `size` ranks, so that experts may be split over tensor
+    as well. `over="data*tensor"` cuts all ranks of a stage. Unless it is given, data is taken where the
+    size divides it, else both. Expert groups do not make the world larger.
+    """
+
+    def __init__(self, *args: Any, size: int = 1, over: str | None = None) -> None:
+        super().__init__(*args)
+        data, tensor = self.data_parallel_size, self.tensor_parallel_size
+        if over is not None and over not in _OVER:
+            raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}")
+        self.over = over or ("data" if data % size == 0 else "data*tensor")
+        room = data if self.over == "data" else data * tensor
+        if room % size:
+            fitting = [divisor for divisor in range(1, room + 1) if room % divisor == 0]
+            named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {room}"
+            raise LayoutError(f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}")
+        self.expert_parallel_size = size
+
+    def init_parallel_groups(self) -> ModeGroups:
+        blocks = self.grid.groups(*self.over.split("*"))
+        expert, twin = blocks.cut(self.expert_parallel_size)
+        return {
+            ParallelMode.EXPERT: expert,
+            ParallelMode.EXPERT_DATA: twin,
+            ParallelMode.MOE_MODEL: expert,
+            ParallelMode.MOE_DATA: twin,
         }
 
 
