@@ -58,8 +58,10 @@ def initialize(
     broadcast_shared(built, context)
     config = context.config
     zero = ZeroSettings.read(config.get("zero"))
-    shard_parameters(built, optimizer, context, zero)
+    sharding = shard_parameters(built, optimizer, context, zero)
     chosen = _build_optimizer(optimizer, built)
+    if sharding is not None:
+        sharding.guard(chosen)
     chosen = shard_optimizer(chosen, built, context, zero, config.get("flat_step"))
     flat = wants_flat(built, chosen, config.get("flat_step"))
     sync = build_sync(built, chosen, context, _named_handlers(context), dict(config.get("sync") or {}), flat)
