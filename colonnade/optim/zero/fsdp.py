@@ -20,6 +20,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
 from colonnade.optim.zero.fsdp_checks import (
+    ForwardGuard,
     Member,
     RunOrder,
     Unit,
@@ -27,8 +28,6 @@ from colonnade.optim.zero.fsdp_checks import (
     WatchedReduce,
     check_groups,
     check_optimizer,
-    clean_up_after_forward,
-    reshard,
 )
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
@@ -78,7 +77,8 @@ class Sharding:
             if self._units.order is not None:
                 self._units.order.step()
             check_groups(self._model, optimizer, known)
-            reshard(self._units.done)  # what an evaluation has left gathered is about to be out of date
+            for guard in self._units.guards:
+                guard.give_back()
 
         if isinstance(optimizer, Optimizer):
             optimizer.register_step_pre_hook(before_step)
@@ -109,7 +109,7 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
             ours = [module for module in root.modules() if module in units.done]
             _prefetch(ours, settings.prefetch)
             if root in units.done:
-                clean_up_after_forward(root, ours)
+                units.guards.append(ForwardGuard(root, ours))
     sharding = Sharding(old, model, units)
     for name, parameter in model.named_parameters():
         if name in old and is_dtensor(parameter):
@@ -119,7 +119,10 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
 
 
 class _Units:
-    """Calls `fully_shard`, each parameter once: a shared one belongs to the innermost unit around all its users."""
+    """Calls `fully_shard`, each parameter once.
+
+    A module that shares a parameter with one outside is no unit: it belongs to the innermost one around all who share.
+    """
 
     def __init__(
         self,
@@ -132,8 +135,8 @@ class _Units:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._meshes: dict[tuple[ParallelMode, ...], Any] = {}
         self._taken: set[int] = set()
-        self._homes: dict[nn.Module, dict[int, set[tuple[nn.Module, str]]]] = {}
         self.done: dict[nn.Module, tuple[Spread, list[str]]] = {}
+        self.guards: list[ForwardGuard] = []
         self.order: RunOrder | None = None
 
     @property
@@ -150,13 +153,13 @@ class _Units:
 
         if isinstance(module, FSDPModule) or module in self.done:
             return
-        everywhere = self._homes.setdefault(root, _homes(root))
-        here = everywhere if module is root else _homes(module)
         mine = {
             self._names[id(p)]: p
             for p in module.parameters()
-            if self._spread.get(id(p)) is not None and id(p) not in self._taken and here[id(p)] == everywhere[id(p)]
+            if self._spread.get(id(p)) is not None and id(p) not in self._taken
         }
+        if module is not root and _shares(module, root, mine.values()):
+            return
         _check_alike(mine, self._spread)
         own = {id(p) for p in mine.values()}
         self._taken |= own
@@ -202,14 +205,11 @@ class _Units:
         return self._meshes[modes]
 
 
-def _homes(root: nn.Module) -> dict[int, set[tuple[nn.Module, str]]]:
-    """The modules that have each parameter as their own, and under which name."""
-    found: dict[int, set[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), set()).add((module, name))
-    return found
+def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a module of `root` that is not inside `module` has one of these parameters too."""
+    wanted, inside = set(map(id, parameters)), set(module.modules())
+    outside = (p for other in root.modules() if other not in inside for p in other._parameters.values())
+    return any(id(p) in wanted for p in outside)
 
 
 def _left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:

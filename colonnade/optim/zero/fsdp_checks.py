@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -256,8 +256,6 @@ class Member:
     def gathered(self, note: Callable[[Tensor], None]) -> nn.Parameter:
         """The whole parameter while its unit is gathered; `note` is called when it has a gradient."""
         whole: Any = self._owner._parameters[self._attribute]
-        if whole.requires_grad is not self._shard.requires_grad:  # frozen, or not any more
-            whole.requires_grad_(self._shard.requires_grad)
         if whole.requires_grad:
             if not self._ready:
                 whole.register_post_accumulate_grad_hook(note)
@@ -304,43 +302,48 @@ class Unit:
             self._places[id(member.gathered(self._have_grad.append))] = at
 
 
-def reshard(units: Iterable[Any]) -> None:
-    """Give back whatever is still gathered."""
-    for unit in units:
-        unit.reshard()
+class ForwardGuard:
+    """Sees to it that no forward pass of `root` uses weights that were gathered before they changed.
 
-
-def clean_up_after_forward(root: Any, units: Sequence[Any]) -> None:
-    """After an evaluation nothing stays gathered; after a forward pass that raised, the next one starts afresh.
-
-    FSDP2 keeps the root's parameters for the backward pass, also where none comes: weights that are loaded or stepped
-    after that would not be seen.
+    FSDP2 keeps the root's parameters, and what was gathered ahead, for a backward pass, also where none comes. So an
+    evaluation gives everything back, a pass that raised is forgotten, and `give_back` is called before weights change.
     """
-    running = [False]
 
-    def before(*_: Any) -> None:
-        running[0] = True
+    def __init__(self, root: Any, units: Sequence[Any]) -> None:
+        self._root, self._units = root, units
+        self._has_run = self._running = False
+        root.register_forward_pre_hook(self._enter)
+        root.register_forward_hook(self._leave)
+        root.register_forward_hook(self._leave_always, always_call=True)
 
-    def returned(*_: Any) -> None:
-        running[0] = False
+    def give_back(self) -> None:
+        """Have nothing gathered, nor under way."""
+        if not self._has_run:
+            return
+        if hasattr(self._root, "reset_iter_state"):  # of newer torch
+            self._root.reset_iter_state()
+        for unit in self._units:
+            unit.reshard()
+
+    def _enter(self, *_: Any) -> None:
+        self._has_run = self._running = True
+
+    def _leave(self, *_: Any) -> None:
+        self._running = False
         if not torch.is_grad_enabled():
-            reshard(units)
+            self.give_back()
 
-    def always(*_: Any) -> None:
-        if running[0]:
-            running[0] = False
-            error: Any = sys.exc_info()[1]
-            if "DTensor" in str(error) and hasattr(error, "add_note"):
-                error.add_note(
-                    "zero stage 3: a DTensor in a forward pass is a weight that is used outside the module that holds it, "
-                    "where it is not gathered. Name in zero.wrap modules that hold all they use, or use zero stage 2."
-                )
-            if hasattr(root, "reset_iter_state"):
-                root.reset_iter_state()
-
-    root.register_forward_pre_hook(before)
-    root.register_forward_hook(returned)
-    root.register_forward_hook(always, always_call=True)
+    def _leave_always(self, *_: Any) -> None:
+        if not self._running:
+            return
+        self._running = False
+        error: Any = sys.exc_info()[1]
+        if "DTensor" in str(error) and hasattr(error, "add_note"):
+            error.add_note(
+                "zero stage 3: a DTensor in a forward pass is a weight that is used outside the module that holds it, "
+                "where it is not gathered. Name in zero.wrap modules that hold all they use, or use zero stage 2."
+            )
+        self.give_back()
 
 
 def check_optimizer(optimizer: Any, mesh: Any) -> None:
