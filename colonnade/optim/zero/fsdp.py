@@ -6,7 +6,8 @@ over their expert-data twin and are divided by all who sent tokens, and norm, le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 from colonnade.context.agree import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.context.rendezvous import gather_texts
+from colonnade.errors import ConfigError, GradientError, PlacementError, did_you_mean, listed
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -26,7 +28,6 @@ from colonnade.optim.zero.fsdp_checks import (
     Unit,
     WatchedGather,
     WatchedReduce,
-    check_groups,
     check_optimizer,
 )
 from colonnade.optim.zero.settings import ZeroSettings
@@ -118,6 +119,19 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     return sharding
 
 
+def check_groups(model: nn.Module, optimizer: Any, known: Container[int]) -> None:
+    """Refuse parameters that came to the optimizer after `initialize`: nobody would shard or sum them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for at, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise GradientError(
+                    f"zero stage 3: {names.get(id(parameter), 'a parameter')} of shape {tuple(parameter.shape)} came to the "
+                    f"optimizer (group {at}) after initialize(), so it is neither sharded nor summed over ranks. Have it in "
+                    f"the model and the optimizer before initialize(), or freeze it until it is wanted."
+                )
+
+
 class _Units:
     """Calls `fully_shard`, each parameter once.
 
@@ -182,12 +196,13 @@ class _Units:
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
         """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
-        rank_sets = [tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in self.meshes]
-        widest = max(rank_sets, key=len, default=())  # experts' ranks are some of the data's
-        self.context.ensure_groups([widest] if widest else [])
-        if not widest:
+        mine = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
+        everyone = [json.loads(text) for text in gather_texts(json.dumps(mine), self.context.device)]
+        ranks = linked(self.context.get_global_rank(), [each for sets in everyone for each in sets])
+        self.context.ensure_groups([ranks] if mine else [])
+        if not mine:
             return
-        self.order = RunOrder(self.context.group_of_ranks(widest))
+        self.order = RunOrder(self.context.group_of_ranks(ranks))
         new = dict(self._model.named_parameters())
         module: Any
         for name, module in self._model.named_modules():
@@ -203,6 +218,14 @@ class _Units:
         if modes not in self._meshes:
             self._meshes[modes] = self.context.device_mesh(*modes)
         return self._meshes[modes]
+
+
+def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks that wait for each other: those of a set that has `rank` in it, and of all that overlap with those."""
+    found, sets = {rank}, [set(ranks) for ranks in rank_sets]
+    while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
+        found |= more
+    return tuple(sorted(found))
 
 
 def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -30,6 +30,7 @@ from colonnade.optim.zero.inner import _trial
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _TIMEOUT = timedelta(minutes=30)
+_ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,14 @@ class RunOrder:
         """Free the ranks that keep to the plan, then see whether there are any."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # collectives of other streams come first
-        for _, replay in self._plan[self._at :]:
-            replay()
+        try:
+            for _, replay in self._plan[self._at :]:
+                replay()
+        except RuntimeError as error:  # they wait for this rank in some collective of the model's own, or are gone
+            raise GradientError(
+                f"zero stage 3, step {self._steps + 1}: this rank {event}, where earlier steps have: "
+                f"{self._plan[self._at][0]}, and the others did not come along. {_ADVICE}"
+            ) from error
         rows = self._receive(self._send(1 + self._at, event.code))
         if len(set(rows)) > 1:
             self._refuse(self._at, event)
@@ -166,7 +173,7 @@ class RunOrder:
         raise GradientError(
             f"zero stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in the same "
             f"order, and weights are gathered from all of them at once. First difference: {told}. This step changes no "
-            f"weights. Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
+            f"weights. {_ADVICE}"
         )
 
     def _gather_json(self, value: Any) -> list[Any]:
@@ -177,14 +184,16 @@ class RunOrder:
         return [json.loads(bytes(row.tolist())) for row in everyone]
 
 
-class WatchedGather:
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class WatchedGather(_Allocates):
     """FSDP2's all-gather of one module, announced first."""
 
     def __init__(self, order: RunOrder, name: str) -> None:
         self._order, self._event = order, Event(f"gathers {name}")
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -199,7 +208,7 @@ class WatchedGather:
         return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class WatchedReduce:
+class WatchedReduce(_Allocates):
     """FSDP2's reduce-scatter of one module, announced first by what `event` gives then.
 
     `replicas` is the group of the sum that follows it where shards are replicas on another axis.
@@ -207,9 +216,6 @@ class WatchedReduce:
 
     def __init__(self, order: RunOrder, event: Callable[[], Event], replicas: dist.ProcessGroup | None) -> None:
         self._order, self._event, self._replicas = order, event, replicas
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -359,16 +365,19 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
     def draw() -> Tensor:
         return torch.randn(shape, generator=numbers, dtype=torch.float64).to(device)
 
+    def cut(tensor: Tensor) -> Any:
+        return distribute_tensor(tensor.detach().clone(), mesh, specs, src_data_rank=None)  # all have the same
+
     whole = nn.Parameter(draw())
-    shards: Any = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, specs))
+    shards: Any = nn.Parameter(cut(whole))
     try:
         trials = [_trial(optimizer, [parameter]) for parameter in (whole, shards)]
         for _ in range(2):
             whole.grad = draw()
-            shards.grad = distribute_tensor(whole.grad.clone(), mesh, specs)
+            shards.grad = cut(whole.grad)
             for trial in trials:
                 trial.step()
-        far = (shards.full_tensor() - whole).abs().max().item()
+        far = (shards.to_local() - cut(whole).to_local()).abs().max().item()
     except Exception as error:
         raise GradientError(
             f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "
@@ -379,16 +388,3 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
             f"zero stage 3: {name} steps otherwise on the shards of a matrix than on the whole (by {far:g}). Use AdamW, SGD "
             f"or another optimizer that takes DTensors, or zero stage 0."
         )
-
-
-def check_groups(model: nn.Module, optimizer: Any, known: Container[int]) -> None:
-    """Refuse parameters that came to the optimizer after `initialize`: nobody would shard or sum them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for at, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise GradientError(
-                    f"zero stage 3: {names.get(id(parameter), 'a parameter')} of shape {tuple(parameter.shape)} came to the "
-                    f"optimizer (group {at}) after initialize(), so it is neither sharded nor summed over ranks. Have it in "
-                    f"the model and the optimizer before initialize(), or freeze it until it is wanted."
-                )

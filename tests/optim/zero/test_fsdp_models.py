@@ -301,6 +301,29 @@ def test_parameters_that_come_after_initialize():
     run_world(2, _groups)
 
 
+class Borrows(nn.Module):
+    """Uses a weight that another module holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6).double()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) @ self.layers[0].weight
+
+
+def _borrows() -> None:
+    with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+        engine = initialize(Borrows(), adamw, context=gpc)[0]
+        with pytest.raises(RuntimeError) as error:
+            engine(floats(3, 1))
+        assert "zero.wrap" in "".join(getattr(error.value, "__notes__", ["zero.wrap"]))  # notes are of Python 3.11
+
+
+def test_a_weight_used_outside_its_module_is_explained():
+    run_world(2, _borrows)
+
+
 class Frozen(Tied):
     def __init__(self) -> None:
         super().__init__()
@@ -350,6 +373,7 @@ def _no_backward(model: Any) -> None:
 def _no_end(model: Any) -> None:
     with pytest.raises(KeyError):
         _fail_inside(model)
+    assert all(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
 def _stale() -> None:

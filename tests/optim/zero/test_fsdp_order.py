@@ -15,8 +15,10 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
+from colonnade.optim.zero.fsdp import linked
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.engine.gradient_handler.scenarios import MINE, numbers
+from tests.optim.zero.cases import Moe
 
 
 class Chooser(nn.Module):
@@ -52,6 +54,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+assert MINE  # the mode of the axis "mine"
 WRAP = {"stage": 3, "wrap": "Pair"}
 
 
@@ -166,6 +169,55 @@ def _steps(engine: Any, rank: int, count: int, extra: Any = None) -> None:
 
 def test_a_rank_that_runs_a_pass_of_its_own():
     run_world(2, _late_step)
+
+
+class Sparse(nn.Module):
+    """Blocks, each with experts of their own spread."""
+
+    def __init__(self, gpc: ParallelContext) -> None:
+        super().__init__()
+        self.moes = nn.ModuleList(Moe(gpc) for _ in range(2))
+        self.back = nn.Linear(3, 6).double()
+        self.order = [0, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in self.order:
+            x = self.back(self.moes[at](x))
+        return x
+
+
+def _parting_of_four() -> None:
+    """Shards that are replicas on another axis, and experts beside dense layers; one rank of four parts."""
+    mine = {"parallel": {"mine": {"size": 2, "mode": "scenario_mine"}}, "zero": {**WRAP, "replicate": "mine"}}
+    # Experts have collectives of their own: with those only the first step can be told before somebody waits.
+    for config, when in ((mine, 3), (mine, 0), ({"parallel": {"expert": 2}, "zero": 3}, 0)):
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model: Any = Chooser() if config is mine else Sparse(gpc)
+            engine, rank = initialize(model, sgd, context=gpc)[0], gpc.get_global_rank()
+            for step in range(when):
+                engine.zero_grad()
+                one_pass(engine, step, rank)
+            if rank == 3:
+                model.order = [1, 0]
+            before = copy_weights(engine)
+            engine.zero_grad()
+            message = rf"step {when + 1}.*ranks 0, 1, 2 gathers \S*\.0\S*; rank 3 gathers \S*\.1"
+            with pytest.raises(GradientError, match=message):
+                one_pass(engine, 9, rank)
+            model.reset_iter_state()
+            assert all(torch.equal(a, b) for a, b in zip(before, copy_weights(engine), strict=True))
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_parts():
+    run_world(4, _parting_of_four, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+
+
+def test_linked_ranks():
+    sets = [[0, 1], [2, 3], [4, 5], [0, 2], [1, 3]]
+    assert linked(0, sets) == linked(3, sets) == (0, 1, 2, 3)
+    assert linked(4, sets) == (4, 5)
+    assert linked(6, sets) == (6,)
 
 
 def _agreeing() -> None:
