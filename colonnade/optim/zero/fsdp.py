@@ -73,12 +73,14 @@ class Sharding:
                 check_optimizer(optimizer, mesh)
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = {id(parameter) for parameter in (*owned, *self._model.parameters())}
+        model, order, guards = self._model, self._units.order, self._units.guards
+        self._new, self._kept = {}, []  # the whole parameters go now
 
         def before_step(*_: Any) -> None:
-            if self._units.order is not None:
-                self._units.order.step()
-            check_groups(self._model, optimizer, known)
-            for guard in self._units.guards:
+            if order is not None:
+                order.step()
+            check_groups(model, optimizer, known)
+            for guard in guards:
                 guard.give_back()
 
         if isinstance(optimizer, Optimizer):
@@ -121,14 +123,14 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
 
 def check_groups(model: nn.Module, optimizer: Any, known: Container[int]) -> None:
     """Refuse parameters that came to the optimizer after `initialize`: nobody would shard or sum them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for at, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in known:
+                name = next((name for name, p in model.named_parameters() if p is parameter), "a parameter")
                 raise GradientError(
-                    f"zero stage 3: {names.get(id(parameter), 'a parameter')} of shape {tuple(parameter.shape)} came to the "
-                    f"optimizer (group {at}) after initialize(), so it is neither sharded nor summed over ranks. Have it in "
-                    f"the model and the optimizer before initialize(), or freeze it until it is wanted."
+                    f"zero stage 3: {name} of shape {tuple(parameter.shape)} came to the optimizer (group {at}) after "
+                    f"initialize(), so it is neither sharded nor summed over ranks. Have it in the model and the optimizer "
+                    f"before initialize(), or freeze it until it is wanted."
                 )
 
 
