@@ -60,8 +60,10 @@ def initialize(
     broadcast_shared(built, context)
     config = context.config
     zero = ZeroSettings.read(config.get("zero"))
-    shard_parameters(built, optimizer, context, zero)
+    sharding = shard_parameters(built, optimizer, context, zero)
     chosen = _build_optimizer(optimizer, built)
+    if sharding is not None:
+        sharding.guard(chosen)
     chosen = shard_optimizer(chosen, built, zero, config.get("flat_step"))
     sync, flat = _synchronise(built, chosen, context)
     engine = Engine(

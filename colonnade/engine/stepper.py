@@ -62,7 +62,7 @@ class Stepper:
         if hasattr(optimizer, "step_divided"):
             optimizer.use_slots(held, slot_of)
         else:
-            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat)
+            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model)
         self.last: Decision | None = None
         self.skips = SkipReport()
 
@@ -110,7 +110,7 @@ def _slot_of(slots: Slots | None, entry: Held) -> int:
 
 
 def _step_of_whole_buckets(
-    optimizer: Any, synchroniser: Synchroniser, held: list[Held], slot_of: Any, flat: bool
+    optimizer: Any, synchroniser: Synchroniser, held: list[Held], slot_of: Any, flat: bool, model: nn.Module
 ) -> BucketStep:
     entry_of = {id(entry.tensor): entry for entry in held}
 
@@ -121,4 +121,4 @@ def _step_of_whole_buckets(
             made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries]))
         return made
 
-    return BucketStep(optimizer, buckets, lambda: synchroniser.generation, held, slot_of, flat)
+    return BucketStep(optimizer, buckets, lambda: synchroniser.generation, held, slot_of, flat, model)

@@ -8,23 +8,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, listed
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.fsdp import shard_model
+from colonnade.optim.zero.fsdp import Sharding, shard_model
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import check_placements
 
 
-def shard_parameters(model: nn.Module, optimizer: Any, context: ParallelContext, settings: ZeroSettings) -> None:
+def shard_parameters(
+    model: nn.Module, optimizer: Any, context: ParallelContext, settings: ZeroSettings
+) -> Sharding | None:
     """At stage 3: FSDP2 on the model, in place; an optimizer that was built before gets the new parameters."""
     if settings.stage != 3:
-        return
+        return None
     sharding = shard_model(model, context, settings)
     if hasattr(optimizer, "param_groups"):
         sharding.carry_over(optimizer)
     check_placements(model, context)
-    get_dist_logger().info(f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2)")
+    whole = f"; whole on every rank: {listed(sharding.whole)}" if sharding.whole else ""
+    get_dist_logger().info(f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2){whole}")
+    return sharding
 
 
 def shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> Any:

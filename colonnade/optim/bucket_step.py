@@ -5,12 +5,13 @@ Whether a step is flat (one launch over flat memory) or the optimizer's own on s
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.errors import GradientError
@@ -145,6 +146,7 @@ class BucketStep:
         loose: Sequence[Held],
         slot_of: Callable[[Held], int],
         flat: bool,
+        model: nn.Module,
     ) -> None:
         self._optimizer, self._is_flat = optimizer, flat
         self._make_buckets, self._generation = buckets, generation
@@ -157,6 +159,7 @@ class BucketStep:
         self._meter_key: object = None
         self.flat: FlatStep | None = None
         self._flat_key: object = None
+        self._model = weakref.ref(model)
         self._sizes = _sizes(optimizer)
         self._known = {id(entry.tensor) for entry in loose}
 
@@ -286,9 +289,13 @@ class BucketStep:
         for at, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 if id(parameter) not in known:
+                    model = self._model()
+                    names = () if model is None else model.named_parameters()
+                    name = next((name for name, one in names if one is parameter), "a parameter")
                     raise GradientError(
-                        f"group {at} of the optimizer has got a parameter of shape {tuple(parameter.shape)} that was not "
-                        f"the model's at initialize(), so nobody sums its gradient; add it to the model before initialize()"
+                        f"{name} of shape {tuple(parameter.shape)} came to the optimizer (group {at}) after initialize(), and "
+                        f"the model did not have it then, so nobody sums its gradient. Have it in the model before "
+                        f"initialize(); it may be frozen, and come to the optimizer later."
                     )
 
 

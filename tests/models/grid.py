@@ -103,11 +103,11 @@ def batch(model: str, part: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def trained(case: Case) -> None:
+def trained(case: Case, zero: Any = 0) -> None:
     """On each rank: three steps of the case and of one process; raises where they differ."""
     piped = "pipeline" in case.parallel
     schedule = {"schedule": {"type": "OneFOneB", "num_microbatches": MICRO_BATCHES}} if piped else {}
-    config = {"parallel": case.parallel, "clip_grad_norm": 1.0, **schedule}
+    config = {"parallel": case.parallel, "clip_grad_norm": 1.0, "zero": zero, **schedule}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         whole = MODELS[case.model](**case.options, context=gpc).double()
         plain = MODELS[case.model](context=ParallelContext()).double()

@@ -13,10 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from colonnade.comm.messages import agreed_errors, gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.optim.zero.fsdp_checks import (
+    ForwardGuard,
+    Member,
+    RunOrder,
+    Unit,
+    WatchedGather,
+    WatchedReduce,
+    check_optimizer,
+)
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
@@ -34,13 +45,15 @@ class Spread:
 
 
 class Sharding:
-    """What `shard_model` has done: the new parameter for each old one, for optimizers that were built before."""
+    """What `shard_model` has done: the new parameter for each old one, and what stands guard over both."""
 
-    def __init__(self, old: Mapping[str, nn.Parameter], model: nn.Module, units: int) -> None:
-        self.units = units
+    def __init__(self, old: Mapping[str, nn.Parameter], model: nn.Module, units: _Units) -> None:
+        self._model, self._units = model, units
+        self.units = len(units.done)
         new = dict(model.named_parameters())
         self._new = {id(parameter): new[name] for name, parameter in old.items()}
         self._kept = list(old.values())  # as long as this lives, no other tensor gets one of these ids
+        self.whole = [name for name in old if not is_dtensor(new[name])]
 
     def carry_over(self, optimizer: Any) -> None:
         """Make an optimizer of the old parameters one of the new; state that it has already is cut as they are."""
@@ -51,37 +64,84 @@ class Sharding:
             held = optimizer.state.pop(parameter)
             optimizer.state[new] = {name: _cut(value, parameter, new, name) for name, value in held.items()}
 
+    def guard(self, optimizer: Any) -> None:
+        """Try the optimizer on shards, and have the ranks compare what they ran before each of its steps."""
+        with agreed_errors(self._units.context.device):
+            for mesh in self._units.meshes:
+                check_optimizer(optimizer, mesh)
+        order, guards = self._units.order, self._units.guards
+        self._new, self._kept = {}, []  # the whole parameters go now
+
+        def before_step(*_: Any) -> None:
+            if order is not None:
+                order.step()
+            for guard in guards:
+                guard.give_back()
+
+        if isinstance(optimizer, Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+            return
+        step = optimizer.step
+
+        def checked_step(*args: Any, **kwargs: Any) -> Any:
+            before_step()
+            return step(*args, **kwargs)
+
+        optimizer.step = checked_step
+
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:
     """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     axis = _replicas(context, settings.replicate)
-    spread = {id(p): _spread(p, context, axis) for p in old.values()}
-    units = _Units(spread, context, settings)
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
-    for root in roots:
-        chosen, usual = _chosen(root, settings.wrap), _most(spread, root)
-        for module in [*_apart(root, spread, usual), *chosen]:
-            units.shard(module)
-        units.shard(root, usual)
-        _prefetch([module for module in root.modules() if module in units.done], settings.prefetch)
-    sharding = Sharding(old, model, len(units.done))
+    left = _left_whole(model, roots)
+    spread = {id(p): None if id(p) in left else _spread(p, context, axis) for p in old.values()}
+    units = _Units(model, spread, context, settings)
+    with agreed_errors(context.device):
+        for root in roots:
+            chosen, usual = _chosen(root, settings.wrap), _most(spread, root)
+            for module in [*_apart(root, spread, usual), *chosen]:
+                units.shard(module, root)
+            units.shard(root, root, usual)
+            ours = [module for module in root.modules() if module in units.done]
+            _prefetch(ours, settings.prefetch)
+            if root in units.done:
+                units.guards.append(ForwardGuard(root, ours))
+    sharding = Sharding(old, model, units)
     for name, parameter in model.named_parameters():
         if name in old and is_dtensor(parameter):
             _keep_placement(old[name], parameter, spread[id(old[name])])
+    units.watch(old)
     return sharding
 
 
 class _Units:
-    """Calls `fully_shard`, each parameter once."""
+    """Calls `fully_shard`, each parameter once.
 
-    def __init__(self, spread: Mapping[int, Spread | None], context: ParallelContext, settings: ZeroSettings) -> None:
-        self._spread, self._context, self._settings = spread, context, settings
+    A module that shares a parameter with one outside is no unit: it belongs to the innermost one around all who share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spread: Mapping[int, Spread | None],
+        context: ParallelContext,
+        settings: ZeroSettings,
+    ) -> None:
+        self._model, self._spread, self.context, self._settings = model, spread, context, settings
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._meshes: dict[tuple[ParallelMode, ...], Any] = {}
         self._taken: set[int] = set()
-        self.done: set[nn.Module] = set()
+        self.done: dict[nn.Module, tuple[Spread, list[str]]] = {}
+        self.guards: list[ForwardGuard] = []
+        self.order: RunOrder | None = None
 
-    def shard(self, module: nn.Module, usual: Spread | None = None) -> None:
+    @property
+    def meshes(self) -> list[Any]:
+        return list(self._meshes.values())
+
+    def shard(self, module: nn.Module, root: nn.Module, usual: Spread | None = None) -> None:
         """Make a module a unit: what of it is not in a unit yet is gathered and given back together.
 
         With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
@@ -91,36 +151,89 @@ class _Units:
 
         if isinstance(module, FSDPModule) or module in self.done:
             return
-        mine = {name: p for name, p in module.named_parameters() if id(p) in self._spread and id(p) not in self._taken}
-        wanted = {self._spread[id(p)] for p in mine.values()} - {None}
-        if len(wanted) > 1:
-            _refuse_mixed(mine, self._spread)
-        self._taken.update(map(id, mine.values()))
-        spread = next(iter(wanted), usual)
+        mine = {
+            self._names[id(p)]: p
+            for p in module.parameters()
+            if self._spread.get(id(p)) is not None and id(p) not in self._taken
+        }
+        if module is not root and _shares(module, root, mine.values()):
+            return
+        _check_alike(mine, self._spread)
+        own = {id(p) for p in mine.values()}
+        self._taken |= own
+        spread = next((self._spread[id(p)] for p in mine.values()), usual)
         if spread is None:
             return
-        offload = self._settings.offload and self._context.device.type != "cpu"
+        offload = self._settings.offload and self.context.device.type != "cpu"
         fully_shard(
             module,
             mesh=self._mesh(spread.modes),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if self._settings.reshard else False,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
-            ignored_params={p for p in module.parameters() if id(p) not in self._taken or self._left(p)},
+            ignored_params={p for p in module.parameters() if id(p) not in own},
         )
-        self.done.add(module)
+        self.done[module] = spread, list(mine)
         size = len(self._mesh(spread.modes).mesh.flatten())
         if spread.divisor != size:
             module.set_gradient_divide_factor(spread.divisor)  # type: ignore[operator]
 
-    def _left(self, parameter: nn.Parameter) -> bool:
-        """Whether FSDP2 is to leave it alone: nobody else holds it."""
-        return id(parameter) in self._spread and self._spread[id(parameter)] is None
+    def watch(self, old: Mapping[str, nn.Parameter]) -> None:
+        """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
+        mine = [mesh.mesh.flatten().tolist() for mesh in self.meshes]
+        everyone = gather_json(mine, self.context.device)
+        ranks = linked(self.context.get_global_rank(), [each for sets in everyone for each in sets])
+        self.context.ensure_groups([ranks] if mine else [])
+        if not mine:
+            return
+        self.order = RunOrder(self.context.group_of_ranks(ranks))
+        new = dict(self._model.named_parameters())
+        module: Any
+        for name, module in self._model.named_modules():
+            if module in self.done:
+                spread, own = self.done[module]
+                members = [Member(each, self._model, old[each], new[each]) for each in own]
+                unit, mesh = Unit(module, name or type(self._model).__name__, members), self._mesh(spread.modes)
+                replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+                module.set_custom_all_gather(WatchedGather(self.order, unit.name))
+                module.set_custom_reduce_scatter(WatchedReduce(self.order, unit.reduction, replicas))
 
     def _mesh(self, modes: tuple[ParallelMode, ...]) -> Any:
         if modes not in self._meshes:
-            self._meshes[modes] = self._context.device_mesh(*modes)
+            self._meshes[modes] = self.context.device_mesh(*modes)
         return self._meshes[modes]
+
+
+def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    """The ranks that wait for each other: those of a set that has `rank` in it, and of all that overlap with those."""
+    found, sets = {rank}, [set(ranks) for ranks in rank_sets]
+    while more := set().union(*(ranks for ranks in sets if ranks & found)) - found:
+        found |= more
+    return tuple(sorted(found))
+
+
+def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether a module of `root` that is not inside `module` has one of these parameters too."""
+    wanted, inside = set(map(id, parameters)), set(module.modules())
+    outside = (p for other in root.modules() if other not in inside for p in other._parameters.values())
+    return any(id(p) in wanted for p in outside)
+
+
+def _left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
+    """Parameters that FSDP2 cannot shard; they stay whole on every rank and are summed by our handlers.
+
+    Scalars, empty and complex ones, those that are not contiguous, have sparse gradients, or are shared by two chunks.
+    """
+    left = {
+        id(p) for p in model.parameters() if p.dim() == 0 or not p.numel() or p.is_complex() or not p.is_contiguous()
+    }
+    left |= {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    met: set[int] = set()
+    for root in roots:
+        own = {id(p) for p in root.parameters()}
+        left |= own & met
+        met |= own
+    return left
 
 
 def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None:
@@ -138,12 +251,7 @@ def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None
 
 
 def _spread(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> Spread | None:
-    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing.
-
-    Scalars and weights that are not contiguous, which FSDP2 cannot shard, stay whole and are summed by our handlers.
-    """
-    if parameter.dim() == 0 or not parameter.is_contiguous():
-        return None
+    """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
     factors = owed(context.layout, placement_of(parameter), context.get_global_rank())
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
     over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
@@ -196,10 +304,19 @@ def _chosen(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 def _members(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
-        if isinstance(module, _CONTAINERS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, _CONTAINERS) and not _is_list(child, module):
             yield child
         else:
             yield from _members(child)
+
+
+def _is_list(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
+    if isinstance(child, nn.Sequential):
+        blocks = list(child)
+        alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
+        return isinstance(parent, nn.Sequential) and alike
+    return isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 
 def _prefetch(units: Sequence[Any], ahead: int) -> None:
@@ -221,17 +338,26 @@ def _keep_placement(old: nn.Parameter, new: Tensor, spread: Spread | None) -> No
         copy_placement(old, new)
 
 
-def _refuse_mixed(mine: Mapping[str, nn.Parameter], spread: Mapping[int, Spread | None]) -> None:
-    examples: dict[Spread, str] = {}
+def _check_alike(mine: Mapping[str, nn.Parameter], spread: Mapping[int, Spread | None]) -> None:
+    """Refuse parameters that cannot be gathered together."""
+    spreads: dict[Spread | None, str] = {}
+    dtypes: dict[torch.dtype, str] = {}
     for name, parameter in mine.items():
-        key = spread[id(parameter)]
-        if key is not None:
-            examples.setdefault(key, name)
-    shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in examples.items())
-    raise PlacementError(
-        f"zero stage 3 gathers a module's parameters together, but these are spread differently: {shown}. Put the "
-        f"experts into a module of their own."
-    )
+        spreads.setdefault(spread[id(parameter)], name)
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, name)
+    if len(spreads) > 1:
+        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in spreads.items() if key)
+        raise PlacementError(
+            f"zero stage 3 gathers a module's parameters together, but these are spread differently: {shown}. Put the "
+            f"experts into a module of their own."
+        )
+    if len(dtypes) > 1:
+        shown = "; ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise PlacementError(
+            f"zero stage 3 gathers a module's parameters together, which takes one dtype: {shown}. Give them one dtype, or "
+            f"name modules of one dtype each in zero.wrap."
+        )
 
 
 def _cut(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:

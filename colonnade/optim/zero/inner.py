@@ -90,7 +90,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         for step in range(2):
             grad = torch.randn(4, 6, generator=numbers, dtype=torch.float64)
             if step == 0:
-                first, second = _trial(optimizer, [whole]), _trial(optimizer, halves)
+                first, second = trial_of(optimizer, [whole]), trial_of(optimizer, halves)
             whole.grad = grad
             for half, part in zip(halves, grad.view(-1).chunk(2), strict=True):
                 half.grad = part.clone()
@@ -108,7 +108,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _trial(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
+def trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     """The optimizer's first group alone, on small tensors of the host, without hooks."""
     trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])
     # What it changes in place must not be the user's.

@@ -43,7 +43,7 @@ class ZeroOptimizer(Optimizer):
         # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-        self._flat = flat
+        self._flat, self._model = flat, model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sizes = [len(group["params"]) for group in self.param_groups]
         self._frozen: list[Tensor] = []
@@ -112,7 +112,7 @@ class ZeroOptimizer(Optimizer):
             buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
         loose = [entry for entry in held if not self.shards(entry.tensor)]
         flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
-        self._bucket_step = BucketStep(self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat)
+        self._bucket_step = BucketStep(self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat, self._model)
 
     def shards(self, parameter: Tensor) -> bool:
         """Whether the parameter is sharded: one that it has, and that could get a gradient from the start."""
