@@ -207,12 +207,10 @@ class BucketStep:
 
     def first_bad(self) -> str | None:
         """The name of a parameter whose gradient here is not finite. Waits for the device."""
-        for bucket in self._buckets:
-            for entry, member in zip(bucket.entries, bucket.members, strict=True):
-                if member.grad is not None and not bool(torch.isfinite(local_part(member.grad)).all()):
-                    return entry.name
-        for entry in self._outside:
-            if entry.tensor.grad is not None and not bool(torch.isfinite(local_part(entry.tensor.grad)).all()):
+        stepped = [pair for bucket in self._buckets for pair in zip(bucket.entries, bucket.members, strict=True)]
+        loose = [(entry, entry.tensor) for entry in self._loose_entries]  # in the model's order, where they are all
+        for entry, tensor in [*loose, *stepped]:
+            if tensor.grad is not None and not bool(torch.isfinite(local_part(tensor.grad)).all()):
                 return entry.name
         return None
 

@@ -128,7 +128,7 @@ def test_no_file_exists_even_while_it_runs():
 def _silent() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     names, parameters = zip(*_model().named_parameters(), strict=True)
-    reducer = Synchroniser([Sum(names, parameters, (0, 1), group, 2.0)], TINY)
+    reducer = Synchroniser([Sum(names, parameters, (0, 1), group, 2.0, TINY)])
     if dist.get_rank() == 1:
         time.sleep(3.5)
         return "slept"

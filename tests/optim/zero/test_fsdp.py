@@ -67,7 +67,7 @@ CHOICES: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
     ({"wrap": ["layers.*.0", "head"]}, ["", "layers.0.0", "layers.1.0", "layers.2.0", "layers.3.0", "head"]),
     ({"wrap": "Sequential", "prefetch": 2}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
-    ({"reshard": False, "prefetch": True, "offload": True}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
+    ({"reshard": False, "prefetch": 1, "offload": True}, ["", "layers.0", "layers.1", "layers.2", "layers.3"]),
 ]
 
 
