@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
@@ -51,6 +53,8 @@ class Engine:
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
         self._passes = self._total_passes = 0
+        self._failed = False
+        self._watch = LoopWatch(model, optimizer)
         self.context = context
         self.accumulation = accumulation
         self.training = True
@@ -63,7 +67,12 @@ class Engine:
         return self._model(*args, **kwargs)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, at the start of a step only."""
+        """Clear the gradients, at the start of a step only.
+
+        After a backward pass that failed, it gives the step up: all ranks drop it, and go on with the next.
+        """
+        if self._failed:
+            self._give_up_step()
         if self._passes == 0:
             self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
@@ -74,12 +83,14 @@ class Engine:
         self._book.add(count)
         self._schedule.loss_count = count
         self._begin_pass()
-        (value * (self.loss_scale if count is None else self.sum_scale)).backward()
+        with self._watched_pass():
+            (value * (self.loss_scale if count is None else self.sum_scale)).backward()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """Backward from a tensor whose gradient is known, as at a pipeline stage."""
         self._begin_pass()
-        tensor.backward(grad)
+        with self._watched_pass():
+            tensor.backward(grad)
 
     def backward_micro_batch(
         self, tensors: Sequence[Any], grads: Sequence[Tensor], *, inputs: Sequence[Tensor] | None, last: bool
@@ -97,11 +108,16 @@ class Engine:
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
         if self._passes == 0:
-            raise GradientError("step() before backward(): there are no gradients to apply")
+            raise GradientError(
+                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
+                "loss.backward(): that one sums nothing over the ranks"
+            )
+        self._check_not_failed()
         if self._passes < self.accumulation:
             return False
         self._reduce()
-        self._clip_and_step()
+        if not self._sync.synchroniser.failed_ranks:
+            self._clip_and_step()
         self._end_step()
         return True
 
@@ -160,6 +176,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
+        self._watch.close()
         self._stepper.close()
         self._sync.close()
         self._precision.undo(self._model, self._criterion)
@@ -261,7 +278,37 @@ class Engine:
 
     # -- inside -------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _watched_pass(self) -> Iterator[None]:
+        """A backward pass: one that fails leaves the step to `zero_grad`, one that ends leaves gradients to nobody."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            raise
+        if self._passes == self.accumulation:
+            self._sync.synchroniser.end_backward()
+
+    def _give_up_step(self) -> None:
+        """Take part in the others' step with nothing, and have all ranks drop it."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        while self._passes < self.accumulation:
+            self._count_pass()
+            self._sync.prepare(self._passes == self.accumulation)
+        self._sync.synchroniser.fail()
+        self._reduce()
+        self._end_step()
+
+    def _check_not_failed(self) -> None:
+        if self._failed:
+            raise GradientError(
+                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
+                "gives the step up (the other ranks drop it too), and go on with the next batch"
+            )
+
     def _begin_pass(self) -> None:
+        self._check_not_failed()
         self._count_pass()
         self._sync.prepare(self._passes == self.accumulation)
 
@@ -274,6 +321,7 @@ class Engine:
             )
         self._passes += 1
         self._total_passes += 1
+        self._watch.unsummed = True
         if self._passes == self.accumulation:
             self._sync.set_scale(self._book.factor())
 
@@ -305,10 +353,14 @@ class Engine:
 
     def _reduce(self) -> None:
         self._sync.finish()
+        self._watch.unsummed = False
+        self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 
     def _clip_and_step(self) -> None:
         self._stepper.step()
 
     def _end_step(self) -> None:
-        self._passes = 0
+        self._passes, self._failed = 0, False
+        self._watch.unsummed = False
+        self._watch.end_step()
         self._book.clear()

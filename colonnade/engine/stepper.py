@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
 from colonnade.engine.slots import Slots, number_slots, slot_name
+from colonnade.errors import listed
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket
 from colonnade.optim.clip_policy import ClipPolicy, Decision
@@ -89,6 +93,15 @@ class Stepper:
                     f"step dropped:{where} its gradient norm is {float(self.last.norm) if self.last else 0.0:g} "
                     f"({self.skips.total} dropped so far)"
                 )
+
+    def note_failed(self, ranks: Sequence[int]) -> None:
+        """The step is dropped because backward failed on these ranks, if on any."""
+        if ranks:
+            self.skips.total += 1
+            self.skips.last, self.skips.flag = True, HostCopy(torch.ones(()))
+            get_dist_logger().warning(
+                f"step dropped: its backward pass failed on rank {listed(ranks)} ({self.skips.total} dropped so far)"
+            )
 
     def norms(self) -> dict[str, Tensor]:
         """The norm of every slot (group, layer or parameter) at the last step, as device tensors."""

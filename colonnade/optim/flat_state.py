@@ -106,6 +106,8 @@ class BucketState:
         self.first = first
         self.slots = list(bucket.slots or [0] * len(bucket.members))
         self.params = bucket.params if bucket.params is not None else _move_in(bucket)
+        self._homes = bucket.layout.views(self.params) if bucket.params is None else []
+        self._pointers = [home.data_ptr() for home in self._homes]
         self.moments: dict[str, Tensor] = {}
         self._views: dict[str, list[Tensor]] = {}
 
@@ -130,6 +132,20 @@ class BucketState:
                     "in place, or call collect() on the bucket before the norm is measured"
                 )
         return places
+
+    def reclaim(self) -> None:
+        """Bring parameters that were given other memory (`p.data = ...`, weights that were swapped) back, with their values."""
+        if not self._homes or [param.data_ptr() for param in self.bucket.members] == self._pointers:
+            return
+        for param, home in zip(self.bucket.members, self._homes, strict=True):
+            if param.data_ptr() != home.data_ptr():
+                if (param.shape, param.dtype, param.device) != (home.shape, home.dtype, home.device):
+                    raise GradientError(
+                        f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, has become one of shape "
+                        f"{tuple(param.shape)}, {param.dtype} on {param.device}; change the model before initialize()"
+                    )
+                home.copy_(param.detach())
+                param.data = home
 
     def view(self, name: str, index: int) -> Tensor:
         """One parameter's view of a moment."""

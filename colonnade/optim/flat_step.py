@@ -116,6 +116,8 @@ class FlatStep:
     @torch.no_grad()
     def _update(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._check_unchanged()
+        for state in self._state.buckets:
+            state.reclaim()
         divisor, found_inf, absent = self._asked
         plan = self._planned(absent)
         _advance(self._state.steps, plan.counted, 1.0)
@@ -194,8 +196,8 @@ def _nothing(optimizer: Optimizer) -> None:
 
 def _is_watched(optimizer: Optimizer) -> bool:
     """Whether step hooks or a profiler must hear of a step; calling nobody would take longer than deciding."""
-    hooks: list[Mapping[int, Any]] = [
-        optimizer._optimizer_step_pre_hooks,
+    hooks: list[Any] = [
+        [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not getattr(hook, "only_looks", False)],
         optimizer._optimizer_step_post_hooks,
         optimizer_module._global_optimizer_pre_hooks,
         optimizer_module._global_optimizer_post_hooks,

@@ -34,6 +34,8 @@ SPARSE = 4
 """A sparse gradient."""
 FROZEN = 8
 """The parameter does not require a gradient on this rank."""
+FAILED = 16
+"""Backward failed on this rank: whatever there is of a gradient is worth nothing. Of the first parameter of a sum."""
 
 
 @dataclass(frozen=True)

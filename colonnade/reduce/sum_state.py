@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from colonnade.comm.rank_group import RankGroup
-from colonnade.parallel.dtensor import local_part
-from colonnade.reduce.bucket import FROZEN, MISSING, OUTSIDE, SPARSE, Bucket
+from colonnade.errors import GradientError
+from colonnade.reduce.bucket import FAILED, FROZEN, MISSING, OUTSIDE, SPARSE, Bucket
 from colonnade.reduce.records import Sum
 from colonnade.reduce.storage import BucketStorage
 
@@ -61,7 +61,7 @@ class SumState:
         self.buckets, self.laid_out, self.places = [], [], {}
         for storage in self._storages.values():
             storage.clear()
-        self._kinds = [(one.dtype, one.device) for one in map(local_part, self.sum.parameters)]
+        self._kinds = [(one.dtype, one.device) for one in self.sum.parameters]
         members: dict[Kind, list[int]] = {}
         for position in reversed(range(len(self._kinds))):
             if self.active[position] and position not in self._sparse:
@@ -106,6 +106,7 @@ class SumState:
 
     def begin_pass(self) -> None:
         """A backward pass is about to run: its order of gradients counts, if it makes any."""
+        self._check_kinds()
         self._fresh = True
 
     def record(self, position: int) -> None:
@@ -134,13 +135,15 @@ class SumState:
 
     # -- notes --------------------------------------------------------------------------------------------
 
-    def open_notes(self) -> None:
+    def open_notes(self, failed: bool = False) -> None:
         """At the end of backward: what is known of gradients that are in no bucket, or came too late for theirs."""
         required = [parameter.requires_grad for parameter in self.sum.parameters]
         if required != self._required:
             self._required = required
             self._blank = bytes(0 if needed else FROZEN for needed in required)
         self.notes = bytearray(self._blank)
+        if failed and self.notes:
+            self.notes[0] |= FAILED
         for position in self._outside:
             if required[position]:
                 grad = self.sum.parameters[position].grad
@@ -158,6 +161,21 @@ class SumState:
             self.notes[position] |= note
         self._started.clear()
         return bytes(self.notes)
+
+    def failed(self, reports: Sequence[bytes]) -> list[int]:
+        """The ranks on which backward failed."""
+        return [rank for rank, notes in zip(self.group.ranks, reports, strict=True) if notes and notes[0] & FAILED]
+
+    def _check_kinds(self) -> None:
+        """Refuse parameters that were given another dtype or device: their gradients have no place in the buckets."""
+        kinds = [(parameter.dtype, parameter.device) for parameter in self.sum.parameters]
+        if kinds != self._kinds:
+            at = next(at for at, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
+            old, new = (f"{dtype} on {device}" for dtype, device in (self._kinds[at], kinds[at]))
+            raise GradientError(
+                f"{self.sum.names[at]!r} was {old} at initialize() and is {new} now; move or convert the model before "
+                f"initialize()"
+            )
 
     @property
     def remarkable(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.comm.memory import keep_heap
+from colonnade.errors import GradientError
 from colonnade.reduce.bucket import Bucket
 from colonnade.reduce.gather import give_back
 from colonnade.reduce.records import Sum
@@ -53,7 +54,10 @@ class Synchroniser:
         ]
         self._state_of: dict[int, SumState] = {}
         self._handles: list[Any] = []
-        self._last = self._pass_open = False
+        self._last = self._pass_open = self._failed = False
+        self.failed_ranks: list[int] = []
+        """The ranks that gave the last step up, so that its gradients are worth nothing."""
+        self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
         self._arrange()
@@ -68,12 +72,21 @@ class Synchroniser:
         """Before a backward pass: is it the last one of this step?"""
         if self._pass_open and not self._last:
             self._end_pass()
-        self._last, self._pass_open = last, True
+        self._last, self._pass_open, self._ended = last, True, []
         for state in self._states:
             state.begin_pass()
         for bucket in self.buckets:
             if not bucket.started:
                 bucket.begin()
+
+    def end_backward(self) -> None:
+        """The last backward pass of a step has ended: from here to `wait` gradients are nobody's to change."""
+        self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
+
+    def fail(self) -> None:
+        """Backward has failed on this rank: at the next `wait` all ranks learn of it, and drop their gradients."""
+        self._failed = True
+        self._last = self._pass_open = True
 
     def finish(self) -> None:
         """`wait`, unless that has been done since the last `prepare`: several handlers may ask for it."""
@@ -83,8 +96,9 @@ class Synchroniser:
     @torch.no_grad()
     def wait(self) -> None:
         """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
+        self._check_untouched()
         for state in self._states:
-            state.open_notes()
+            state.open_notes(self._failed)
         self._start_rest(self.buckets)
         for state in self._states:
             state.finish_turns()
@@ -93,11 +107,17 @@ class Synchroniser:
         self._finish_buckets()
         reports = [report for agreement in self._agreements for report in agreement.resolve()]
         states = [state for agreement in self._agreements for state in agreement.states]
-        for state, report in zip(states, reports, strict=True):
-            self._settle(state, report)
-        self._hand_over()
-        self._learn(list(zip(states, reports, strict=True)))
-        self._step, self._last, self._pass_open, self.scale = self._step + 1, False, False, None
+        pairs = list(zip(states, reports, strict=True))
+        self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
+        if self.failed_ranks:
+            self._drop()
+        else:
+            for state, report in pairs:
+                self._settle(state, report)
+            self._hand_over()
+            self._learn(pairs)
+        self._step, self.scale = self._step + 1, None
+        self._last = self._pass_open = self._failed = False
 
     def close(self) -> None:
         """Remove the hooks and the connections. Gradients stay valid; the synchroniser does not."""
@@ -109,7 +129,7 @@ class Synchroniser:
 
     def _on_gradient(self, at: int, index: int) -> None:
         """While recording: note the order of gradients and move each at once."""
-        bucket = self.buckets[at]
+        bucket, self._ended = self.buckets[at], []
         self._state_of[id(bucket)].record(bucket.positions[index])
         if bucket.keeps_gradients:
             with torch.no_grad():
@@ -117,14 +137,14 @@ class Synchroniser:
 
     def _on_large(self, at: int, index: int) -> None:
         """A gradient that is moved by itself has come."""
-        bucket = self.buckets[at]
+        bucket, self._ended = self.buckets[at], []
         if not bucket.started:
             with torch.no_grad():
                 bucket.move_large(index, self._last)
 
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
-        bucket = self.buckets[at]
+        bucket, self._ended = self.buckets[at], []
         bucket.left -= 1
         if bucket.left != 0 or bucket.started:
             return
@@ -134,8 +154,12 @@ class Synchroniser:
                 self._start_full()
 
     def _start_full(self) -> None:
-        """Start full buckets, strictly in order: every rank issues the same collectives in the same order."""
-        for bucket in self.buckets:
+        """Start full buckets, strictly in order: every rank issues the same collectives in the same order.
+
+        The last one waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is here
+        gradients that somebody changes by hand can be noticed.
+        """
+        for bucket in self.buckets[:-1]:
             if bucket.transport.early and not bucket.started:
                 if not bucket.full:
                     return
@@ -154,6 +178,18 @@ class Synchroniser:
         return bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
 
     # In wait
+
+    def _check_untouched(self) -> None:
+        """Refuse gradients that were written to since backward: those of other buckets are on their way already."""
+        for bucket, written in self._ended:
+            for name, before, now in zip(bucket.names, written, _written(bucket), strict=True):
+                if before[0] is not now[0] or before[1] != now[1]:
+                    raise GradientError(
+                        f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
+                        f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); anything else "
+                        f"is for a gradient handler"
+                    )
+        self._ended = []
 
     def _start_rest(self, buckets: Sequence[Bucket]) -> None:
         """Start all that backward has left."""
@@ -199,6 +235,19 @@ class Synchroniser:
         for state in self._states:
             if state.sum.sharding is not None and state.sum.sharding.give_back:
                 give_back(state.group, state.buckets)
+
+    def _drop(self) -> None:
+        """Let go of all gradients of a step that a rank has given up."""
+        for bucket in self.buckets:
+            bucket.started = False
+            if bucket.shard is not None:
+                bucket.shard.landed = False
+        for state in self._states:
+            for parameter in state.sum.parameters:
+                parameter.grad = None
+        for group in self.groups.values():
+            if group.sockets is not None:
+                group.exchange(b"x")  # no rank writes to memory that another still reads
 
     def _learn(self, reports: Sequence[tuple[SumState, list[bytes]]]) -> None:
         """Adapt the buckets to what this step has shown. Collective where something is new."""
@@ -254,6 +303,12 @@ class Synchroniser:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _written(bucket: Bucket) -> list[tuple[Tensor | None, int]]:
+    """Which tensors the gradients are, and how often they were written to."""
+    grads = [parameter.grad for parameter in bucket.parameters]
+    return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
 
 def _on(scale: float | Tensor, like: Tensor) -> float | Tensor:

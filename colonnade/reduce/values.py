@@ -8,8 +8,9 @@ from torch import Tensor
 from colonnade.comm.memory import allocate
 from colonnade.comm.rank_group import RankGroup
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.flat import flattened
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.bucket import Bucket, OwnedSpan
 
 
 class BucketValues:
@@ -24,14 +25,16 @@ class BucketValues:
         self.bucket, self.group = bucket, group
         share = None if bucket.transport.shares_memory else False
         self.memory = allocate(group, bucket.numel, bucket.layout.dtype, bucket.layout.device, share)
-        self._elsewhere: list[tuple[Tensor, Tensor]] = []
+        self._elsewhere: list[tuple[Tensor, Tensor, OwnedSpan | None]] = []
+        spans = {span.index: span for span in bucket.spans}
+        self._spans = [spans.get(index) for index in range(len(bucket.parameters))]
         views = bucket.layout.views(self.memory.own[: bucket.layout.numel])
-        for parameter, view in zip(bucket.parameters, views, strict=True):
+        for parameter, view, span in zip(bucket.parameters, views, self._spans, strict=True):
             part = local_part(parameter)
             view.copy_(part)
             if is_dtensor(parameter):
                 # What made it (FSDP2) knows where its elements lie: they stay there, and are copied in and out.
-                self._elsewhere.append((part, view))
+                self._elsewhere.append((part, view, span))
             else:
                 parameter.data = view
         self._views = views
@@ -52,12 +55,15 @@ class BucketValues:
         A parameter that was given other memory gets the bucket's back, with its values. A master copy keeps its
         digits wherever the parameter still is what the copy rounds to.
         """
-        for part, view in self._elsewhere:
-            view.copy_(part)
+        # Only what this rank owns: the rest comes from its owner, who may be sending it at this moment.
+        for part, view, span in self._elsewhere:
+            if span is not None:
+                flattened(view)[span.start : span.stop].copy_(flattened(part)[span.start : span.stop])
         if not self._elsewhere:
-            for parameter, view in zip(self.bucket.parameters, self._views, strict=True):
+            for parameter, view, span in zip(self.bucket.parameters, self._views, self._spans, strict=True):
                 if parameter.data_ptr() != view.data_ptr():
-                    view.copy_(parameter)
+                    if span is not None:
+                        flattened(view)[span.start : span.stop].copy_(flattened(parameter)[span.start : span.stop])
                     parameter.data = view
         if self.has_master and self.bucket.used:
             now = self._own_part.to(self.owned.device)
@@ -72,5 +78,5 @@ class BucketValues:
     @torch.no_grad()
     def settle(self) -> None:
         """The parameters of all ranks have come: bring them to those that lie elsewhere."""
-        for part, view in self._elsewhere:
+        for part, view, _ in self._elsewhere:
             part.copy_(view)

@@ -149,6 +149,8 @@ class ZeroOptimizer(Optimizer):
         """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
         if closure is not None:
             raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step")
+        for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
+            hook(self, (), {})
         self.step_divided(None, None)
 
     def wait(self) -> None:

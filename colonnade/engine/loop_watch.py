@@ -1,0 +1,77 @@
+"""Slips of a training loop that would train wrongly without a word: each is said by name, with what to write."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colonnade.errors import GradientError
+
+_LOOK_EVERY = 100
+"""Steps between two looks at the model's parameters, after the first two."""
+
+
+class LoopWatch:
+    """Watches that steps go through the engine, and that the model keeps the parameters that the optimizer has.
+
+    `unsummed`: there are gradients that were not summed over the ranks yet.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.unsummed = False
+        self._model = weakref.ref(model)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._kept = list(model.parameters())  # as long as this lives, no other tensor gets one of these ids
+        self._steps = 0
+        # Not references to this object: it would never go.
+        watch = weakref.ref(self)
+        self._handles = [model.register_load_state_dict_post_hook(lambda *_: _look(watch))]
+        if isinstance(optimizer, Optimizer):
+            self._handles.append(optimizer.register_step_pre_hook(_StepGuard(watch)))
+
+    def end_step(self) -> None:
+        """A step was made: now and then, see that the model still has its parameters."""
+        self._steps += 1
+        if self._steps <= 2 or self._steps % _LOOK_EVERY == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Refuse a model whose parameters are other objects than at `initialize`."""
+        model = self._model()
+        for name, parameter in model.named_parameters() if model is not None else ():
+            if id(parameter) not in self._names and name in self._names.values():
+                raise GradientError(
+                    f"{name!r} is another parameter than at initialize(), so the optimizer would step on one that the model "
+                    f"no longer has. Load weights without assign=True, or write them into the parameter in place"
+                )
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._kept = []
+
+
+class _StepGuard:
+    """A step hook that only looks: a flat step need not be made as if somebody listened."""
+
+    only_looks = True
+
+    def __init__(self, watch: weakref.ref[LoopWatch]) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: Any) -> None:
+        watch = self._watch()
+        if watch is not None and watch.unsummed:
+            raise GradientError(
+                "the optimizer was told to step on gradients that were not summed over the ranks, nor clipped; write "
+                "engine.step(), which does all three"
+            )
+
+
+def _look(watch: weakref.ref[LoopWatch]) -> None:
+    alive = watch()
+    if alive is not None:
+        alive.look()

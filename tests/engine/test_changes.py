@@ -1,0 +1,219 @@
+"""What changes after `initialize`: frozen and thawed parameters, new groups, weights that were put elsewhere.
+
+Everything equals one process that does the same, from the next step on, or is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import GradientError
+from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler.scenarios import numbers
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+CONFIGS: list[dict[str, Any]] = [{}, {"clip_grad_norm": 0.1}, {"flat_step": False, "clip_grad_norm": 0.1}]
+ZERO: list[dict[str, Any]] = [{"zero": 1, "clip_grad_norm": 0.1}, {"zero": 2}]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(numbers(4, 5, seed=10 * step + rank)).square().mean()
+
+
+def _both(
+    change: Callable[[nn.Module, Any, int], None],
+    make: Callable[[Any], Any],
+    config: dict[str, Any],
+    begin: Callable[[nn.Module], Any] = lambda model: model.parameters(),
+    steps: int = 5,
+) -> None:
+    """Train on the ranks and in one process; `change(model, optimizer, step)` is done to both before each step."""
+    plain = net()
+    reference = make(begin(plain))
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = net()
+        engine = initialize(model, make(begin(model)), context=gpc)[0]
+        for step in range(steps):
+            for one, optimizer in ((model, engine.optimizer), (plain, reference)):
+                change(one, optimizer, step)
+            engine.zero_grad()
+            model.zero_grad()  # also what the optimizer does not have
+            engine.backward(loss_of(engine.model, gpc.get_global_rank(), step))
+            engine.step()
+            plain.zero_grad()
+            (sum(loss_of(plain, rank, step) for rank in range(2)) / 2).backward()
+            if "clip_grad_norm" in config:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
+            reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        engine.close()
+
+
+def _thaw(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The middle layer is frozen at first, thawed before step 2, and frozen again before step 4."""
+    model[2].requires_grad_(2 <= step < 4)
+
+
+def _freeze_first(model: nn.Module) -> Any:
+    model[2].requires_grad_(False)
+    return model.parameters()
+
+
+def _thawed(first: int) -> None:
+    def change(model: nn.Module, optimizer: Any, step: int) -> None:
+        model[2].requires_grad_(first <= step < 4)
+
+    for name in ("AdamW", "SGD", "Adagrad"):
+        for config in CONFIGS:
+            _both(change, OPTIMIZERS[name], config, _freeze_first)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_layer_that_is_thawed_is_summed_measured_and_stepped_on_at_once(first):
+    run_world(2, _thawed, first)
+
+
+def _new_group(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 2:
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+
+
+def _added() -> None:
+    for name, make in OPTIMIZERS.items():
+        for config in CONFIGS:
+            if name == "Adagrad" and config.get("flat_step") is False:
+                continue  # the same as without
+            _both(_new_group, make, config, lambda model: [*model[0].parameters(), *model[4].parameters()])
+
+
+def test_parameters_of_the_model_that_come_to_the_optimizer_later():
+    run_world(2, _added)
+
+
+def _stranger() -> None:
+    for config in [*CONFIGS, *ZERO]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            engine.zero_grad()
+            engine.backward(loss_of(model, 0, 0))
+            engine.step()
+            model.append(nn.Linear(3, 3).double())
+            engine.optimizer.add_param_group({"params": list(model[5].parameters())})
+            engine.zero_grad()
+            engine.backward(loss_of(model, 0, 0))
+            named = (
+                "were added" if "zero" in config else r"5\.weight of shape \(3, 3\) came to the optimizer \(group 1\)"
+            )
+            with pytest.raises(GradientError, match=named):
+                engine.step()
+            engine.close()
+
+
+def test_parameters_that_the_model_did_not_have_are_refused_by_name():
+    run_world(2, _stranger)
+
+
+def _other_memory(model: nn.Module, optimizer: Any, step: int) -> None:
+    with torch.no_grad():
+        if step == 1:
+            model[0].weight.data = model[0].weight.data * 0.5
+        if step == 2:  # as an average of weights is swapped in and kept
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone() + 0.01
+        if step == 3:
+            model[2].bias.data.copy_(model[2].bias.data + 1.0)
+            model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        if step == 4:
+            model.to(torch.float64)
+            model.to("cpu")
+
+
+def _moved() -> None:
+    for name in ("AdamW", "Adagrad"):
+        for config in [*CONFIGS, *ZERO]:
+            _both(_other_memory, OPTIMIZERS[name], config, steps=6)
+
+
+def test_weights_that_were_put_elsewhere_or_written_by_hand():
+    run_world(2, _moved)
+
+
+def _written_in_half() -> None:
+    """Under ZeRO a half-precision parameter has a master copy, which takes up what is written to the parameter."""
+    for stage in (1, 2):
+        with launch({"zero": stage}, context=ParallelContext(), verbose=False) as gpc:
+            model = net().bfloat16()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)[0]
+            model[0].weight.data.copy_(torch.full((6, 5), 0.25))
+            model[2].weight.data = torch.full((6, 6), 0.5, dtype=torch.bfloat16)
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16)).float().square().mean())
+            engine.step()
+            engine.optimizer.wait()
+            assert bool((model[0].weight == 0.25).all())
+            assert bool((model[2].weight == 0.5).all())
+            engine.close()
+
+
+def test_what_is_written_to_half_precision_parameters_is_not_lost_under_zero():
+    run_world(2, _written_in_half)
+
+
+def _replaced() -> None:
+    for config in [*CONFIGS, *ZERO]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            with pytest.raises(GradientError, match=r"'0\.weight' is another parameter than at initialize"):
+                model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            engine.close()
+            model = net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            model[2].bias = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+            engine.zero_grad()
+            engine.backward(loss_of(model, 0, 0))
+            with pytest.raises(GradientError, match=r"'2\.bias' is another parameter"):
+                engine.step()
+            engine.close()
+
+
+def test_parameters_that_were_replaced_are_refused_by_name():
+    run_world(2, _replaced)
+
+
+def _converted() -> None:
+    for config in [*CONFIGS, *ZERO]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            model.float()
+            engine.zero_grad()
+            out = engine(torch.ones(2, 5)).square().mean()
+            with pytest.raises(
+                GradientError, match=r"was torch\.float64 on cpu at initialize\(\) and is torch\.float32"
+            ):
+                engine.backward(out)
+            engine.close()
+
+
+def test_a_model_that_was_converted_is_refused_by_name():
+    run_world(2, _converted)

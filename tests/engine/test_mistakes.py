@@ -1,0 +1,178 @@
+"""Slips of a loop, and backward passes that fail: said by name, and no rank is left waiting."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import GradientError
+from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler.scenarios import numbers
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
+    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
+    {"zero": 1, "clip_grad_norm": 0.1},
+    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
+]
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward pass raises where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fail: bool) -> Tensor:
+        ctx.fail = fail
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.fail:
+            raise RuntimeError("out of memory, say")
+        return grad, None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(5, 5).double() for _ in range(3))
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        return self.third(torch.tanh(self.second(Fails.apply(torch.tanh(self.first(x)), fail))))
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return numbers(3, 5, seed=10 * step + rank)
+
+
+def _recovers(accumulation: int, counted: bool) -> None:
+    """Rank 1 fails in step 1, both fail in step 3: these steps are dropped on both ranks, and the others are right."""
+    for config in CONFIGS:
+        with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
+            rank = gpc.get_global_rank()
+            model, plain = Net(), Net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+            for step in range(6):
+                _try_step(engine, rank, step, step == 3 or (step == 1 and rank == 1), accumulation, counted)
+                if step in (1, 3):
+                    continue
+                reference.zero_grad()
+                passes = range(accumulation * step, accumulation * (step + 1))
+                sum(
+                    plain(_batch(r, at)).square().mean() / (2 * accumulation) for r in range(2) for at in passes
+                ).backward()
+                if "clip_grad_norm" in config:
+                    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                reference.step()
+            engine.zero_grad()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            assert engine.skipped_steps == 2
+            engine.close()
+
+
+def _try_step(engine: Any, rank: int, step: int, fail: bool, accumulation: int, counted: bool) -> None:
+    for at in range(accumulation * step, accumulation * (step + 1)):
+        engine.zero_grad()
+        out = engine(_batch(rank, at), fail=fail and at == accumulation * step).square()
+        loss = (out.sum(), out.numel()) if counted else out.mean()
+        if fail:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine.backward(loss)
+            with pytest.raises(GradientError, match=r"call engine\.zero_grad\(\)"):
+                engine.step()
+            return
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize(("accumulation", "counted"), [(1, False), (3, False), (2, True)])
+def test_a_backward_pass_that_fails_costs_one_step_on_all_ranks(accumulation, counted):
+    run_world(2, _recovers, accumulation, counted)
+
+
+def _by_hand() -> None:
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = Net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+
+            def begin(engine: Any = engine, step: int = 0, rank: int = gpc.get_global_rank()) -> Tensor:
+                engine.zero_grad()
+                return engine(_batch(rank, step)).square().mean()
+
+            for _ in range(3):
+                engine.backward(begin())
+                engine.step()
+            begin().backward()
+            with pytest.raises(GradientError, match=r"Write engine\.backward\(loss\)"):
+                engine.step()
+            engine.backward(begin())
+            with pytest.raises(GradientError, match=r"write engine\.step\(\)"):
+                engine.optimizer.step()
+            engine.step()
+            engine.backward(begin())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with pytest.raises(GradientError, match=r"changed between backward and step.*clip_grad_norm in the config"):
+                engine.step()
+            engine.close()
+
+
+def test_steps_by_hand_are_said_by_name():
+    run_world(2, _by_hand)
+
+
+def _goes_away() -> None:
+    """Without Python's garbage collector: nothing of an engine stays, and old buckets go when new ones come."""
+    for config in [*CONFIGS, {"clip_grad_norm": 1.0, "bf16": True}]:
+        gc.collect()
+        gc.disable()
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = Net()
+            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            old = [weakref.ref(bucket) for bucket in engine._sync.synchroniser.buckets]
+            for step in range(3):
+                if step == 1 and "zero" not in config:
+                    model.first.requires_grad_(False)
+                engine.zero_grad()
+                engine.backward(engine(_batch(0, step)).square().mean())
+                engine.step()
+            if "zero" not in config:
+                assert all(bucket() is None for bucket in old), "buckets that were laid out anew"
+            parts = [engine, model, engine.optimizer, engine._sync, engine._sync.synchroniser, engine._stepper]
+            alive = [weakref.ref(part) for part in [*parts, *engine._sync.synchroniser.buckets]]
+            engine.close()
+            del engine, model, parts
+            left = [type(ref()).__name__ for ref in alive if ref() is not None]
+            assert not left, f"with {config}"
+        gc.enable()
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    run_world(2, _goes_away)
+
+
+def _default_double() -> None:
+    torch.set_default_dtype(torch.float64)
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            engine = initialize(nn.Linear(3, 3), lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            for _ in range(2):
+                engine.zero_grad()
+                engine.backward(engine(torch.ones(2, 3)).square().mean())
+                engine.step()
+            engine.close()
+
+
+def test_double_precision_as_the_default_dtype():
+    run_world(2, _default_double)
