@@ -76,6 +76,8 @@ class Engine:
         if self._passes == 0:
             self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
+            self._stepper.release()
+            self._sync.synchroniser.release()
 
     def backward(self, loss: Any) -> None:
         """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises."""
@@ -298,6 +300,8 @@ class Engine:
             self._sync.prepare(self._passes == self.accumulation)
         self._sync.synchroniser.fail()
         self._reduce()
+        if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
+            self._clip_and_step()
         self._end_step()
 
     def _check_not_failed(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.messages import is_same_everywhere
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
@@ -23,6 +26,7 @@ from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.norm import reduce_norms
 from colonnade.parallel.agreement import Held, held_tensors
+from colonnade.reduce.riders import Riders
 from colonnade.reduce.synchroniser import Synchroniser
 
 
@@ -67,6 +71,8 @@ class Stepper:
             optimizer.use_slots(held, slot_of)
         else:
             self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model)
+        self._synchroniser = sync.synchroniser
+        self._ride()
         self.last: Decision | None = None
         self.skips = SkipReport()
 
@@ -74,7 +80,7 @@ class Stepper:
         """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
         cannot drop it on the device."""
         if self.policy is None:
-            self._step.step_divided(None, None)
+            self._step.step_divided(None, self._join_riders())
             return
         self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
@@ -109,13 +115,43 @@ class Stepper:
             return {}
         return dict(zip(self._slots.names, self.last.norms.per_slot().unbind(), strict=True))
 
+    def release(self) -> None:
+        """Gradients were let go of: hold on to none."""
+        self._step.release()
+
     def close(self) -> None:
         self._step.close()
 
     def _decide(self, policy: ClipPolicy) -> Decision:
         vector = self._step.measure(self._norm_type, policy.slots, self._context.device)
-        norms = reduce_norms(vector, self._norm_type, self._context.get_group(ParallelMode.GLOBAL))
-        return policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
+        riders, told = self._synchroniser.riders, self._synchroniser.told
+        if riders is not None and told is not None:
+            vector = torch.cat([vector, told])
+        count = len(told) if told is not None else 0
+        norms = reduce_norms(vector, self._norm_type, self._context.get_group(ParallelMode.GLOBAL), count)
+        decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
+        if riders is None or not count:
+            return decision
+        return replace(decision, found_inf=torch.maximum(decision.found_inf, riders.take(vector[-count:])))
+
+    def _ride(self) -> None:
+        """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""
+        if self._context.device.type != "cuda" or self._context.world_size == 1:
+            return
+        able = self._step.drops_on_device and not self._synchroniser.host_waits
+        if is_same_everywhere(int(able), self._context.device) and able:
+            self._synchroniser.riders = Riders(self._context.device)
+
+    def _join_riders(self) -> Tensor | None:
+        """Without a norm to ride on: what the world says of this step; None where there is nothing to say."""
+        riders, told = self._synchroniser.riders, self._synchroniser.told
+        if riders is None or told is None:
+            return None
+        told = told.clone()
+        dist.all_reduce(told, group=self._context.get_group(ParallelMode.GLOBAL))
+        dropped = riders.take(told)
+        self.skips.note(dropped)
+        return dropped
 
 
 def _slot_of(slots: Slots | None, entry: Held) -> int:

@@ -18,10 +18,10 @@ class BlockSums:
     """Measures the blocks of one device; the plan is made once, `vector` runs it."""
 
     def __init__(self, blocks: Sequence[Block], p: float, slots: int, *, once: bool) -> None:
-        self._p = p
+        self._p, self._once = p, once
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         self._read = _reader([block.owned for block in self._blocks], p, once=once)
-        device = self._blocks[0].tensor.device
+        self.device = device = self._blocks[0].tensor.device
         self._weights: Tensor | None = None
         weights = [block.weight for block in self._blocks]
         if not math.isinf(p) and any(weight != 1.0 for weight in weights):
@@ -29,6 +29,17 @@ class BlockSums:
         self._one_each = [block.slot for block in self._blocks] == list(range(slots))
         lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
         self._lengths = to_device(lengths, device)
+
+    def rebind(self, blocks: Sequence[Block]) -> None:
+        """The same blocks, elsewhere in memory; without any, nothing is held until they are given again."""
+        self._blocks = sorted(blocks, key=lambda block: block.slot)
+        rows = [block.owned for block in self._blocks]
+        if isinstance(self._read, KernelReader):
+            self._read.rebind([flattened(row) for row in rows])
+        elif rows:
+            self._read = _reader(rows, self._p, once=self._once)
+        else:
+            self._read = _nothing_bound
 
     def vector(self) -> Tensor:
         """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
@@ -43,6 +54,10 @@ class BlockSums:
         """The blocks that are not finite now; reads them again, and on the host."""
         flags = self._read()[1].tolist()
         return [block for block, flag in zip(self._blocks, flags, strict=True) if flag > 0]
+
+
+def _nothing_bound() -> Tensor:
+    raise GradientError("the gradients that were measured are gone; give the others first")
 
 
 def _reader(tensors: Sequence[Tensor], p: float, *, once: bool) -> Callable[[], Tensor]:

@@ -52,6 +52,15 @@ class OwnedBucket(ABC):
     def flat(self) -> FlatBucket:
         """The same for a flat step."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether its gradients lie elsewhere at every step."""
+        return False
+
+    @abstractmethod
+    def gradient(self) -> Tensor | None:
+        """The flat gradient as it is now."""
+
 
 class WholeBucket(OwnedBucket):
     """A bucket of which every rank owns all; its members are the parameters."""
@@ -65,11 +74,15 @@ class WholeBucket(OwnedBucket):
         return self._bucket.parameters
 
     def absent(self) -> list[int]:
+        if self._bucket.buffer is None:
+            return list(range(len(self._bucket.parameters)))
         grads = self._bucket.grads
         return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
 
     def blocks(self, absent: Sequence[int]) -> list[Block]:
         ranks = self._bucket.sum.ranks
+        if len(absent) == len(self.entries):
+            return []
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,
@@ -81,7 +94,15 @@ class WholeBucket(OwnedBucket):
         )
 
     def flat(self) -> FlatBucket:
+        self._bucket.acquire()
         return FlatBucket(self._bucket.layout, self._bucket.parameters, self._bucket.gradient, self.slots)
+
+    def gradient(self) -> Tensor | None:
+        return self._bucket.gradient if self._bucket.buffer is not None else None
+
+    @property
+    def moves(self) -> bool:
+        return self._bucket.make_buffer is not None
 
 
 class ShardedBucket(OwnedBucket):
@@ -122,6 +143,9 @@ class ShardedBucket(OwnedBucket):
         # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
         return bucket_blocks(self._layout, self._values.bucket.gradient, holdings, self.slots, absent=absent)
+
+    def gradient(self) -> Tensor | None:
+        return self._values.bucket.gradient
 
     def flat(self) -> FlatBucket:
         assert self._layout is not None
@@ -174,7 +198,24 @@ class BucketStep:
             self._meter = None  # before its successor comes
             self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
             self._meter_key = key
+        elif any(bucket.moves for bucket in self._buckets):
+            self._meter.rebind(self._blocks(absent))
         return self._meter.measure()
+
+    @property
+    def drops_on_device(self) -> bool:
+        """Whether a step can be dropped without a decision on the host."""
+        return self._is_flat or (
+            isinstance(self._optimizer, Optimizer) and not ScaledStep(self._optimizer).waits_for_device
+        )
+
+    def release(self) -> None:
+        """Hold on to no gradient: their memory may go."""
+        if any(bucket.moves for bucket in self._buckets):
+            if self._meter is not None:
+                self._meter.rebind(())
+            if self.flat is not None:
+                self.flat.rebind([None] * len(self._buckets))
 
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
@@ -189,21 +230,25 @@ class BucketStep:
             for bucket, missing in zip(self._buckets, absent, strict=True):
                 places += [start + place for place in missing]
                 start += len(bucket.members)
-            if divisor is None or found_inf is None:
-                device = self._buckets[0].members[0].device
+            device = self._buckets[0].members[0].device
+            if divisor is None:
                 divisor = torch.ones(1, dtype=torch.float32, device=device)
+            if found_inf is None:
                 found_inf = torch.zeros((), dtype=torch.float32, device=device)
             home = self._home(divisor)
+            if any(bucket.moves for bucket in self._buckets):
+                self.flat.rebind([bucket.gradient() for bucket in self._buckets])
             self.flat.step(divisor.to(home), found_inf.to(home).float(), places)
-        elif divisor is None:
+        elif divisor is None and found_inf is None:
             self._optimizer.step()
         else:
             slots = {m: s for bucket in self._buckets for m, s in zip(bucket.members, bucket.slots, strict=True)}
             slots.update((entry.tensor, self._slot_of(entry)) for entry in self._loose_entries)
-            home = self._home(divisor)
-            ScaledStep(self._optimizer, slots).step(
-                divisor.to(home), found_inf.to(home) if found_inf is not None else None
-            )
+            flag = found_inf if found_inf is not None else divisor
+            assert flag is not None
+            home = self._home(flag)
+            divisor = divisor.to(home) if divisor is not None else torch.ones(1, dtype=torch.float32, device=home)
+            ScaledStep(self._optimizer, slots).step(divisor, found_inf.to(home) if found_inf is not None else None)
 
     def first_bad(self) -> str | None:
         """The name of a parameter whose gradient here is not finite. Waits for the device."""
@@ -270,7 +315,8 @@ class BucketStep:
             else:
                 self.flat.close()
                 self.flat = None  # before its successor comes, or both would hold their memory
-            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
+            join = not any(bucket.moves for bucket in self._buckets)
+            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets], join)
             self._flat_key = key
         return True
 

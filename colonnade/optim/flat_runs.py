@@ -56,7 +56,6 @@ class TorchRun(Run):
         self._state = state
         self._fragments = fragments
         self._params = self._cut(state.params)
-        self._grads = self._cut(state.bucket.grad)
         self._steps = [steps[fragment.step] for fragment in fragments]
         self._moments: dict[str, list[Tensor]] = {}
 
@@ -115,10 +114,10 @@ class TorchRun(Run):
 
     def _divided(self, divisor: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The gradient pieces, and the divisor torch's kernel is to apply (fp32: too coarse for fp64)."""
-        dtype = self._state.params.dtype
-        if self._grads[0].dtype == dtype and dtype != torch.float64:
-            return self._grads, divisor.float()
-        return [torch.div(grad, divisor).to(dtype) for grad in self._grads], None
+        dtype, grads = self._state.params.dtype, self._cut(self._state.bucket.grad)
+        if grads[0].dtype == dtype and dtype != torch.float64:
+            return grads, divisor.float()
+        return [torch.div(grad, divisor).to(dtype) for grad in grads], None
 
     def _moment(self, name: str) -> list[Tensor]:
         if name not in self._moments:

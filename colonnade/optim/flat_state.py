@@ -7,7 +7,7 @@ buffers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class FlatBucket:
     grad: Tensor
     slots: Sequence[int] | None = None
     params: Tensor | None = None
-    views: list[Tensor] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.layout) != len(self.members) or self.grad.numel() != self.layout.numel:
@@ -40,7 +39,15 @@ class FlatBucket:
                 f"a bucket layout of {len(self.layout)} tensors and {self.layout.numel} elements does not "
                 f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements"
             )
-        self.views = self.layout.views(self.grad)
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The gradient of every member."""
+        return self.layout.views(self.grad)
+
+    def rebind(self, grad: Tensor | None) -> None:
+        """The gradient lies elsewhere now; None: nowhere."""
+        self.grad = grad if grad is not None else torch.empty(0)
 
     def collect(self) -> list[int]:
         """Copy gradients that were put elsewhere into the bucket; returns the members without a gradient.

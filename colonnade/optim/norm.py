@@ -83,6 +83,12 @@ class Meter:
         ]
 
     @torch.no_grad()
+    def rebind(self, blocks: Sequence[Block]) -> None:
+        """The same blocks, elsewhere in memory; or none, to hold on to nothing until they are given again."""
+        for part in self._parts:
+            part.rebind([block for block in blocks if block.tensor.device == part.device])
+
+    @torch.no_grad()
     def measure(self) -> Tensor:
         """The vector for `reduce_norms`: a value per slot, then a count of non-finite blocks per slot."""
         vectors = [part.vector().to(self.device, non_blocking=True) for part in self._parts]
@@ -109,15 +115,16 @@ def powsums(
     return Meter(blocks, p, slots=slots, device=device, once=True).measure()
 
 
-def reduce_norms(vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None) -> Norms:
+def reduce_norms(vector: Tensor, p: float = 2.0, group: dist.ProcessGroup | None = None, riders: int = 0) -> Norms:
     """Join the vectors of all ranks of `group` (None: the world) with exactly one all-reduce, in place.
 
-    Every rank of the group must call it, with the same number of slots, also a rank without blocks.
+    Every rank of the group must call it, with the same number of slots, also a rank without blocks. The last `riders`
+    numbers are none of the norm's: they are joined along with it.
     """
     order = check_order(p)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(vector, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
-    values, nonfinite = vector.view(2, -1).unbind(0)
+    values, nonfinite = vector[: len(vector) - riders].view(2, -1).unbind(0)
     if math.isinf(order):  # a MAX may drop a NaN, so it travelled as inf with the mark 2
         values = torch.where(nonfinite > 1.5, math.nan, values)
         nonfinite = nonfinite.clamp(max=1.0)

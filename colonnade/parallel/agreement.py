@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, logical_numel
+
+_BROADCAST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,20 @@ def broadcast_shared(model: nn.Module, context: ParallelContext) -> None:
     context.ensure_groups(ranks for ranks, _ in batches)
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
-            _broadcast([local_part(entry.tensor) for entry in entries], ranks, context)
+            for tensors in _batches([local_part(entry.tensor) for entry in entries]):
+                _broadcast(tensors, ranks, context)
+
+
+def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """In turn, so many that few messages are sent, and so few that they take little memory beside the model."""
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and sum(one.nbytes for one in batch) + tensor.nbytes > _BROADCAST_BYTES:
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
 
 
 def _broadcast(tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext) -> None:

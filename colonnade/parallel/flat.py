@@ -58,6 +58,12 @@ class FlatLayout:
             view_like(buffer[span.start : span.stop], like) for span, like in zip(self.spans, self._like, strict=True)
         ]
 
+    def gaps(self, buffer: Tensor) -> list[Tensor]:
+        """The padding between the spans of `buffer`, and after the last."""
+        stops = [span.stop for span in self.spans]
+        starts = [*(span.start for span in self.spans[1:]), buffer.numel()]
+        return [buffer[stop:start] for stop, start in zip(stops, starts, strict=True) if start > stop]
+
     def __len__(self) -> int:
         return len(self.spans)
 

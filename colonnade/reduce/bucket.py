@@ -6,8 +6,7 @@ Nothing is copied out, and later micro-batches accumulate in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -18,6 +17,7 @@ from colonnade.comm.memory import Memory
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
 from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.owned import GradientShard, OwnedSpan
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports.base import Transport
 
@@ -36,40 +36,6 @@ FROZEN = 8
 """The parameter does not require a gradient on this rank."""
 FAILED = 16
 """Backward failed on this rank: whatever there is of a gradient is worth nothing. Of the first parameter of a sum."""
-
-
-@dataclass(frozen=True)
-class OwnedSpan:
-    """Elements [start, stop) of the parameter at `index`, in memory order; at [at, ...) of the owned slice."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-class GradientShard:
-    """The final gradient of the slice of a bucket that this rank owns."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-        self.landed = False
-
-    def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
-        """Put factor x `total` into it from `start` on, on top of what earlier passes of the step brought."""
-        into = self.flat[start : start + total.numel()]
-        if self.landed:
-            total = total.to(into.device, into.dtype)
-            into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)
-        elif total.device == into.device and total.dtype == into.dtype:
-            torch.mul(total, factor, out=into)
-        else:
-            into.copy_(total)
-            into.mul_(factor)
 
 
 class Buffer:
@@ -99,7 +65,8 @@ class Bucket:
     """
 
     shard: GradientShard | None = None
-    buffer: Buffer
+    transport: Transport
+    buffer: Buffer | None = None
 
     def __init__(self, sum_: Sum, positions: Sequence[int], index: int = 0) -> None:
         small, self.large = _by_size(sum_, positions)
@@ -117,6 +84,10 @@ class Bucket:
         self.spans = self._owned_spans()
         self.used = self.spans[-1].at + padded(self.spans[-1].numel, self.layout.dtype) if self.spans else 0
         self.buffers: list[Buffer] = []
+        self.views: list[Tensor] = []
+        self.grads: list[Tensor] = []
+        self._expected_grads: list[Tensor | None] = []
+        self.make_buffer: Callable[[Bucket], Buffer] | None = None
         self.started = self.full = self.recording = False
         self.firings = self.left = 1
         self.last = 0
@@ -144,24 +115,34 @@ class Bucket:
         return self.sum.sharding is None or self.sum.sharding.keep_whole
 
     @property
-    def transport(self) -> Transport:
-        return self.buffers[0].transport
-
-    @property
     def gradient(self) -> Tensor:
         """The final gradient of what this rank owns."""
-        return self.shard.flat if self.shard is not None else self.buffer.flat[: self.layout.numel]
+        if self.shard is not None:
+            return self.shard.flat
+        assert self.buffer is not None, "a bucket without gradients"
+        return self.buffer.flat[: self.layout.numel]
 
     def use(self, buffer: Buffer) -> None:
         """Lie in this one of its buffers."""
         self.buffer = buffer
+        self.transport = buffer.transport
         self.views, self.grads = buffer.views, buffer.grads
         self._offers = (
             self.keeps_gradients
             and self.layout.device.type == "cpu"
             and not any(is_dtensor(parameter) for parameter in self.parameters)
         )
-        self._expected_grads: list[Tensor | None] = list(self.grads)
+        self._expected_grads = list(self.grads)
+
+    def acquire(self) -> None:
+        """Have memory, where it is only taken when there are gradients (`make_buffer`)."""
+        if self.buffer is None and self.make_buffer is not None:
+            self.use(self.make_buffer(self))
+
+    def release(self) -> None:
+        """Give memory back that is taken on demand, unless a gradient still lies there."""
+        if self.make_buffer is not None and not any(map(is_, [p.grad for p in self.parameters], self.grads)):
+            self.buffer, self.views, self.grads, self._expected_grads = None, [], [], []
 
     # -- a backward pass ----------------------------------------------------------------------------------
 
@@ -176,6 +157,7 @@ class Bucket:
     def move(self, indices: Iterable[int]) -> None:
         """Bring these gradients into the buffer, where they are not there already."""
         sources, targets = [], []
+        self.acquire()
         for i in indices:
             parameter, own = self.parameters[i], self.grads[i]
             grad = parameter.grad
@@ -228,6 +210,10 @@ class Bucket:
         In backward (`early`), and with little memory always, `.grad` is None from now on: what comes late cannot
         hit the buffer. Returns position in the sum -> note, for gradients that are not in the bucket.
         """
+        if any(parameter.grad is not None for parameter in self.parameters):
+            self.acquire()
+        if self.buffer is None:
+            return dict.fromkeys(self.positions, MISSING)
         notes = self._complete() if self.keeps_gradients else self._take_all()
         self.started, self._missing = True, notes
         self._released = early or not self.keeps_gradients
@@ -236,14 +222,16 @@ class Bucket:
                 if notes.get(position) != SPARSE:
                     parameter.grad = None
         self._divide_rest()
-        self.buffer.transport.start()
+        self.transport.start()
         return notes
 
     def finish(self, factor: float | Tensor) -> None:
         """End the sum: what this rank owns is the sum over the ranks, divided, and multiplied by `factor`."""
+        if self.buffer is None:
+            return
         if not self._divides():
             factor = factor / self.sum.divisor
-        self.buffer.transport.finish(factor)
+        self.transport.finish(factor)
         if self.shard is not None:
             self.shard.landed = True
         self._offered, self._is_ready = self._nothing_offered, False
@@ -270,7 +258,7 @@ class Bucket:
 
     def _may_offer(self) -> bool:
         # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
-        return self._offers and self._small > 0 and not self.recording
+        return self._offers and self._small > 0 and not self.recording and self.buffer is not None
 
     def _offer(self) -> None:
         self._is_ready = True
@@ -290,11 +278,16 @@ class Bucket:
         """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
         return self.parameters[0].grad is self.grads[0]
 
+    @property
+    def _flat(self) -> Tensor:
+        assert self.buffer is not None, "a bucket without memory"
+        return self.buffer.flat
+
     def _small_flat(self) -> Tensor:
-        return self.buffer.flat[: self.layout.spans[self._small - 1].stop]
+        return self._flat[: self.layout.spans[self._small - 1].stop]
 
     def _divides(self) -> bool:
-        return self.buffer.transport.divides and self._offers and self.sum.divisor != 1.0
+        return self.transport.divides and self._offers and self.sum.divisor != 1.0
 
     def _divide_rest(self) -> None:
         """Divide what `move_large` has not."""
@@ -302,7 +295,7 @@ class Bucket:
             return
         factor = 1.0 / self.sum.divisor
         if not self._divided:
-            self.buffer.flat.mul_(factor)
+            self._flat.mul_(factor)
             return
         if self._small:
             self._small_flat().mul_(factor)
@@ -334,7 +327,7 @@ class Bucket:
 
     def _take_all(self) -> dict[int, int]:
         """Copy all gradients into a buffer that was another bucket's before, and let go of them."""
-        notes, sources, targets, empty = {}, [], [], self._gaps()
+        notes, sources, targets, empty = {}, [], [], self.layout.gaps(self._flat)
         for i, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             grad = parameter.grad
             if grad is not None and grad.layout is torch.strided:
@@ -349,17 +342,12 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
         return notes
 
-    def _gaps(self) -> list[Tensor]:
-        """The padding of the buffer."""
-        stops = [span.stop for span in self.layout.spans]
-        starts = [*(span.start for span in self.layout.spans[1:]), self.numel]
-        return [self.buffer.flat[stop:start] for stop, start in zip(stops, starts, strict=True) if start > stop]
-
     def _all_here(self) -> bool:
         return self._all_attached() and not any(map(eq, map(_VERSION, self.grads), self._offered))
 
     def _all_attached(self) -> bool:
-        return all(map(is_, [parameter.grad for parameter in self.parameters], self._expected_grads))
+        grads = [parameter.grad for parameter in self.parameters]
+        return self.buffer is not None and all(map(is_, grads, self._expected_grads))
 
     def __str__(self) -> str:
         shown = ", ".join(self.names[:3]) + (f", ... ({len(self.names)})" if len(self.names) > 3 else "")
@@ -368,24 +356,6 @@ class Bucket:
             f"{self.layout.numel} x {dtype} over ranks {list(self.sum.ranks)} / {self.sum.divisor:g} "
             f"by {self.transport.name}: {shown}"
         )
-
-
-def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
-    """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
-
-    A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.
-    """
-    buckets: list[Bucket] = []
-    taken: list[int] = []
-    left = min(first, cap)
-    for position in order:
-        nbytes = local_part(sum_.parameters[position]).nbytes
-        if taken and nbytes > left:
-            buckets.append(Bucket(sum_, taken, index))
-            taken, left = [], cap
-        taken.append(position)
-        left -= nbytes
-    return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
 
 
 def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]:

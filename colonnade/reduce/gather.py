@@ -72,6 +72,7 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
     """Bring the final gradients of sharded buckets to every rank, as `.grad`. Collective."""
     works = []
     for bucket in buckets:
+        assert bucket.buffer is not None
         mine = bucket.buffer.flat[bucket.own][: bucket.used]
         if mine.data_ptr() != bucket.gradient.data_ptr():
             mine.copy_(bucket.gradient)
@@ -79,7 +80,7 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
     for work in works:
         if work is not None:
             work.wait()
-    if any(bucket.buffer.memory.every is not None for bucket in buckets):
+    if any(bucket.transport.shares_memory for bucket in buckets):
         group.exchange(b"g")
     for bucket in buckets:
         for index, parameter in enumerate(bucket.parameters):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from colonnade.comm.memory import Memory, allocate
 from colonnade.comm.rank_group import RankGroup
-from colonnade.reduce.bucket import Bucket, Buffer, GradientShard, fill
+from colonnade.parallel.dtensor import local_part
+from colonnade.reduce.bucket import Bucket, Buffer
 from colonnade.reduce.options import HALVES
+from colonnade.reduce.owned import GradientShard
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports import TRANSPORTS, Transport
 
@@ -37,6 +40,11 @@ class BucketStorage:
         options, transport = self._sum.options, self._transport(shared=True)
         cap = (options.bucket_mb or transport.bucket_mb) * _MB
         buckets = fill(self._sum, order, cap, options.first_bucket_mb * _MB, self._group.index)
+        if transport.on_demand(self._device) and self._sum.sharding is None:
+            for bucket in buckets:
+                bucket.make_buffer = partial(_buffer_on_demand, transport, self._group)
+                bucket.transport = transport(bucket, Memory(torch.empty(0)), self._group)
+            return buckets
         keeps = not buckets or buckets[0].keeps_gradients
         self._reserve(*((1, sum(b.numel for b in buckets)) if keeps else (TURNS, max(b.numel for b in buckets))))
         transport = self._transport(shared=self._memory[0].every is not None)
@@ -93,3 +101,31 @@ class BucketStorage:
         self._memory = []  # what is too small goes before its successor comes
         shared = self._transport(shared=True).shares_memory
         self._memory = [allocate(self._group, numel, self._dtype, self._device, shared) for _ in range(count)]
+
+
+def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
+    """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
+
+    A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.
+    """
+    buckets: list[Bucket] = []
+    taken: list[int] = []
+    left = min(first, cap)
+    for position in order:
+        nbytes = local_part(sum_.parameters[position]).nbytes
+        if taken and nbytes > left:
+            buckets.append(Bucket(sum_, taken, index))
+            taken, left = [], cap
+        taken.append(position)
+        left -= nbytes
+    return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
+
+
+def _buffer_on_demand(transport: type[Transport], group: RankGroup, bucket: Bucket) -> Buffer:
+    """Memory that a bucket takes when it has gradients; its padding is zero, as everywhere."""
+    flat = torch.empty(bucket.numel, dtype=bucket.layout.dtype, device=bucket.layout.device)
+    for gap in bucket.layout.gaps(flat):
+        gap.zero_()
+    buffer = Buffer(bucket, Memory(flat))
+    buffer.transport = transport(bucket, buffer.memory, group)
+    return buffer

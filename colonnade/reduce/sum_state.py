@@ -74,7 +74,7 @@ class SumState:
         self.laid_out = list(self.buckets)
         for bucket in self.buckets:
             bucket.recording = self.recording
-            if bucket.keeps_gradients:
+            if bucket.keeps_gradients and any(parameter.grad is not None for parameter in bucket.parameters):
                 bucket.move(range(len(bucket.parameters)))
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from colonnade.comm.memory import keep_heap
 from colonnade.errors import GradientError
-from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.bucket import FAILED, OUTSIDE, SPARSE, Bucket
 from colonnade.reduce.gather import give_back
 from colonnade.reduce.records import Sum
+from colonnade.reduce.riders import Riders
 from colonnade.reduce.start_up import Log, check_alike, open_groups
 from colonnade.reduce.sum_state import SumState
 from colonnade.reduce.uneven import Agreement, explain, settle
@@ -57,6 +58,11 @@ class Synchroniser:
         self._last = self._pass_open = self._failed = False
         self.failed_ranks: list[int] = []
         """The ranks that gave the last step up, so that its gradients are worth nothing."""
+        self.riders: Riders | None = None
+        """Given by who can drop a step on the device, and makes a collective over the world at each."""
+        self.told: Tensor | None = None
+        """What this rank has to say of the last step to the world, by those riders."""
+        self._seen: list[tuple[bytes, list[bytes]]] = []
         self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
@@ -78,6 +84,11 @@ class Synchroniser:
         for bucket in self.buckets:
             if not bucket.started:
                 bucket.begin()
+
+    def release(self) -> None:
+        """Gradients were let go of: memory that is taken on demand goes too."""
+        for bucket in self.buckets:
+            bucket.release()
 
     def end_backward(self) -> None:
         """The last backward pass of a step has ended: from here to `wait` gradients are nobody's to change."""
@@ -102,12 +113,7 @@ class Synchroniser:
         self._start_rest(self.buckets)
         for state in self._states:
             state.finish_turns()
-        for agreement in self._agreements:
-            agreement.announce(self._step)
-        self._finish_buckets()
-        reports = [report for agreement in self._agreements for report in agreement.resolve()]
-        states = [state for agreement in self._agreements for state in agreement.states]
-        pairs = list(zip(states, reports, strict=True))
+        pairs = self._agree()
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
         if self.failed_ranks:
             self._drop()
@@ -173,6 +179,11 @@ class Synchroniser:
         for bucket in mine:
             bucket.started = False
 
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits for sums over ranks as they are: then agreeing with them costs no further wait."""
+        return any(bucket.transport.host_waits for bucket in self.buckets)
+
     @staticmethod
     def _every_pass(bucket: Bucket) -> bool:
         return bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
@@ -212,6 +223,30 @@ class Synchroniser:
             group.signal(b"d")
         for group in written:
             group.collect()
+
+    def _agree(self) -> list[tuple[SumState, list[bytes]]]:
+        """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
+        if self.riders is not None:
+            said = self.riders.begin()
+            if said is not None:
+                self._log(said)
+        states = [state for agreement in self._agreements for state in agreement.states]
+        if self.riders is not None and self.riders.quiet:
+            notes = [state.close_notes() for state in states]
+            self._finish_buckets()
+            self.told = self.riders.numbers(self._failed or notes != [own for own, _ in self._seen], unsteady=False)
+            return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
+        for agreement in self._agreements:
+            agreement.announce(self._step)
+        self._finish_buckets()
+        reports = [report for agreement in self._agreements for report in agreement.resolve()]
+        if self.riders is not None:
+            seen = [(bytes(state.notes), report) for state, report in zip(states, reports, strict=True)]
+            odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
+            learns = any(state.recording for state in states)
+            self.told = self.riders.numbers(False, unsteady=odd or learns or seen != self._seen)
+            self._seen = seen
+        return list(zip(states, reports, strict=True))
 
     def _settle(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):

@@ -124,6 +124,14 @@ class ZeroOptimizer(Optimizer):
         """This rank's part of the norm of the whole gradient, for `reduce_norms`."""
         return self._bucket_step.measure(norm_type, slots, device)
 
+    @property
+    def drops_on_device(self) -> bool:
+        """Whether a step can be dropped without a decision on the host."""
+        return self._bucket_step.drops_on_device
+
+    def release(self) -> None:
+        """Nothing to do: slices keep their gradients' memory."""
+
     def first_bad(self) -> str | None:
         """A parameter of which this rank's slice has a gradient that is not finite."""
         return self._bucket_step.first_bad()

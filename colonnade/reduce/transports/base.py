@@ -29,6 +29,8 @@ class Transport(ABC):
     """Whether it needs memory that all ranks of the group see."""
     early: bool = False
     """Whether starting before the end of backward is of use."""
+    host_waits: ClassVar[bool] = False
+    """Whether the host waits in `finish` until the sum is there."""
     divides: bool = False
     """Whether it wants gradients that are divided already: that costs nothing while they are moved."""
 
@@ -36,6 +38,11 @@ class Transport(ABC):
     @abstractmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
         """Whether it can sum gradients on this device over these ranks."""
+
+    @classmethod
+    def on_demand(cls, device: torch.device) -> bool:
+        """Whether buckets take memory only while they have gradients, so that a forward pass has it for itself."""
+        return False
 
     @abstractmethod
     def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None: ...

@@ -35,6 +35,7 @@ class Collective(Transport):
 
     name = "process group"
     bucket_mb = 8.0
+    host_waits = True
     _piece_bytes = _PIECE_BYTES
 
     @classmethod
@@ -125,6 +126,7 @@ class DeviceCollective(Collective):
     """By NCCL: all of it is queued on a side stream at once, and the host waits for nothing."""
 
     bucket_mb = 25.0
+    host_waits = False
     _piece_bytes = 1 << 62
 
     @classmethod

@@ -33,6 +33,7 @@ class SharedMemory(Transport):
     name = "shared memory"
     bucket_mb = 4.0
     shares_memory = True
+    host_waits = True
 
     @classmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
