@@ -27,13 +27,14 @@ HALVES = (torch.bfloat16, torch.float16)
 class SyncOptions:
     """How gradients are synchronised; every default suits the device and the transport.
 
-    `bucket_mb=None` is the size that suits the transport. `reduce_dtype` is what they are added in, `compress`
+    `bucket_mb=None` is the size that suits the transport, `first_bucket_mb=None` (of the bucket that is full first)
+    likewise. `reduce_dtype` is what they are added in, `compress`
     ("bf16" or "fp16") what they are sent in. `fixed_order` adds in rank order, so that bits do not depend on bucket
     sizes. `shared_memory=True` is an error where it cannot be had; "auto" falls back.
     """
 
     bucket_mb: float | None = None
-    first_bucket_mb: float = 1.0
+    first_bucket_mb: float | None = None
     overlap: bool | Literal["auto"] = "auto"
     reduce_dtype: torch.dtype | None = None
     compress: torch.dtype | None = None

@@ -38,8 +38,10 @@ class BucketStorage:
         Collective where the memory must grow; the same order on every rank.
         """
         options, transport = self._sum.options, self._transport(shared=True)
-        cap = (options.bucket_mb or transport.bucket_mb) * _MB
-        buckets = fill(self._sum, order, cap, options.first_bucket_mb * _MB, self._group.index)
+        total = sum(local_part(self._sum.parameters[position]).nbytes for position in order) / _MB
+        cap, first = transport.sizes(total, self._group.size)
+        cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
+        buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
         if transport.on_demand(self._device) and self._sum.sharding is None:
             for bucket in buckets:
                 bucket.make_buffer = partial(_buffer_on_demand, transport, self._group)

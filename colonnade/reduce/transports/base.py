@@ -25,6 +25,8 @@ class Transport(ABC):
     name: ClassVar[str]
     bucket_mb: ClassVar[float]
     """The size of bucket that suits it."""
+    first_bucket_mb: ClassVar[float] = 1.0
+    """That of the bucket which is full first: small, so that communication starts early."""
     shares_memory: ClassVar[bool] = False
     """Whether it needs memory that all ranks of the group see."""
     early: bool = False
@@ -38,6 +40,11 @@ class Transport(ABC):
     @abstractmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
         """Whether it can sum gradients on this device over these ranks."""
+
+    @classmethod
+    def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
+        """(size of a bucket, of the first) in MB, for gradients of `total` MB over so many ranks."""
+        return cls.bucket_mb, cls.first_bucket_mb
 
     @classmethod
     def on_demand(cls, device: torch.device) -> bool:

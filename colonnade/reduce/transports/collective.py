@@ -130,6 +130,12 @@ class DeviceCollective(Collective):
     _piece_bytes = 1 << 62
 
     @classmethod
+    def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
+        """Few buckets: each costs a launch on every rank. Larger over more ranks, of which each gets a slice."""
+        size = max(cls.bucket_mb, total / 4, ranks / 2)
+        return size, size / 4
+
+    @classmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
         return device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group.group)
 
