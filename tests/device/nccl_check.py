@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import math
 import sys
@@ -40,7 +41,7 @@ from tests.optim.zero.cases import Way
 from tests.reduce import summing, test_uneven
 
 MARGIN = 60
-"""Seconds that the start of a world may take, beside those of its checks."""
+"""Seconds more for the first check of a world, which starts CUDA and NCCL."""
 GRID = (
     "GPT, tied: tensor 2 1d",
     "GPT, tied: tensor 2 1d sequence_split=True",
@@ -192,17 +193,19 @@ class MadeOnGpu(TorchFunctionMode):
         return frame.f_code.co_filename.startswith(self._library)
 
 
-def run_checks(chosen: Sequence[Check], log: Path, on_gpu: bool) -> None:
-    """On a rank: one check after another; rank 0 notes the seconds of each."""
+def run_checks(chosen: Sequence[Check], log: Path, on_gpu: bool, patience: float) -> None:
+    """On a rank: one check after another; rank 0 notes the seconds of each. One that hangs ends the rank, with its stack."""
     with MadeOnGpu() if on_gpu else contextlib.nullcontext():
         for check in chosen:
             begin = time.monotonic()
+            faulthandler.dump_traceback_later(patience + (MARGIN if check is chosen[0] else 0), exit=True)
             found = check.function(*check.arguments)
             if check.verify is not None:
                 everyone: list[Any] = [None] * dist.get_world_size()
                 dist.all_gather_object(everyone, found)
                 check.verify(everyone)
             dist.barrier()
+            faulthandler.cancel_dump_traceback_later()
             if dist.get_rank() == 0:
                 with log.open("a") as file:
                     file.write(f"{time.monotonic() - begin:.1f}\n")
@@ -260,8 +263,8 @@ def run_together(chosen: Sequence[Check], backend: str, patience: float) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         progress = Progress(chosen, Path(folder) / "log")
         progress.start()
-        timeout = MARGIN + patience * len(chosen)
-        arguments = (chosen, progress.log, on_gpu)
+        timeout = 2 * MARGIN + patience * len(chosen)
+        arguments = (chosen, progress.log, on_gpu, patience)
         result = run_world(
             chosen[0].ranks, run_checks, *arguments, timeout=timeout, check=False, backend=backend, env=env
         )
@@ -282,9 +285,7 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4, 8), help="worlds of these sizes only")
     parser.add_argument("--name", default="", help="checks whose name has this text")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
-    parser.add_argument(
-        "--patience", type=float, default=15.0, help="seconds of a check, after which a world is stopped"
-    )
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds a check may take")
     parser.add_argument("--no-mps", action="store_true", help="let the ranks take turns on the GPU")
     parser.add_argument("--list", action="store_true", help="print the checks and stop")
     options = parser.parse_args()
