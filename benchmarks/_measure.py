@@ -29,6 +29,16 @@ def interleaved(cases: Mapping[str, Callable[[], Any]], rounds: int, device: str
     return interleave(turns, rounds)
 
 
+def has_device(device: str) -> bool:
+    """Whether it is there; says so where it is not. A benchmark for a GPU ends without one, and has not failed."""
+    import torch
+
+    found = device == "cpu" or torch.cuda.is_available()
+    if not found:
+        print("this benchmark needs a GPU and torch finds none: nothing was measured")
+    return found
+
+
 def report(ratios: Mapping[str, float], goals: Mapping[str, float], as_json: bool, **more: Any) -> bool:
     """Print the ratios beside their goals (lower is better), or one JSON object; whether all goals are met."""
     missed = sorted(case for case, goal in goals.items() if ratios[case] > goal)

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 ON_CPU = ("step", "clip", "engine", "trainer", "layers", "zero")
-ON_CUDA = {"clip_cuda": ["clip", "--device", "cuda"], "engine_cuda": ["engine_cuda"]}
+ON_CUDA = {
+    "clip_cuda": ["clip", "--device", "cuda"],
+    "engine_cuda": ["engine_cuda"],
+    "step_cuda": ["step", "--device", "cuda"],
+    "memory_cuda": ["memory_cuda"],
+}
 COMMANDS = {**{name: [name] for name in ON_CPU}, **ON_CUDA}
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from _measure import interleave, interleaved, report
+from _measure import has_device, interleave, interleaved, report
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -223,6 +223,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30, help="on a GPU: turns of every contestant")
     parser.add_argument("--blocks", type=int, default=30, help="on the CPU: how often all cases are measured")
     options = parser.parse_args()
+    if not has_device(options.device):
+        return 0
     if options.device == "cuda":
         check_cuda()
         met = report(on_cuda(options.rounds), CUDA_GOALS, options.json)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import interleave, report
+from _models import GPT, Block
 from _worlds import World, timer, turn
-from step import GPT, Block
 from torch import Tensor, nn
 
 from colonnade import initialize, launch

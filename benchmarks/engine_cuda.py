@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _measure import interleave, report
-from step import Block
+from _measure import has_device, interleave, report
+from _models import Block
 from torch import Tensor, nn
 
 from colonnade import initialize, launch
@@ -87,6 +87,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
+    if not has_device("cuda"):
+        return 0
     tokens = torch.randint(0, 16384, (8, 512), device="cuda")
     steps = {"ours": by_engine(tokens), "theirs": by_hand(tokens)}
     turns = {name: partial(timed, step) for name, step in steps.items()}

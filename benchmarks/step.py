@@ -1,7 +1,9 @@
-"""zero_grad, forward, backward and gradient synchronisation on two gloo ranks, against the ways torch offers.
+"""Training steps on several ranks as users run them, against the ways torch offers: the engine's loop and DDP's.
 
-`python benchmarks/step.py --json` prints one object last: `ratios` of Colonnade's time to that of the best DDP
-variant of the same run, per model and transport, the peak of extra memory in buckets, and the `goals`.
+`python benchmarks/step.py` measures two gloo ranks: zero_grad, forward, backward, synchronise, fused AdamW. With `--json` it
+prints one object last: `ratios` of Colonnade's time to that of the best DDP variant of the same run, per model and
+transport, the peak of extra memory in buckets, and the `goals`. `--device cuda` measures clipped steps, and ZeRO, over NCCL
+between ranks that share one GPU; see `_step_cuda.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _measure import interleave, report
+from _measure import has_device, interleave, report
+from _models import GPT
+from _step_cuda import CUDA_CASES, MODES, measure_on_cuda
 from _worlds import World
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from colonnade import initialize, launch
 from colonnade.comm.memory import HEAP_BYTES
-from colonnade.reduce.options import SyncOptions
-from colonnade.reduce.records import Sum
-from colonnade.reduce.synchroniser import Synchroniser
+from colonnade.context.parallel_context import ParallelContext
 
 RANKS = 2
 CASES = ("gpt", "wide", "layers400")
@@ -37,41 +40,10 @@ GOALS = {
     "wide/gloo": 1.00,
     "layers400/gloo": 1.00,
 }
+LR = 1e-4
 _MB = 1 << 20
 
 Step = Callable[[], None]
-
-
-class Block(nn.Module):
-    """One transformer layer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """About 8 million parameters in 8 layers."""
-
-    def __init__(self, vocabulary: int = 4096, width: int = 256, layers: int = 8, length: int = 64) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 8) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.tokens(x) + self.places(torch.arange(x.shape[1]))
-        return self.head(self.norm(self.blocks(y)))
 
 
 def build(case: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
@@ -101,33 +73,35 @@ def flatten_copy(model: nn.Module) -> None:
         grad.copy_(summed)
 
 
-def reducer_of(model: nn.Module, variant: str) -> Synchroniser:
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    options = SyncOptions(shared_memory=variant == "shm")
-    return Synchroniser([Sum(names, parameters, tuple(range(RANKS)), dist.group.WORLD, float(RANKS), options)])
-
-
 def contestant(model: nn.Module, loss: Callable[[nn.Module], Tensor], variant: str) -> tuple[Step, int]:
-    """One step of the variant; and the bytes it holds that torch's allocator does not know."""
+    """One step of the variant, which has taken its first; and the bytes it holds that torch's allocator does not know."""
     if variant in ("shm", "gloo"):
-        reducer = reducer_of(model, variant)
+        context = launch({"sync": {"shared_memory": variant == "shm"}}, context=ParallelContext(), verbose=False)
+        engine, *_ = initialize(model, adamw(model), context=context)
 
         def ours() -> None:
-            model.zero_grad(set_to_none=True)
-            out = loss(model)
-            reducer.prepare(last=True)
-            out.backward()
-            reducer.wait()
+            engine.zero_grad()
+            engine.backward(loss(engine))
+            engine.step()
 
-        return ours, sum(b.buffer.flat.nbytes for b in reducer.buckets) if variant == "shm" else 0
+        ours()
+        buckets = engine._sync.synchroniser.buckets
+        return ours, sum(bucket.buffer.flat.nbytes for bucket in buckets) if variant == "shm" else 0
     wrapped, after = _torch_way(model, variant)
+    optimizer = adamw(wrapped)
 
     def theirs() -> None:
-        model.zero_grad(set_to_none=variant != "none_kept")
+        optimizer.zero_grad(set_to_none=variant != "none_kept")
         loss(wrapped).backward()
         after(model)
+        optimizer.step()
 
+    theirs()
     return theirs, 0
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
 def _torch_way(model: nn.Module, variant: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
@@ -147,11 +121,10 @@ def _torch_way(model: nn.Module, variant: str) -> tuple[nn.Module, Callable[[nn.
 
 
 def serve(case: str, variant: str) -> Callable[[str], Any]:
-    """Answers "time" with the seconds of a step, and "memory" with the peak of bytes beside the parameters."""
-    model, loss = build(case)
+    """Answers "time" with the seconds of a step, and "memory" with the peak of bytes."""
     if variant.endswith("/memory"):
-        return lambda _: peak_bytes(lambda: contestant(model, loss, variant.removesuffix("/memory")))
-    step, _ = contestant(model, loss, variant)
+        return lambda _: peak_bytes(lambda: contestant(*build(case), variant.removesuffix("/memory")))
+    step, _ = contestant(*build(case), variant)
 
     def timed() -> float:
         # Of two steps the second is measured: the first warms the caches that other contestants have used.
@@ -168,11 +141,11 @@ def serve(case: str, variant: str) -> Callable[[str], Any]:
 
 
 def peak_bytes(make: Callable[[], tuple[Step, int]]) -> int:
-    """The most memory at once in four steps, set-up included."""
+    """The most memory at once in four steps, with the making of the model and all else before them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         step, hidden = make()
-        for _ in range(4):
+        for _ in range(3):
             step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
@@ -196,7 +169,7 @@ def time_case(case: str, rounds: int) -> dict[str, float]:
 
 
 def memory_case(case: str) -> dict[str, int]:
-    """Peak bytes beside parameters and gradients, per variant."""
+    """Peak bytes beside what one process has that keeps its gradients, per variant."""
     peaks = {}
     for variant in ("none_kept", "ddp", "ddp_view", "shm", "gloo"):
         world = World(RANKS, serve, case, f"{variant}/memory").ready()
@@ -214,14 +187,32 @@ def bucket_bytes(transport: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=30, help="on the CPU")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=(*CASES, *CUDA_CASES),
+        metavar="CASE",
+        help=f"{', '.join(CASES)}; on a GPU {', '.join(CUDA_CASES)}",
+    )
+    parser.add_argument("--no-memory", action="store_true", help="on the CPU: time only")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="on a GPU: with MPS, and without")
+    parser.add_argument("--seconds", type=float, default=8.0, help="on a GPU: how long a world measures")
     options = parser.parse_args()
+    if not has_device(options.device):
+        return 0
+    if options.device == "cuda":
+        cases = [case for case in options.cases or CUDA_CASES if case in CUDA_CASES]
+        return measure_on_cuda(cases, options.modes, options.seconds, options.json)
+    return measure_on_cpu(options)
+
+
+def measure_on_cpu(options: argparse.Namespace) -> int:
     ratios: dict[str, float] = {}
     goals: dict[str, float] = {}
     times, extra = {}, {}
-    for case in options.cases:
+    for case in (case for case in options.cases or CASES if case in CASES):
         times[case] = {name: seconds * 1e3 for name, seconds in time_case(case, options.rounds).items()}
         best = min(times[case][name] for name in DDP)
         print(case, {name: f"{ms:.1f} ms ({ms / best:.3f})" for name, ms in times[case].items()}, flush=True)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _measure import interleave, report
+from _models import GPT
 from _worlds import World, timer, turn
-from step import GPT
 from torch import Tensor
 
 from colonnade import initialize, launch

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import interleave, report
+from _models import GPT
 from _worlds import World, timer, turn
-from step import GPT
 from torch import Tensor, nn
 
 from colonnade import initialize, launch

@@ -55,7 +55,7 @@ def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
             assert norm_of(moved, p) <= limit * (1 + 1e-9)
             assert seen.host_reads == (0 if engine._stepper._step.flat is not None else 1)
         engine.close()
-        return true, norm.numpy().tobytes(), len(counted)
+        return true, norm.cpu().numpy().tobytes(), len(counted)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

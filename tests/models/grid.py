@@ -110,7 +110,7 @@ def trained(case: Case, zero: Any = 0) -> None:
     config = {"parallel": case.parallel, "clip_grad_norm": 1.0, "zero": zero, **schedule}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         whole = MODELS[case.model](**case.options, context=gpc).double()
-        plain = MODELS[case.model](context=ParallelContext()).double()
+        plain = MODELS[case.model](context=ParallelContext()).double().to(gpc.device)
         losses: list[Tensor] = []
 
         def run(engine: Any, step: int) -> None:
@@ -122,7 +122,7 @@ def trained(case: Case, zero: Any = 0) -> None:
 
         def loss_of(plain: nn.Module, step: int) -> Tensor:
             parts = [batch(case.model, part, step) for part in range(gpc.data_parallel_size)]
-            loss = torch.zeros(())
+            loss = torch.zeros((), device=gpc.device)
             for micro in range(MICRO_BATCHES if piped else 1):
                 # A micro-batch of all data ranks is one batch: that is what its auxiliary loss is taken over.
                 rows = slice(micro * 2, micro * 2 + 2) if piped else slice(None)

@@ -1,0 +1,316 @@
+"""The tests that compare ranks with one process, over NCCL between 2, 4 and 8 ranks that share one GPU.
+
+python -m tests.device.nccl_check [--only PART ...]           # all parts, or some; --list names them
+python -m tests.device.nccl_check --backend gloo              # the same checks on the CPU
+
+The functions are those of the CPU tests, with their tolerances (1e-9 to 1e-12 in fp64). What they make themselves lies on the GPU,
+with the values it has on the CPU; what the library makes lies where the library puts it. Ranks run side by side under
+CUDA MPS where it is installed. Prints a line per check and one JSON object last; the exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+import colonnade
+from colonnade.testing import cuda_mps, run_world
+from tests.engine import test_clip, test_engine, test_pipeline
+from tests.engine.gradient_handler import test_parity
+from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.models import grid
+from tests.optim.zero import cases as zero_cases
+from tests.optim.zero import test_optimizer as zero_optimizer
+from tests.optim.zero.cases import Way
+from tests.reduce import summing, test_uneven
+
+MARGIN = 60
+"""Seconds more for the first check of a world, which starts CUDA and NCCL."""
+GRID = (
+    "GPT, tied: tensor 2 1d",
+    "GPT, tied: tensor 2 1d sequence_split=True",
+    "GPT, tied: tensor 4 2d",
+    "GPT, tied: tensor 8 2.5d depth=2",
+    "GPT, tied: tensor 8 3d",
+    "GPT: sequence 2, ring",
+    "GPT: sequence 4, ulysses",
+    "ViT: tensor 4 1d",
+    "ViT: data 2 x pipeline 2 x tensor 2 1d",
+    "MoE-GPT: expert 2",
+    "MoE-GPT: expert 4 over=data*tensor x tensor 2 1d",
+    "GPT, tied: pipeline 2",
+    "GPT, tied: sequence 2 x data 2 x pipeline 2",
+    "MoE-GPT: data 2 x expert 2 x tensor 2 1d x pipeline 2",
+)
+"""Every mode once, and the mixes of four; the rest of the grid is more of the same."""
+
+
+class Check(NamedTuple):
+    """A function for every rank of a world, and what must hold for what the ranks return."""
+
+    part: str
+    name: str
+    ranks: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    verify: Callable[[Sequence[Any]], None] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.name} ({self.ranks} ranks)"
+
+
+def checks() -> list[Check]:
+    """All of them, part by part."""
+    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
+
+
+def _models() -> Iterator[Check]:
+    known = {str(case): case for case in reversed(grid.GRID)}
+    for name in GRID:
+        yield Check("grid", name, known[name].ranks, grid.trained, (known[name],))
+
+
+def _handlers() -> Iterator[Check]:
+    for name, scenario in SCENARIOS.items():
+        yield Check("handlers", name, scenario.world, test_parity._run, (name,))
+
+
+def _zero() -> Iterator[Check]:
+    for name, case in zero_cases.CASES.items():
+        for stage in (1, 2, 3):
+            ways = [Way(stage, "AdamW", 0.3), Way(stage, "SGD", None, 3)]
+            yield Check("zero", f"{name}, stage {stage}", case.world, zero_cases.check_parity, (name, ways))
+    ahead = [Way(stage, "AdamW", 0.3, 3, "auto", (("gather_ahead", True),)) for stage in (1, 2)]
+    yield Check("zero", "gather_ahead", 2, zero_cases.check_parity, ("data 2", ahead))
+    yield Check("zero", "odd parameters", 2, zero_optimizer._odd, (["AdamW"],))
+
+
+def _schedules() -> Iterator[Check]:
+    layouts: list[tuple[dict[str, int], int]] = [({"pipeline": 2}, 2), ({"pipeline": 2, "data": 2}, 1)]
+    for parallel, accumulation in layouts:
+        for name, (settings, lie) in test_pipeline.SCHEDULES.items():
+            arguments = (parallel, name, settings, lie, True, accumulation)
+            yield Check(
+                "schedules", f"{name}, {parallel}", math.prod(parallel.values()), test_pipeline._train, arguments
+            )
+    for name in ("OneFOneB", "ZBV"):
+        settings, lie = test_pipeline.SCHEDULES[name]
+        parallel = {"pipeline": 4, "data": 2}
+        yield Check(
+            "schedules", f"{name}, {parallel}", 8, test_pipeline._train, (parallel, name, settings, lie, True, 1)
+        )
+
+
+def _clips() -> Iterator[Check]:
+    names = ("data 2", "data 2 x tensor 2", "expert 2 in data 4", "data 2 x pipeline 4, tied")
+    for name in names:
+        for p in (1.0, 2.0, 3.0, math.inf):
+            clip = {"max_norm": 0.01, "norm_type": p}
+            yield Check(
+                "clip", f"{name}, p={p}", SCENARIOS[name].world, test_clip._clipped, (name, clip, p), _same_norms
+            )
+    for method in ("zclip", "percentile"):
+        yield Check("clip", method, 2, test_clip._adaptive, ({"method": method},), _all_same)
+
+
+def _gradients() -> Iterator[Check]:
+    """Frozen and missing ones, and sums over passes and over uneven batches."""
+    frozen = (test_uneven.StartsFrozen, test_uneven._loss_of_all)
+    yield Check("frozen", "engine", 2, test_engine._frozen_and_thawed)
+    yield Check("frozen", "engine, accumulated", 4, test_engine._frozen_and_thawed, (2,))
+    yield Check("frozen", "sum alone", 2, _summed, (*frozen, {}, 8, True))
+    yield Check("frozen", "sum alone, overlapped", 4, _summed, (*frozen, summing.OVERLAPPED, 8, True))
+    yield Check("frozen", "on one rank", 2, test_uneven._flip_on_one_rank, (summing.TINY,))
+    yield Check("frozen", "in one group of two", 4, test_uneven._one_group_changes, (summing.TINY,))
+    branches = (test_uneven.Branches, test_uneven._branch)
+    yield Check("missing", "engine", 2, test_engine._subsets)
+    for ranks in (2, 4, 8):
+        yield Check("missing", "sum alone", ranks, _summed, (*branches, summing.OVERLAPPED, 4, False))
+    yield Check("missing", "sparse", 2, test_uneven._sparse, (summing.TINY,))
+    yield Check("missing", "sparse on one rank", 4, test_uneven._half_sparse, (summing.TINY,))
+    for ranks in (2, 4, 8):
+        yield Check("accumulation", "three passes", ranks, test_engine._loop, (3,))
+    uneven: list[tuple[list[int], int]] = [([5, 2], 2), ([3, 1, 0, 2], 1), ([3, 1, 0, 2, 3, 3, 3, 3], 2)]
+    for lengths, accumulation in uneven:
+        for weighted in (True, False):
+            name = f"{'(sum, count)' if weighted else 'means'}, batches {lengths}, accumulation {accumulation}"
+            arguments = (lengths, weighted, accumulation)
+            yield Check("losses", name, len(lengths), test_engine._uneven_batches, arguments, _all_same)
+
+
+def _summed(build: Any, loss: Any, changes: dict[str, Any], steps: int, flips: bool) -> None:
+    options = replace(summing.TINY, **changes)
+    summing.train(build, loss, options, steps=steps, before=test_uneven._flip if flips else None)
+
+
+def _same_norms(found: Sequence[tuple[float, bytes, int]]) -> None:
+    assert len({bits for _, bits, _ in found}) == 1, "the norm has not the same bits on all ranks"
+    assert {count for _, _, count in found} == {1}, f"collectives of a clip: {[count for _, _, count in found]}, not 1"
+
+
+def _all_same(found: Sequence[Any]) -> None:
+    assert all(one == found[0] for one in found), found
+
+
+# -- on the ranks -----------------------------------------------------------------------------------------
+
+
+class MadeOnGpu(TorchFunctionMode):
+    """Tensors that a test makes are moved to the GPU, so that functions written for the CPU run there as they are.
+
+    Who calls is seen from the stack, without torch's frames: calls of the library are left alone.
+    """
+
+    _library, _torch = (str(Path(package.__file__ or "").parent) for package in (colonnade, torch))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func not in _device_constructors() or kwargs.get("device") is not None or self._by_library():
+            return made
+        return made.detach().cuda().requires_grad_(made.requires_grad)
+
+    def _by_library(self) -> bool:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((self._torch, "<")):
+            frame = frame.f_back
+        return frame.f_code.co_filename.startswith(self._library)
+
+
+def run_checks(chosen: Sequence[Check], log: Path, on_gpu: bool, patience: float) -> None:
+    """On a rank: one check after another; rank 0 notes the seconds of each. One that hangs ends the rank, with its stack."""
+    with MadeOnGpu() if on_gpu else contextlib.nullcontext():
+        for check in chosen:
+            begin = time.monotonic()
+            faulthandler.dump_traceback_later(patience + (MARGIN if check is chosen[0] else 0), exit=True)
+            found = check.function(*check.arguments)
+            if check.verify is not None:
+                everyone: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, found)
+                check.verify(everyone)
+            dist.barrier()
+            faulthandler.cancel_dump_traceback_later()
+            if dist.get_rank() == 0:
+                with log.open("a") as file:
+                    file.write(f"{time.monotonic() - begin:.1f}\n")
+
+
+# -- here -------------------------------------------------------------------------------------------------
+
+
+class Progress(threading.Thread):
+    """Prints a line for every check of a world as its ranks pass it."""
+
+    def __init__(self, chosen: Sequence[Check], log: Path) -> None:
+        super().__init__(daemon=True)
+        self.chosen, self.log, self.passed, self.ended = chosen, log, list[float](), threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.3):
+            self.read()
+
+    def read(self) -> None:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        for line in lines[len(self.passed) :]:
+            print(f"pass {line:>6s} s  {self.chosen[len(self.passed)]}", flush=True)
+            self.passed.append(float(line))
+
+    def end(self) -> list[float]:
+        self.ended.set()
+        self.join()
+        self.read()
+        return self.passed
+
+
+def run_all(chosen: Sequence[Check], backend: str, patience: float) -> dict[str, dict[str, Any]]:
+    """The checks of each number of ranks in one world; after a failure the rest go on in a new one."""
+    results: dict[str, dict[str, Any]] = {}
+    for ranks in sorted({check.ranks for check in chosen}):
+        left = [check for check in chosen if check.ranks == ranks]
+        while left:
+            passed, error = run_together(left, backend, patience)
+            for check, seconds in zip(left, passed, strict=False):
+                results[str(check)] = {"ok": True, "seconds": seconds}
+            left = left[len(passed) :]
+            if error and left:
+                results[str(left.pop(0))] = {"ok": False, "error": error}
+            elif error:
+                results[f"the end of the world of {ranks}"] = {"ok": False, "error": error}
+    return results
+
+
+def run_together(chosen: Sequence[Check], backend: str, patience: float) -> tuple[list[float], str]:
+    """The seconds of the checks that passed in one world, and the error of the one that did not."""
+    on_gpu = backend == "nccl"
+    # DETAIL compares every collective over gloo before it runs over NCCL; users run without.
+    env = {"TORCH_DISTRIBUTED_DEBUG": "OFF"} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Progress(chosen, Path(folder) / "log")
+        progress.start()
+        timeout = 2 * MARGIN + patience * len(chosen)
+        arguments = (chosen, progress.log, on_gpu, patience)
+        result = run_world(
+            chosen[0].ranks, run_checks, *arguments, timeout=timeout, check=False, backend=backend, env=env
+        )
+        passed = progress.end()
+    if result.ok:
+        return passed, ""
+    failed = str(chosen[len(passed)]) if len(passed) < len(chosen) else "the end of the world"
+    print(f"FAIL          {failed}\n{result.report()[-5000:]}", flush=True)
+    cause = result.root_cause
+    return passed, cause.headline if cause is not None else "no cause is known"
+
+
+def main() -> int:
+    every = checks()
+    parts = list(dict.fromkeys(check.part for check in every))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"of {', '.join(parts)}")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4, 8), help="worlds of these sizes only")
+    parser.add_argument("--name", default="", help="checks whose name has this text")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds a check may take")
+    parser.add_argument("--no-mps", action="store_true", help="let the ranks take turns on the GPU")
+    parser.add_argument("--list", action="store_true", help="print the checks and stop")
+    options = parser.parse_args()
+    chosen = [
+        check
+        for check in every
+        if check.part in (options.only or parts)
+        and check.ranks in (options.ranks or (2, 4, 8))
+        and options.name in check.name
+    ]
+    if options.list:
+        print(*chosen, sep="\n")
+        return 0
+    if options.backend == "nccl" and not torch.cuda.is_available():
+        print("nccl_check needs a GPU and torch finds none; `--backend gloo` runs the same checks on the CPU")
+        return 0
+    begin = time.monotonic()
+    serves = options.backend == "nccl" and not options.no_mps
+    with cuda_mps() if serves else contextlib.nullcontext(False) as mps:
+        results = run_all(chosen, options.backend, options.patience)
+    failed = [name for name, result in results.items() if not result["ok"]]
+    summary = {"backend": options.backend, "mps": mps, "seconds": round(time.monotonic() - begin, 1)}
+    print(json.dumps({**summary, "passed": len(results) - len(failed), "failed": failed, "checks": results}))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
