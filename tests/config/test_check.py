@@ -210,7 +210,7 @@ GOOD: list[dict[str, Any]] = [
             "bucket_mb": 25,
             "overlap": True,
             "reduce_dtype": "float32",
-            "compress": {"type": "PowerSGD", "rank": 4},
+            "compress": "bf16",
         }
     },
     {"sync": {"shared_memory": "auto", "waive": ["head.*"], "fixed_order": True}},
