@@ -137,7 +137,7 @@ _ZERO = Section(
         "reduce_scatter": Key(BOOL, "reduce-scatter gradients instead of all-reduce"),
         "offload": Key(any_of(BOOL, TEXT, NONE), "device that keeps the shards between steps"),
         "bucket_mb": Key(POSITIVE, "bucket size in MB"),
-        "gather_ahead": Key(any_of(BOOL, NONE), "stages 1, 2: gather parameters while the next forward pass runs"),
+        "gather_ahead": Key(BOOL, "stages 1, 2: gather parameters while the next forward pass runs"),
         "prefetch": Key(int_from(0), "stage 3: how many modules are gathered ahead"),
         "master_weights": Key(BOOL, "stages 1, 2: half-precision parameters have fp32 copies, sharded too"),
         "replicate": Key(any_of(TEXT, NONE), "stage 3: the axis on which shards are replicas (HSDP)"),

@@ -137,12 +137,18 @@ class Bucket:
     def acquire(self) -> None:
         """Have memory, where it is only taken when there are gradients (`make_buffer`)."""
         if self.buffer is None and self.make_buffer is not None:
+            self._idle = self.transport
             self.use(self.make_buffer(self))
 
     def release(self) -> None:
         """Give memory back that is taken on demand, unless a gradient still lies there."""
-        if self.make_buffer is not None and not any(map(is_, [p.grad for p in self.parameters], self.grads)):
+        if (
+            self.make_buffer is not None
+            and self.buffer is not None
+            and not any(map(is_, [p.grad for p in self.parameters], self.grads))
+        ):
             self.buffer, self.views, self.grads, self._expected_grads = None, [], [], []
+            self.transport = self._idle  # the other one has the memory too
 
     # -- a backward pass ----------------------------------------------------------------------------------
 

@@ -150,9 +150,11 @@ def _goes_away() -> None:
             if "zero" not in config:
                 assert all(bucket() is None for bucket in old), "buckets that were laid out anew"
             parts = [engine, model, engine.optimizer, engine._sync, engine._sync.synchroniser, engine._stepper]
-            alive = [weakref.ref(part) for part in [*parts, *engine._sync.synchroniser.buckets]]
+            buckets = engine._sync.synchroniser.buckets
+            flats = [bucket.buffer.flat for bucket in buckets if bucket.buffer is not None]
+            alive = [weakref.ref(part) for part in [*parts, *buckets, *flats]]
             engine.close()
-            del engine, model, parts
+            del engine, model, parts, buckets, flats
             left = [type(ref()).__name__ for ref in alive if ref() is not None]
             assert not left, f"with {config}"
         gc.enable()

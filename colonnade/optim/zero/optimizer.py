@@ -96,10 +96,7 @@ class ZeroOptimizer(Optimizer):
         for one in self._values:
             by_group.setdefault(id(one.group), (one.group, []))[1].append(one)
         self._gathers = [Gather(group, mine) for group, mine in by_group.values()]
-        ahead = self.settings.gather_ahead
-        if ahead is None:
-            ahead = any(one.bucket.layout.device.type == "cuda" for one in self._values)
-        self._ahead = GatherAhead(model, self._gathers) if ahead else None
+        self._ahead = GatherAhead(model, self._gathers) if self.settings.gather_ahead else None
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
 

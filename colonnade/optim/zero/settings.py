@@ -15,7 +15,7 @@ class ZeroSettings:
 
     Stages 1 and 2 read `reduce_scatter` (False, stage 1 only: every rank gets the whole gradient back),
     `offload`, `bucket_mb`, `master_weights` and `gather_ahead` (parameters are gathered while the next forward pass
-    runs; None: where there is a GPU).
+    runs).
     Stage 3 reads `offload`, `prefetch` (how many modules are gathered ahead), `replicate` (the axis, beside
     data, over which shards are replicas), `wrap` (patterns of module names) and `reshard` (give
     parameters back after their forward pass).
@@ -25,7 +25,7 @@ class ZeroSettings:
     reduce_scatter: bool = True
     offload: bool = False
     bucket_mb: float | None = None
-    gather_ahead: bool | None = None
+    gather_ahead: bool = False
     prefetch: int = 0
     master_weights: bool = True
     replicate: str | None = None

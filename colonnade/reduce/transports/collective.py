@@ -7,7 +7,7 @@ on a side stream at once. Either way every rank issues the same collectives in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +51,13 @@ class Collective(Transport):
         self._in_order = options.fixed_order
         # A mean, not a sum, goes back in a narrow dtype: the sum could overflow it.
         self._rescale = 1.0
-        if options.fixed_order or self._wire != self._sum_dtype:
-            self._scheme: Callable[[], Steps] = self._sliced
+        self._in_slices = options.fixed_order or self._wire != self._sum_dtype
+        if self._in_slices:
             if self._shard is not None:
                 self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda one: one.itemsize)
             elif self._wire != self._sum_dtype:
                 self._rescale = float(group.size)
         else:
-            self._scheme = self._plain if self._shard is None else self._scattered
             self.divides = self._shard is None
         self._steps: Steps = iter(())
 
@@ -74,6 +73,11 @@ class Collective(Transport):
             if part is not None:
                 self._put(part, factor)
         self._steps = iter(())  # what was under way holds on to its tensors
+
+    def _scheme(self) -> Steps:
+        if self._in_slices:
+            return self._sliced()
+        return self._plain() if self._shard is None else self._scattered()
 
     def _put(self, part: Tensor, factor: float | Tensor) -> None:
         if self._shard is not None:
@@ -126,14 +130,15 @@ class DeviceCollective(Collective):
     """By NCCL: all of it is queued on a side stream at once, and the host waits for nothing."""
 
     bucket_mb = 25.0
+    most_mb = 200.0
     host_waits = False
     _piece_bytes = 1 << 62
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
         """Few buckets: each costs a launch on every rank. Larger over more ranks, of which each gets a slice."""
-        size = max(cls.bucket_mb, total / 4, ranks / 2)
-        return size, size / 4
+        size = min(max(cls.bucket_mb, total / 2, ranks / 2), cls.most_mb)
+        return size, size / 2
 
     @classmethod
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
