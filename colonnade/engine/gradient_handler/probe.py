@@ -162,8 +162,8 @@ def _possible_sums(demand: Demand, layout: Layout, rank: int) -> list[_Sum]:
             ranks = joint_ranks(layout, demand.placement, factors, rank)
             found.setdefault(ranks, _Sum(ranks, factors[0].mode, prod(factor.divisor for factor in factors)))
     for mode in layout.modes:
-        if layout.has(mode, rank):
-            ranks = tuple(layout.group_of(mode, rank))
+        ranks = tuple(layout.group_of(mode, rank)) if layout.has(mode, rank) else ()
+        if len(ranks) > 1:
             found.setdefault(ranks, _Sum(ranks, mode, None))
     found.setdefault((rank,), _Sum((rank,), None, None))
     return list(found.values())
