@@ -7,7 +7,8 @@ all of them. The handler, its random numbers and the gradients are then as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256, sha512
 from itertools import combinations
@@ -78,6 +79,10 @@ class _Marked:
     sums: list[_Sum]
     values: list[Tensor] = field(default_factory=list)
 
+    @property
+    def elements(self) -> int:
+        return local_part(self.demand.parameter).numel()
+
 
 @dataclass(frozen=True)
 class _Sum:
@@ -105,7 +110,8 @@ def probe(
         dist.all_reduce(unclear)
         if not unclear.item():
             break
-    return group_reductions(_with_repeats(seen, [answer[0] for answer in answers], summed))
+    unseen = sum(one.elements for one in marked) - sum(one.elements for one in seen)
+    return group_reductions(_with_repeats(seen, [answer[0] for answer in answers], summed, unseen))
 
 
 def _run(
@@ -203,22 +209,23 @@ def _divisor(values: Tensor, total: Tensor, due: float | None, tolerance: float,
 
 
 def _with_repeats(
-    seen: Sequence[_Marked], answers: Sequence[_Sum], summed: dict[tuple[int, ...], int]
+    seen: Sequence[_Marked], answers: Sequence[_Sum], summed: Mapping[tuple[int, ...], int], unseen: int
 ) -> list[tuple[Demand, Owed]]:
     """The sums found, by parameter; one that is done twice stands there twice.
 
-    A sum that is done twice and divided once looks like one that is not divided. The elements that went through sums
-    over these ranks tell them apart.
+    A sum that is done twice and divided once looks like one that is not divided. How many elements went through sums
+    over these ranks tells them apart (`unseen`: elements of gradients that were not looked at, and may be among them).
     """
+    sizes: Counter[_Sum | tuple[int, ...]] = Counter()
+    for one, answer in zip(seen, answers, strict=True):
+        sizes[answer] += one.elements
+        sizes[answer.ranks] += one.elements
     found: list[tuple[Demand, Owed]] = []
     for one, answer in zip(seen, answers, strict=True):
         if answer.mode is None:
             continue
-        due = next((possible.divisor for possible in one.sums if possible.ranks == answer.ranks), None)
-        found.append((one.demand, Owed(answer.mode, answer.ranks, answer.divisor)))  # type: ignore[arg-type]
-        wrong = [o for o, a in zip(seen, answers, strict=True) if a == answer]
-        alike = [o for o, a in zip(seen, answers, strict=True) if a.ranks == answer.ranks]
-        elements = sum(local_part(o.demand.parameter).numel() for o in [*alike, *wrong])
-        if due is not None and answer.divisor != due and summed.get(answer.ranks, 0) >= elements:
-            found.insert(len(found) - 1, (one.demand, Owed(answer.mode, answer.ranks, due)))  # type: ignore[arg-type]
+        due = next(possible.divisor for possible in one.sums if possible.ranks == answer.ranks)
+        twice = summed.get(answer.ranks, 0) >= sizes[answer.ranks] + sizes[answer] + unseen
+        divisors = [due, answer.divisor] if due is not None and due != answer.divisor and twice else [answer.divisor]
+        found += [(one.demand, Owed(answer.mode, answer.ranks, divisor)) for divisor in divisors]  # type: ignore[arg-type]
     return found
