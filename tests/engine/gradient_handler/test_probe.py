@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -133,8 +134,10 @@ class Unlike(OverData):
                 dist.all_reduce(self.gradients()[0], group=self.context.get_group(mode))
             return
         for at, gradient in enumerate(self.gradients()):
-            skipped = {"skips the first on rank 2": 0, "skips the last on rank 2": 3}.get(self.how)
-            if rank == 2 and at == skipped:
+            if rank == 2 and at == {"skips the last on rank 2": 3}.get(self.how, 0) and "skips" in self.how:
+                continue
+            if "functional" in self.how:
+                gradient.copy_(functional.all_reduce(gradient, "sum", self.group))
                 continue
             if self.how == "another dtype on rank 2" and rank == 2:
                 gradient = gradient.double()
@@ -181,6 +184,7 @@ UNLIKE = {
     f"{FIRST} (after 0 equal calls over these ranks){SAME}",
     "skips the last on rank 2": "Unlike: rank 2 ends handle_gradient() where rank 0 calls all_reduce of 5 elements "
     f"(float32) over ranks [0, 2] (after 3 equal calls over these ranks){SAME}",
+    "skips one of the functional calls on rank 2": "Unlike: rank 2 calls all_reduce of 2 elements",
     "another dtype on rank 2": f"(float64) over ranks [0, 2] where rank 0 {FIRST}",
     "gather on rank 2": f"rank 2 calls all_gather of 2 elements (float32) over ranks [0, 2] where rank 0 {FIRST}",
     "raises on rank 2": f"rank 2 stops with ValueError: no such thing where rank 0 {FIRST}",
