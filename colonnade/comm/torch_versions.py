@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -29,6 +32,14 @@ def default_store() -> Any:
 def is_alive(group: Any) -> bool:
     """Whether the group exists and was not destroyed."""
     return group in distributed_c10d._world.pg_map
+
+
+def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
+    """The group among the arguments of a collective as torch's dispatcher sees it: as an object, or (last) by name."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and str(value._type()).endswith(".ProcessGroup"):
+            return dist.ProcessGroup.unbox(value)
+    return _resolve_process_group(args[-1])
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:

@@ -126,6 +126,8 @@ def _enter(
     if factors is None:
         owes = "; ".join(f"{f.mode.name} {list(f.ranks)} / {f.divisor:g}" for f in demand.owed) or "nothing"
         return [f"{what}, but its placement ({demand.placement}) owes {owes}"]
+    if all(done.get((demand.name, factor)) == handler for factor in factors):
+        return [f"{demand.name}: {handler} sums twice over {reduction.mode.name} {list(reduction.ranks)}"]
     divisor = prod(factor.divisor for factor in factors)
     if not isclose(reduction.divisor, divisor):
         return [f"{what} and divides by {reduction.divisor:g}, but {divisor} ranks saw distinct data"]

@@ -1,97 +1,231 @@
 """Finding out what a handler does: run it once on marked gradients and read the marks.
 
-Each rank fills each gradient with a number that every other rank can compute. After the handler has run,
-the value tells over which ranks it was summed and by what it was divided.
+Each rank fills each gradient with small whole numbers that every other rank can compute. After the handler has run,
+they tell over which ranks it summed and by what it divided. It may sum in bf16, fp16 or int8: the marks are exact in
+all of them. The handler, its random numbers and the gradients are then as they were.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256, sha512
 from itertools import combinations
-from math import isclose
+from math import prod, sqrt
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from colonnade.comm.messages import agreed_errors, message_device
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.base import BaseGradientHandler
-from colonnade.errors import LedgerError
+from colonnade.engine.gradient_handler.handler_state import state_put_back
+from colonnade.engine.gradient_handler.same_calls import SameCalls
+from colonnade.errors import ColonnadeError, LedgerError
 from colonnade.parallel.demand import Owed, joint_ranks
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.records import Demand, Reduction, group_reductions
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+_RUNS = 4
+"""At most: a gradient of one element tells little in one run. One run is enough from about four elements on."""
+_VALUES = torch.tensor([-3, -2, -1, 1, 2, 3])
+"""What marks are (only their signs, in a world of more than 1024 ranks). Their sums stay near zero: bf16 is exact to 256,
+which is four times the spread of such a sum over 1024 ranks, or of signs over 4096."""
+_EXACT, _INT8 = 1e-5, 2 / 127
+"""How far a value may be off, as a part of the largest that such a sum can have: in fp32; by two
+steps of int8, since a handler may round before the sum and after it (bf16 is finer)."""
+
+
+class _Marks:
+    """64 numbers of each rank for each run. A parameter takes some of them, by its name."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._runs: list[Tensor] = []
+        self._sums: dict[tuple[int, ...], Tensor] = {}
+
+    def largest(self, count: int) -> float:
+        """What the sum over so many ranks can be: more is possible over many, but not likely."""
+        return (1 if self._world_size > 1024 else 3) * min(count, 3 * sqrt(count))
+
+    def next_run(self) -> None:
+        run = len(self._runs)
+        rows = [list(sha512(f"{run}:{rank}".encode()).digest()) for rank in range(self._world_size)]
+        marks = _VALUES[torch.tensor(rows) % len(_VALUES)]
+        self._runs.append(marks.sign() if self._world_size > 1024 else marks)
+        self._sums.clear()
+
+    def of(self, rank: int, columns: Tensor) -> Tensor:
+        """The marks of one rank in this run."""
+        return self._runs[-1][rank, columns]
+
+    def total(self, ranks: tuple[int, ...], columns: Tensor) -> Tensor:
+        """The sums over these ranks, of all runs so far."""
+        if ranks not in self._sums:
+            self._sums[ranks] = torch.stack([marks[list(ranks)].sum(0) for marks in self._runs]).double()
+        return self._sums[ranks][:, columns].flatten()
+
+
+@dataclass
+class _Marked:
+    """One parameter: which marks it takes, the sums that may be found, and its values after each run."""
+
+    demand: Demand
+    columns: Tensor
+    sums: list[_Sum]
+    values: list[Tensor] = field(default_factory=list)
+
+    @property
+    def elements(self) -> int:
+        return local_part(self.demand.parameter).numel()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum that a handler may have taken; `divisor` is what is owed, None if nothing is; no mode: no sum at all."""
+
+    ranks: tuple[int, ...]
+    mode: ParallelMode | None
+    divisor: float | None
 
 
 def probe(
     handler: BaseGradientHandler, demands: Sequence[Demand], context: ParallelContext, waived: Callable[[str], bool]
 ) -> list[Reduction]:
-    """The reductions that `handler.handle_gradient()` does. Collective as the handler is; gradients are put back."""
+    """The reductions that `handler.handle_gradient()` does. Collective over the world."""
     layout, rank = context.layout, context.get_global_rank()
-    kept = [demand.parameter.grad for demand in demands]
-    for demand in demands:
-        demand.parameter.grad = torch.full_like(demand.parameter, _mark(demand, rank))
+    marks = _Marks(layout.world_size)
+    marked = [_Marked(demand, _columns(demand), _possible_sums(demand, layout, rank)) for demand in demands]
+    seen = [one for one in marked if not waived(one.demand.name)]
+    for _ in range(_RUNS):
+        marks.next_run()
+        with agreed_errors(context.device):
+            summed = _run(handler, marked, marks, context)
+            answers = [_explain(handler, one, marks, rank) for one in seen]
+        unclear = torch.tensor([int(any(len(answer) > 1 for answer in answers))], device=message_device(context.device))
+        dist.all_reduce(unclear)
+        if not unclear.item():
+            break
+    unseen = sum(one.elements for one in marked) - sum(one.elements for one in seen)
+    return group_reductions(_with_repeats(seen, [answer[0] for answer in answers], summed, unseen))
+
+
+def _run(
+    handler: BaseGradientHandler, marked: Sequence[_Marked], marks: _Marks, context: ParallelContext
+) -> dict[tuple[int, ...], int]:
+    """Run the handler on marks and take their values; returns how many elements it summed over which ranks."""
+    rank, who = context.get_global_rank(), type(handler).__name__
+    kept = [one.demand.parameter.grad for one in marked]
+    for one in marked:
+        one.demand.parameter.grad = gradient = torch.zeros_like(one.demand.parameter)
+        _fill(local_part(gradient), marks.of(rank, one.columns))
     try:
-        handler.handle_gradient()
-        seen = [demand for demand in demands if not waived(demand.name)]
-        found = [(demand, factor) for demand in seen for factor in _read(handler, demand, layout, rank)]
+        with state_put_back(handler, context), SameCalls(who, rank) as calls:
+            handler.handle_gradient()
+        for one in marked:
+            changed = one.demand.parameter.grad
+            if changed is None:
+                raise LedgerError(
+                    f"{who} set the gradient of {one.demand.name} to None; a handler changes gradients in place"
+                )
+            one.values.append(local_part(changed).flatten()[: len(one.columns)].double().cpu())
+    except ColonnadeError:
+        raise
+    except Exception as error:
+        raise LedgerError(
+            f"{who}.handle_gradient() raised {type(error).__name__} on gradients of small whole numbers: {error}. "
+            f"Define covers() on the handler if it needs others."
+        ) from error
     finally:
-        for demand, gradient in zip(demands, kept, strict=True):
-            demand.parameter.grad = gradient
-    return group_reductions(found)
+        for one, before in zip(marked, kept, strict=True):
+            one.demand.parameter.grad = before
+    return calls.summed
 
 
-def _read(handler: BaseGradientHandler, demand: Demand, layout: Layout, rank: int) -> list[Owed]:
-    """What happened to one parameter's mark."""
-    gradient = demand.parameter.grad
-    who = type(handler).__name__
-    if gradient is None:
-        raise LedgerError(f"{who} set the gradient of {demand.name} to None; a handler changes gradients in place")
-    values = local_part(gradient).flatten()
-    if values.numel() == 0:
-        return []
-    value, tolerance = float(values[0]), _TOLERANCE.get(values.dtype, 1e-4)
-    mine = _mark(demand, rank)
-    if isclose(value, mine, rel_tol=tolerance):
-        return []
-    for ranks, mode in _rank_sets(demand, layout, rank):
-        total = sum(_mark(demand, other) for other in ranks)
-        divisor = _divisor(total / value if value else 0.0, tolerance, layout.world_size)
-        if divisor is not None:
-            return [Owed(mode, ranks, divisor)]  # type: ignore[arg-type]
+def _columns(demand: Demand) -> Tensor:
+    """Which of a rank's 64 marks the gradient repeats: the same whoever computes it, others for each parameter."""
+    tied = demand.placement.tied
+    digest = sha256((tied.key if tied is not None else demand.name).encode()).digest()
+    return torch.tensor(list(digest))[: local_part(demand.parameter).numel()] % 64
+
+
+@torch.no_grad()
+def _fill(gradient: Tensor, marks: Tensor) -> None:
+    if marks.numel():
+        repeated = marks.to(gradient).repeat(-(-gradient.numel() // marks.numel()))
+        gradient.copy_(repeated[: gradient.numel()].view(gradient.shape))
+
+
+def _possible_sums(demand: Demand, layout: Layout, rank: int) -> list[_Sum]:
+    """What is owed first, then a sum over any group, then none."""
+    found: dict[tuple[int, ...], _Sum] = {}
+    for count in range(len(demand.owed), 0, -1):
+        for factors in combinations(demand.owed, count):
+            ranks = joint_ranks(layout, demand.placement, factors, rank)
+            found.setdefault(ranks, _Sum(ranks, factors[0].mode, prod(factor.divisor for factor in factors)))
+    for mode in layout.modes:
+        ranks = tuple(layout.group_of(mode, rank)) if layout.has(mode, rank) else ()
+        if len(ranks) > 1:
+            found.setdefault(ranks, _Sum(ranks, mode, None))
+    found.setdefault((rank,), _Sum((rank,), None, None))
+    return list(found.values())
+
+
+def _explain(handler: BaseGradientHandler, one: _Marked, marks: _Marks, rank: int) -> list[_Sum]:
+    """Every sum, with its divisor, that explains what became of the marks; the likeliest first."""
+    values = torch.cat(one.values)
+    for tolerance in (_EXACT, _INT8):
+        found = []
+        for possible in one.sums:
+            total, largest = marks.total(possible.ranks, one.columns), marks.largest(len(possible.ranks))
+            divisor = _divisor(values, total, possible.divisor, tolerance * largest, tolerance == _EXACT)
+            if len(possible.ranks) == 1 and divisor == 1:
+                found.append(_Sum(possible.ranks, None, 1))
+            elif divisor is not None and possible.mode is not None:
+                found.append(_Sum(possible.ranks, possible.mode, divisor))
+        if found:
+            return found
+    own, last = marks.of(rank, one.columns)[:4].tolist(), [round(value, 4) for value in one.values[-1][:4].tolist()]
     raise LedgerError(
-        f"{who} changed the gradient of {demand.name} in a way that is no sum over a group of any mode: a mark of "
-        f"{mine:.6g} became {value:.6g}. Define covers() on the handler, or name the parameter in "
+        f"{type(handler).__name__} changed the gradient of {one.demand.name} in a way that is no sum over a group of "
+        f"any mode: its first elements {own} became {last}. Define covers() on the handler, or name the parameter in "
         f"sync=dict(waive=[...])."
     )
 
 
-def _rank_sets(demand: Demand, layout: Layout, rank: int) -> list[tuple[tuple[int, ...], ParallelMode]]:
-    """Rank sets that a sum may have been taken over: what is owed first, then every group, then this rank alone."""
-    sets: dict[tuple[int, ...], ParallelMode] = {}
-    for count in range(len(demand.owed), 0, -1):
-        for factors in combinations(demand.owed, count):
-            sets.setdefault(joint_ranks(layout, demand.placement, factors, rank), factors[0].mode)
-    for mode in layout.modes:
-        if layout.has(mode, rank):
-            sets.setdefault(tuple(layout.group_of(mode, rank)), mode)
-    return list(sets.items())
+def _divisor(values: Tensor, total: Tensor, due: float | None, tolerance: float, exact: bool) -> float | None:
+    """What `total` was divided by to give `values`: a whole number, or one over it (counted several times), or None."""
+    square = float(total @ total)
+    share = float(values @ total) / square if square else 1 / (due or 1)
+    if not 0 < share < float("inf"):
+        return None
+    nearest = round(1 / share) if share <= 1 else 1 / round(share)
+    choices = [nearest] if exact or due is None else [due, nearest]
+    return next((d for d in choices if bool(((values - total / d).abs() <= tolerance / d).all())), None)
 
 
-def _divisor(ratio: float, tolerance: float, world_size: int) -> float | None:
-    """The whole number (or its inverse: a sum that was counted several times) that a ratio is, if it is one."""
-    for whole in range(1, world_size * world_size + 1):
-        if isclose(ratio, whole, rel_tol=tolerance):
-            return whole
-        if isclose(ratio, 1 / whole, rel_tol=tolerance):
-            return 1 / whole
-    return None
+def _with_repeats(
+    seen: Sequence[_Marked], answers: Sequence[_Sum], summed: Mapping[tuple[int, ...], int], unseen: int
+) -> list[tuple[Demand, Owed]]:
+    """The sums found, by parameter; one that is done twice stands there twice.
 
-
-def _mark(demand: Demand, rank: int) -> float:
-    """A number in [1, 2), different for each parameter and rank, the same whoever computes it."""
-    tied = demand.placement.tied
-    key = f"{tied.key if tied is not None else demand.name}:{rank}"
-    return 1 + int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") / 2**32
+    A sum that is done twice and divided once looks like one that is not divided. How many elements went through sums
+    over these ranks tells them apart (`unseen`: elements of gradients that were not looked at, and may be among them).
+    """
+    sizes: Counter[_Sum | tuple[int, ...]] = Counter()
+    for one, answer in zip(seen, answers, strict=True):
+        sizes[answer] += one.elements
+        sizes[answer.ranks] += one.elements
+    found: list[tuple[Demand, Owed]] = []
+    for one, answer in zip(seen, answers, strict=True):
+        if answer.mode is None:
+            continue
+        due = next(possible.divisor for possible in one.sums if possible.ranks == answer.ranks)
+        twice = summed.get(answer.ranks, 0) >= sizes[answer.ranks] + sizes[answer] + unseen
+        divisors = [due, answer.divisor] if due is not None and due != answer.divisor and twice else [answer.divisor]
+        found += [(one.demand, Owed(answer.mode, answer.ranks, divisor)) for divisor in divisors]  # type: ignore[arg-type]
+    return found

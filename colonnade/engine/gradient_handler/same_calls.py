@@ -1,0 +1,129 @@
+"""Comparing what ranks are about to call, before they call it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from time import sleep
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from colonnade.comm.torch_versions import PrefixStore, default_store, group_of_call
+from colonnade.errors import LedgerError
+
+_COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
+_UNEVEN = ("alltoall", "all_to_all", "barrier", "gather", "scatter")
+"""Their tensors may have another size on each rank."""
+_LOOK_EVERY = 0.25  # seconds
+
+
+class SameCalls(TorchDispatchMode):
+    """Within the block, a collective runs once every rank of its group has come to the same one.
+
+    Where they differ, torch would abort or wait for half an hour. Each rank writes into the store of the world what it
+    is about to call. One that waits for the others looks there, now and then, whether they can still come.
+    Sends and receives are not compared. Collective over the world: every rank enters the block.
+    """
+
+    def __init__(self, who: str, rank: int) -> None:
+        super().__init__()
+        self.summed: dict[tuple[int, ...], int] = {}
+        """How many elements went through sums over which ranks."""
+        self._who, self._rank, self._calls = who, rank, dict[str, int]()
+        turn = default_store().add(f"colonnade/probe/{rank}", 1)
+        self._store: Any = PrefixStore(f"colonnade/probe/turn {turn}", default_store())
+        self._tell("", "")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it become collectives on plain tensors first
+        name = re.sub("^all(?=reduce|gather)", "all_", str(getattr(func, "_opname", "")).strip("_"))
+        if "c10d" in getattr(func, "namespace", "") and name.startswith(_COLLECTIVES):
+            group = group_of_call(args)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+            elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
+            if name.startswith(("all_reduce", "reduce")):
+                self.summed[ranks] = self.summed.get(ranks, 0) + elements
+            size = "" if name.startswith(_UNEVEN) else f" of {elements} element{'s' if elements != 1 else ''}"
+            kind = next(str(leaf.dtype).removeprefix("torch.") for some in tensors for leaf in some)
+            self._meet(group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        raised = str(error).removeprefix(f"{self._who}: ") if isinstance(error, LedgerError) else ""
+        does = f"stops with {kind.__name__}: {error}" if error is not None else "ends handle_gradient()"
+        self._tell("", does, ended=True, raised=raised)
+
+    def _tell(self, group: str, does: str, size: int = 1, ended: bool = False, raised: str = "") -> None:
+        state = {"at": group, "does": does, "size": size, "calls": self._calls, "ended": ended, "raised": raised}
+        self._store.set(f"rank/{self._rank}", json.dumps(state))
+
+    def _meet(self, group: str, ranks: tuple[int, ...], does: str) -> None:
+        """Return when every rank of the group is here; raise if one cannot come."""
+        if len(ranks) == 1:
+            return
+        self._calls[group] = self._calls.get(group, 0) + 1
+        self._tell(group, does, len(ranks))
+        here = f"{group}/{self._calls[group]}/{does}"
+        if self._store.add(here, 1) == len(ranks):
+            self._store.set(f"{here}/all", "1")
+            return
+        before: dict[int, Any] = {}
+        pause = 0.001
+        while not self._store.check([f"{here}/all"]):
+            sleep(pause)
+            pause = min(2 * pause, _LOOK_EVERY)
+            if pause < _LOOK_EVERY:
+                continue
+            states = self._look()
+            wrong = find_difference(self._rank, ranks, states, quiet=states == before)
+            if wrong is not None:
+                raise LedgerError(f"{self._who}: {wrong}")
+            before = states
+
+    def _look(self) -> dict[int, Any]:
+        names = [f"rank/{rank}" for rank in range(dist.get_world_size())]
+        return {rank: json.loads(text) for rank, text in enumerate(self._store.multi_get(names))}
+
+
+def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], quiet: bool) -> str | None:
+    """Why `rank`, which waits for the others of `ranks`, waits in vain; None if they may still come.
+
+    `quiet`: nobody has moved since the last look, so if every rank waits for another, it stays so.
+    """
+    mine = states[rank]
+    group, number = mine["at"], mine["calls"][mine["at"]]
+    missing = [other for other in ranks if states[other]["calls"].get(group, 0) < number]
+    here = [other for other in ranks if states[other]["at"] == group and other not in missing]
+    unlike = [other for other in here if states[other]["does"] != mine["does"]]
+    ended = [other for other in missing if states[other]["ended"]]
+    raised = next((states[other]["raised"] for other in ranks if states[other]["raised"]), None)
+    if raised is not None:
+        return str(raised)
+    culprits = unlike or ended
+    if not culprits and missing and quiet and not any(_can_go_on(state, states) for state in states.values()):
+        culprits = missing
+    if not culprits:
+        return None
+    first, second = sorted([rank, culprits[0]])
+    return (
+        f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
+        f"calls over these ranks); a handler must do the same on every rank"
+    )
+
+
+def _can_go_on(state: Mapping[str, Any], states: Mapping[int, Any]) -> bool:
+    if state["ended"] or not state["at"]:
+        return not state["ended"]
+    number = state["calls"][state["at"]]
+    return sum(other["calls"].get(state["at"], 0) >= number for other in states.values()) == state["size"]
