@@ -50,8 +50,9 @@ class LossBook:
         """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
         if not self._form.counted and not self.uneven:
             return None
-        mine = torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in (self._count, self._means)])
-        totals = mine.to(self._context.device) * self._share
+        device = self._context.device
+        mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
+        totals = torch.stack(mine) * self._share
         dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
         divisor = torch.where(counted > 0, counted, means / self._accumulation)

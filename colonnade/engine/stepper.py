@@ -70,7 +70,10 @@ class Stepper:
         if hasattr(optimizer, "step_divided"):
             optimizer.use_slots(held, slot_of)
         else:
-            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model)
+            # On a GPU reading all of the gradient costs less than a collective that joins parts.
+            everywhere = all(entry.holding.count == context.world_size for entry in held)
+            whole = everywhere and context.world_size > 1 and context.device.type == "cuda"
+            self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
         self._synchroniser = sync.synchroniser
         self._ride()
         self.last: Decision | None = None
@@ -80,7 +83,10 @@ class Stepper:
         """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
         cannot drop it on the device."""
         if self.policy is None:
-            self._step.step_divided(None, self._join_riders())
+            verdict = self._verdict()
+            if verdict is not None:
+                self.skips.note(verdict)
+            self._step.step_divided(None, verdict)
             return
         self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
@@ -124,15 +130,17 @@ class Stepper:
 
     def _decide(self, policy: ClipPolicy) -> Decision:
         vector = self._step.measure(self._norm_type, policy.slots, self._context.device)
-        riders, told = self._synchroniser.riders, self._synchroniser.told
-        if riders is not None and told is not None:
-            vector = torch.cat([vector, told])
-        count = len(told) if told is not None else 0
-        norms = reduce_norms(vector, self._norm_type, self._context.get_group(ParallelMode.GLOBAL), count)
+        riders, told, whole = self._synchroniser.riders, self._synchroniser.told, self._step.measures_whole
+        count = 0
+        if told is not None and not whole:
+            vector, count = torch.cat([vector, told]), len(told)
+        group = self._context.get_group(ParallelMode.GLOBAL)
+        norms = reduce_norms(vector, self._norm_type, group, riders=count, whole=whole)
         decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
-        if riders is None or not count:
+        verdict = riders.take(vector[-count:]) if riders is not None and count else self._verdict()
+        if verdict is None:
             return decision
-        return replace(decision, found_inf=torch.maximum(decision.found_inf, riders.take(vector[-count:])))
+        return replace(decision, found_inf=torch.maximum(decision.found_inf, verdict))
 
     def _ride(self) -> None:
         """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""
@@ -142,16 +150,14 @@ class Stepper:
         if is_same_everywhere(int(able), self._context.device) and able:
             self._synchroniser.riders = Riders(self._context.device)
 
-    def _join_riders(self) -> Tensor | None:
-        """Without a norm to ride on: what the world says of this step; None where there is nothing to say."""
+    def _verdict(self) -> Tensor | None:
+        """What the world says of this step: 1.0 to drop it; None where nothing is asked."""
         riders, told = self._synchroniser.riders, self._synchroniser.told
         if riders is None or told is None:
-            return None
+            return self._synchroniser.verdict
         told = told.clone()
         dist.all_reduce(told, group=self._context.get_group(ParallelMode.GLOBAL))
-        dropped = riders.take(told)
-        self.skips.note(dropped)
-        return dropped
+        return riders.take(told)
 
 
 def _slot_of(slots: Slots | None, entry: Held) -> int:
@@ -159,7 +165,13 @@ def _slot_of(slots: Slots | None, entry: Held) -> int:
 
 
 def _step_of_whole_buckets(
-    optimizer: Any, synchroniser: Synchroniser, held: list[Held], slot_of: Any, flat: bool, model: nn.Module
+    optimizer: Any,
+    synchroniser: Synchroniser,
+    held: list[Held],
+    slot_of: Any,
+    flat: bool,
+    model: nn.Module,
+    whole: bool,
 ) -> BucketStep:
     entry_of = {id(entry.tensor): entry for entry in held}
 
@@ -167,7 +179,7 @@ def _step_of_whole_buckets(
         made: list[OwnedBucket] = []
         for bucket in synchroniser.layout:
             entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
-            made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries]))
+            made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
         return made
 
-    return BucketStep(optimizer, buckets, lambda: synchroniser.generation, held, slot_of, flat, model)
+    return BucketStep(optimizer, buckets, lambda: synchroniser.generation, held, slot_of, flat, model, whole)

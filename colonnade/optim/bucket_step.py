@@ -65,9 +65,10 @@ class OwnedBucket(ABC):
 class WholeBucket(OwnedBucket):
     """A bucket of which every rank owns all; its members are the parameters."""
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int]) -> None:
+    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], whole: bool = False) -> None:
+        """`whole`: this rank measures all of it, not just its part among those that hold it too."""
         super().__init__(entries, slots)
-        self._bucket = bucket
+        self._bucket, self._whole = bucket, whole
 
     @property
     def members(self) -> Sequence[Tensor]:
@@ -86,7 +87,7 @@ class WholeBucket(OwnedBucket):
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,
-            [(entry.holding.count, entry.holding.index) for entry in self.entries],
+            [(1, 0) if self._whole else (entry.holding.count, entry.holding.index) for entry in self.entries],
             self.slots,
             absent=absent,
             # Holders outside the bucket's ranks may keep it among other neighbours.
@@ -171,6 +172,7 @@ class BucketStep:
         slot_of: Callable[[Held], int],
         flat: bool,
         model: nn.Module,
+        whole: bool = False,
     ) -> None:
         self._optimizer, self._is_flat = optimizer, flat
         self._make_buckets, self._generation = buckets, generation
@@ -184,6 +186,8 @@ class BucketStep:
         self.flat: FlatStep | None = None
         self._flat_key: object = None
         self._model = weakref.ref(model)
+        self.measures_whole = whole
+        """Whether every rank measures the whole gradient, so that norms need not be joined."""
         self._sizes = _sizes(optimizer)
         self._known = {id(entry.tensor) for entry in loose}
 
@@ -292,7 +296,8 @@ class BucketStep:
         """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
         gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
         gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-        return Block(gradient, entry.holding.count, entry.holding.index, self._slot_of(entry))
+        count, index = (1, 0) if self.measures_whole else (entry.holding.count, entry.holding.index)
+        return Block(gradient, count, index, self._slot_of(entry))
 
     def _take_flat(self) -> bool:
         """Whether the flat step can be taken now; it is made anew when the buckets, or the groups, are others.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -15,7 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
 from colonnade.optim.blocks import Block, check_order
 from colonnade.optim.clip_method import divisor_to, positive
-from colonnade.optim.norm import Norms, powsums, reduce_norms
+from colonnade.optim.norm import powsums, reduce_norms
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.placement import Placement, is_dtensor
@@ -67,7 +66,7 @@ def grad_norm(
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
     blocks = _blocks(held, known, shared)
     vector = powsums(blocks, norm_type, device=_device(held, known))
-    norms = reduce_norms(vector, norm_type) if shared else _alone(vector, norm_type)
+    norms = reduce_norms(vector, norm_type, whole=not shared)
     total = norms.total()
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise GradientError(
@@ -123,14 +122,6 @@ def _refuse_pending(gradient: Any) -> None:
             f"a gradient is placed {gradient.placements}: a sum is still pending on it, so it has no norm yet. "
             f"Redistribute it to Shard or Replicate first."
         )
-
-
-def _alone(vector: Tensor, norm_type: float) -> Norms:
-    """What `reduce_norms` makes of the vector, with nobody to join it with."""
-    values, nonfinite = vector.view(2, -1).unbind(0)
-    if math.isinf(norm_type):
-        values = torch.where(nonfinite > 1.5, torch.nan, values)
-    return Norms(norm_type, values, nonfinite)
 
 
 def _context(context: ParallelContext | None) -> ParallelContext | None:

@@ -26,6 +26,8 @@ _VERSION = attrgetter("_version")
 LARGE_BYTES = 256 << 10
 """A gradient from this size on is worth a hook of its own on the CPU."""
 
+TAIL = 8
+"""Elements that a bucket has at least after its gradients: for numbers that ride along."""
 MISSING = 1
 """No gradient on this rank (and zeros in its place in the bucket, if it has one)."""
 OUTSIDE = 2
@@ -76,7 +78,7 @@ class Bucket:
         self.parameters = tuple(sum_.parameters[i] for i in self.positions)
         self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
         step = len(sum_.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
-        self.numel = -(-self.layout.numel // step) * step
+        self.numel = -(-(self.layout.numel + TAIL * (len(sum_.ranks) > 1)) // step) * step
         self.own = slice(0, self.numel)
         if sum_.sharding is not None:
             width = self.numel // len(sum_.ranks)
@@ -210,8 +212,19 @@ class Bucket:
 
     # -- its sum ------------------------------------------------------------------------------------------
 
-    def start(self, *, early: bool) -> dict[int, int]:
-        """Begin the sum, with zeros for gradients that are missing or sparse.
+    def send(self) -> None:
+        """Begin the sum of what was collected."""
+        if self.buffer is not None:
+            self._divide_rest()
+            self.transport.start()
+
+    @property
+    def tail(self) -> Tensor:
+        """Numbers that are summed with the gradients, and are none."""
+        return self._flat[self.layout.numel : self.layout.numel + TAIL]
+
+    def collect(self, *, early: bool) -> dict[int, int]:
+        """Have all gradients in the buffer, with zeros for those that are missing or sparse.
 
         In backward (`early`), and with little memory always, `.grad` is None from now on: what comes late cannot
         hit the buffer. Returns position in the sum -> note, for gradients that are not in the bucket.
@@ -227,8 +240,6 @@ class Bucket:
             for position, parameter in zip(self.positions, self.parameters, strict=True):
                 if notes.get(position) != SPARSE:
                     parameter.grad = None
-        self._divide_rest()
-        self.transport.start()
         return notes
 
     def finish(self, factor: float | Tensor) -> None:

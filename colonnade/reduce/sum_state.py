@@ -89,9 +89,14 @@ class SumState:
 
     def start(self, bucket: Bucket, *, early: bool) -> None:
         """Begin the sum of a bucket, and note which gradients are not in it."""
+        self.collect(bucket, early=early)
+        bucket.send()
+
+    def collect(self, bucket: Bucket, *, early: bool = False) -> None:
+        """All that comes before a bucket is sent."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].take_turn(bucket)
-        notes = bucket.start(early=early)
+        notes = bucket.collect(early=early)
         for position in bucket.positions:
             note, before = notes.get(position, 0), self._started.get(position, MISSING)
             # A gradient is missing from a step if it is from all passes that were summed.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.memory import keep_heap
@@ -62,6 +63,8 @@ class Synchroniser:
         """Given by who can drop a step on the device, and makes a collective over the world at each."""
         self.told: Tensor | None = None
         """What this rank has to say of the last step to the world, by those riders."""
+        self.verdict: Tensor | None = None
+        """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
         self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int]]]] = []
         self._step = 0
@@ -107,13 +110,15 @@ class Synchroniser:
     @torch.no_grad()
     def wait(self) -> None:
         """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
-        self._check_untouched()
         for state in self._states:
             state.open_notes(self._failed)
-        self._start_rest(self.buckets)
+        carrier = self._carrier()
+        self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
+        if carrier is not None:
+            self._state_of[id(carrier)].collect(carrier)
         for state in self._states:
             state.finish_turns()
-        pairs = self._agree()
+        pairs = self._agree(carrier)
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
         if self.failed_ranks:
             self._drop()
@@ -190,7 +195,7 @@ class Synchroniser:
 
     # In wait
 
-    def _check_untouched(self) -> None:
+    def check_untouched(self) -> None:
         """Refuse gradients that were written to since backward: those of other buckets are on their way already."""
         for bucket, written in self._ended:
             for name, before, now in zip(bucket.names, written, _written(bucket), strict=True):
@@ -224,7 +229,14 @@ class Synchroniser:
         for group in written:
             group.collect()
 
-    def _agree(self) -> list[tuple[SumState, list[bytes]]]:
+    def _carrier(self) -> Bucket | None:
+        """The bucket on which riders can ride, if there is one: the last, where it goes to the whole world as it is."""
+        last = self.buckets[-1] if self.buckets and self.riders is not None else None
+        if last is None or last.shard is not None or not last.transport.carries:
+            return None
+        return last if len(last.sum.ranks) == dist.get_world_size() else None
+
+    def _agree(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
         """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
         if self.riders is not None:
             said = self.riders.begin()
@@ -233,20 +245,32 @@ class Synchroniser:
         states = [state for agreement in self._agreements for state in agreement.states]
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
-            self._finish_buckets()
-            self.told = self.riders.numbers(self._failed or notes != [own for own, _ in self._seen], unsteady=False)
+            told = self.riders.numbers(self._failed or notes != [own for own, _ in self._seen], unsteady=False)
+            self._ride(told, carrier)
             return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
         for agreement in self._agreements:
             agreement.announce(self._step)
-        self._finish_buckets()
+        if self.riders is None:
+            self._finish_buckets()
         reports = [report for agreement in self._agreements for report in agreement.resolve()]
         if self.riders is not None:
             seen = [(bytes(state.notes), report) for state, report in zip(states, reports, strict=True)]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
             learns = any(state.recording for state in states)
-            self.told = self.riders.numbers(False, unsteady=odd or learns or seen != self._seen)
+            self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
         return list(zip(states, reports, strict=True))
+
+    def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
+        """Tell the world, with the last bucket if it can carry that; else whoever makes a collective next has to."""
+        assert self.riders is not None
+        self.told, self.verdict = told, None
+        if carrier is not None:
+            carrier.tail[: len(told)].copy_(told)
+            carrier.send()
+        self._finish_buckets()
+        if carrier is not None:
+            self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
 
     def _settle(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):

@@ -57,6 +57,7 @@ class GradientSync:
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
         scale = self.synchroniser.scale
+        self.synchroniser.check_untouched()
         for handler in self.handlers:
             handler.handle_gradient()
         self.synchroniser.finish()

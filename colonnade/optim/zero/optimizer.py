@@ -117,6 +117,8 @@ class ZeroOptimizer(Optimizer):
 
     # -- the step -----------------------------------------------------------------------------------------
 
+    measures_whole = False
+
     def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
         """This rank's part of the norm of the whole gradient, for `reduce_norms`."""
         return self._bucket_step.measure(norm_type, slots, device)

@@ -31,6 +31,8 @@ class Transport(ABC):
     """Whether it needs memory that all ranks of the group see."""
     early: bool = False
     """Whether starting before the end of backward is of use."""
+    carries: bool = False
+    """Whether every rank gets the sum of a few more numbers that stand behind the gradients."""
     host_waits: ClassVar[bool] = False
     """Whether the host waits in `finish` until the sum is there."""
     divides: bool = False

@@ -58,7 +58,7 @@ class Collective(Transport):
             elif self._wire != self._sum_dtype:
                 self._rescale = float(group.size)
         else:
-            self.divides = self._shard is None
+            self.divides = self.carries = self._shard is None
         self._steps: Steps = iter(())
 
     def start(self) -> None:
@@ -130,14 +130,14 @@ class DeviceCollective(Collective):
     """By NCCL: all of it is queued on a side stream at once, and the host waits for nothing."""
 
     bucket_mb = 25.0
-    most_mb = 200.0
+    most_mb = 100.0
     host_waits = False
     _piece_bytes = 1 << 62
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
         """Few buckets: each costs a launch on every rank. Larger over more ranks, of which each gets a slice."""
-        size = min(max(cls.bucket_mb, total / 2, ranks / 2), cls.most_mb)
+        size = min(max(cls.bucket_mb, total / 3, ranks / 2), cls.most_mb)
         return size, size / 2
 
     @classmethod
