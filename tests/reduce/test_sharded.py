@@ -185,3 +185,25 @@ def _whole() -> None:
 
 def test_whole_gradients_come_back_where_they_are_wanted():
     run_world(2, _whole)
+
+
+def _one_bucket(passes: int) -> None:
+    """With a single bucket the next pass finds the sum of the one before still under way."""
+    for shared_memory in ("auto", False):
+        config = {"zero": 2, "sync": {"shared_memory": shared_memory}, "gradient_accumulation": passes}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain = layers(), layers()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for micro in range(passes):
+                engine.backward(engine(numbers(3, 5, seed=10 * micro + gpc.get_global_rank())).square().mean())
+                if micro + 1 < passes:
+                    engine.step()
+                losses = [plain(numbers(3, 5, seed=10 * micro + part)).square().mean() for part in range(2)]
+                (sum(losses) / (2 * passes)).backward()
+            engine._reduce()
+            compare({name: p.grad for name, p in plain.named_parameters()}, whole_gradients(engine, gpc), 1e-12)
+            engine.close()
+
+
+def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
+    run_world(2, _one_bucket, 3)
