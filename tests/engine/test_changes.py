@@ -44,12 +44,14 @@ def _both(
     config: dict[str, Any],
     begin: Callable[[nn.Module], Any] = lambda model: model.parameters(),
     steps: int = 5,
+    build: Callable[[], nn.Module] = net,
+    loss_of: Callable[[nn.Module, int, int], Tensor] = loss_of,
 ) -> None:
     """Train on the ranks and in one process; `change(model, optimizer, step)` is done to both before each step."""
-    plain = net()
+    plain = build()
     reference = make(begin(plain))
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        model = net()
+        model = build()
         engine = initialize(model, make(begin(model)), context=gpc)[0]
         for step in range(steps):
             for one, optimizer in ((model, engine.optimizer), (plain, reference)):
@@ -155,6 +157,38 @@ def _moved() -> None:
 
 def test_weights_that_were_put_elsewhere_or_written_by_hand():
     run_world(2, _moved)
+
+
+def _images() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 2)).double()
+
+
+def _loss_of_images(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(numbers(2, 3, 5, 5, seed=10 * step + rank)).square().mean()
+
+
+def _other_format(model: nn.Module, optimizer: Any, step: int) -> None:
+    """What `Module.to` and the like put elsewhere are gradients too: those of the step before are still there."""
+    if step == 1:
+        model.to(memory_format=torch.channels_last)
+    if step == 3:
+        model.float()
+        model.double()
+    if step == 4:
+        model[0].weight.data = model[0].weight.data.contiguous() * 0.5
+
+
+def _reformatted() -> None:
+    for config in [*CONFIGS, {"sync": {"shared_memory": False}}, *ZERO]:
+        for give_back in (True, False) if config.get("zero") == 1 else (True,):
+            if not give_back:
+                config = {**config, "zero": {"stage": 1, "reduce_scatter": False}}
+            _both(_other_format, OPTIMIZERS["AdamW"], config, steps=6, build=_images, loss_of=_loss_of_images)
+
+
+def test_weights_that_got_another_memory_format_or_went_to_another_dtype_and_back():
+    run_world(2, _reformatted)
 
 
 def _written_in_half() -> None:
