@@ -251,3 +251,31 @@ def _converted() -> None:
 
 def test_a_model_that_was_converted_is_refused_by_name():
     run_world(2, _converted)
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        """In steps 1 and 2 nobody uses the embedding."""
+        return self.out(numbers(3, 4, seed=step) if step in (1, 2) else self.words(torch.tensor([step, rank, 6])))
+
+
+def _unused_sparse() -> None:
+    for config in [{}, {"flat_step": False}]:
+        _both(
+            lambda model, optimizer, step: None,
+            lambda p: torch.optim.SGD(p, lr=0.05),
+            config,
+            build=_Words,
+            loss_of=lambda model, rank, step: model(step, rank).square().mean(),
+        )
+
+
+def test_a_parameter_with_sparse_gradients_that_a_step_does_not_use():
+    run_world(2, _unused_sparse)
