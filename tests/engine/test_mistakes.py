@@ -101,6 +101,36 @@ def test_a_backward_pass_that_fails_costs_one_step_on_all_ranks(accumulation, co
     run_world(2, _recovers, accumulation, counted)
 
 
+def _scheduled(always: bool) -> None:
+    """Rank 1 fails in step 1. Its loop calls the scheduler all the same (`always`), or not: the rates stay equal."""
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, rank, rates = Net(), gpc.get_global_rank(), []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+            inner = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            engine, *_, scheduler = initialize(model, optimizer, lr_scheduler=inner, context=gpc)
+            for step in range(4):
+                engine.zero_grad()
+                loss, failed = engine(_batch(rank, step), fail=step == rank == 1).square().mean(), False
+                try:
+                    engine.backward(loss)
+                    engine.step()
+                    assert engine.last_step_skipped == (step == 1)
+                except RuntimeError:
+                    failed = True
+                if always or not failed:
+                    scheduler.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+            assert rates == [0.4, 0.4, 0.2, 0.1], f"with {config}"
+            gather_weights(model, gpc)
+            engine.close()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_step_that_was_given_up_does_not_advance_the_learning_rate_on_any_rank(always):
+    run_world(2, _scheduled, always)
+
+
 def _by_hand() -> None:
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
