@@ -217,11 +217,11 @@ class Engine:
     @property
     def last_skip_flag(self) -> HostCopy | None:
         """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
-        return self._stepper.skips.flag
+        return HostCopy(torch.ones(())) if self._failed else self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be dropped at all."""
+        """Whether a step may be dropped for its gradient's sake."""
         return self._stepper.policy is not None
 
     def extra_state(self) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Stepper:
         """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
         cannot drop it on the device."""
         if self.policy is None:
+            self.skips.last, self.skips.flag = False, None
             self._step.step_divided(None, None)
             return
         self.last = self._decide(self.policy)
