@@ -15,6 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler import scenarios
 from tests.engine.gradient_handler.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
@@ -99,6 +100,31 @@ def _try_step(engine: Any, rank: int, step: int, fail: bool, accumulation: int, 
 @pytest.mark.parametrize(("accumulation", "counted"), [(1, False), (3, False), (2, True)])
 def test_a_backward_pass_that_fails_costs_one_step_on_all_ranks(accumulation, counted):
     run_world(2, _recovers, accumulation, counted)
+
+
+class Split(scenarios.Split):
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        return super().forward(Fails.apply(x.requires_grad_(), fail))
+
+
+def _unheard() -> None:
+    """Tensor parallelism alone sums no gradient over its ranks, so nobody would tell rank 0 to drop the step."""
+    for config in CONFIGS[:4:3]:
+        with launch({"parallel": {"tensor": 2}, **config}, context=ParallelContext(), verbose=False) as gpc:
+            engine = initialize(Split(gpc), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            loss = engine(numbers(3, 6, seed=0), fail=gpc.get_global_rank() == 1).square().mean()
+            if gpc.get_global_rank() == 0:
+                engine.backward(loss)
+            else:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.backward(loss)
+                with pytest.raises(GradientError, match=r"ranks 0 would not hear of it"):
+                    engine.zero_grad()
+            engine.close()
+
+
+def test_a_step_is_not_given_up_where_some_ranks_would_not_hear_of_it():
+    run_world(2, _unheard)
 
 
 def _scheduled(always: bool) -> None:
