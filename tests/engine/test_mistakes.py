@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.errors import GradientError
+from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine.gradient_handler import scenarios
 from tests.engine.gradient_handler.scenarios import numbers
@@ -125,6 +129,36 @@ def _unheard() -> None:
 
 def test_a_step_is_not_given_up_where_some_ranks_would_not_hear_of_it():
     run_world(2, _unheard)
+
+
+@GRADIENT_HANDLER.register_module
+class ThirdByHand(BaseGradientHandler):
+    def handle_gradient(self):
+        for parameter in self._model.third.parameters():
+            dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
+            parameter.grad /= self.context.data_parallel_size
+
+
+@GRADIENT_HANDLER.register_module
+class OthersByPlan(PlannedGradientHandler):
+    def plan(self):
+        return self.over(ParallelMode.DATA, ["first.*", "second.*"])
+
+
+def _beside_a_handler() -> None:
+    for handlers in (["ThirdByHand"], ["ThirdByHand", "OthersByPlan"]):
+        with launch({"gradient_handler": handlers}, context=ParallelContext(), verbose=False) as gpc:
+            model, rank = Net(), gpc.get_global_rank()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for step in range(3):
+                _try_step(engine, rank, step, step == rank == 1, 1, counted=False)
+            gather_weights(model, gpc)
+            assert engine.skipped_steps == 1
+            engine.close()
+
+
+def test_a_handler_by_hand_is_not_called_for_a_step_that_was_given_up():
+    run_world(2, _beside_a_handler)
 
 
 def _scheduled(always: bool) -> None:
