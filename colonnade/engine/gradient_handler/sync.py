@@ -58,6 +58,10 @@ class GradientSync:
         """After the last backward pass: every gradient is final when this returns."""
         self.synchroniser.check_untouched()
         scale = self.synchroniser.scale
+        if any(not group.alone for group in self.synchroniser.groups.values()):
+            self.synchroniser.finish()
+            if self.synchroniser.failed_ranks:
+                return  # there are no gradients that a handler could look at
         for handler in self.handlers:
             handler.handle_gradient()
         self.synchroniser.finish()
