@@ -161,6 +161,34 @@ def test_a_handler_by_hand_is_not_called_for_a_step_that_was_given_up():
     run_world(2, _beside_a_handler)
 
 
+def _in_batches(accumulation: int, at_once: bool) -> None:
+    """Rank 1 fails in its third pass, and gives the step up in its handler (`at_once`) or at the next `zero_grad`."""
+    for config in CONFIGS:
+        with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
+            model, rank, seen = Net(), gpc.get_global_rank(), 0
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for at in engine.batches(range(5 + 2 * rank)):
+                seen += 1
+                engine.zero_grad()
+                loss = engine(_batch(rank, at), fail=rank == 1 and at == 2).square().mean()
+                try:
+                    engine.backward(loss)
+                    engine.step()
+                except RuntimeError:
+                    if at_once:
+                        engine.zero_grad()
+            assert seen == 5 + 2 * rank
+            assert engine.skipped_steps == 1
+            gather_weights(model, gpc)
+            engine.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_pass_that_fails_in_a_loop_over_uneven_batches(accumulation, at_once):
+    run_world(2, _in_batches, accumulation, at_once)
+
+
 def _scheduled(always: bool) -> None:
     """Rank 1 fails in step 1. Its loop calls the scheduler all the same (`always`), or not: the rates stay equal."""
     for config in CONFIGS:
@@ -215,6 +243,7 @@ def _by_hand() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             with pytest.raises(GradientError, match=r"changed between backward and step.*clip_grad_norm in the config"):
                 engine.step()
+            dist.barrier()  # the other rank may be in its backward pass still, and tell this one of a bucket
             engine.close()
 
 
