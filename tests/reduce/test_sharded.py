@@ -116,6 +116,31 @@ def test_uneven_loaders_and_weighted_losses():
     run_world(2, _loaders)
 
 
+def _accumulated_loaders() -> None:
+    """Rank 1 runs out in the middle of a step: rank 0 waits for its part of a pass, and it for rank 0's next batch."""
+    for stage, shared_memory in WAYS:
+        config = _config(stage, shared_memory, gradient_accumulation=2)
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain = layers(), layers()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for at in engine.batches(range(6 - 3 * gpc.get_global_rank())):
+                engine.zero_grad()
+                engine.backward(engine(numbers(3, 5, seed=at + 10 * gpc.get_global_rank())).square().mean())
+                engine.step()
+            for step in range(3):
+                seeds = [at + 10 * rank for rank in range(2) for at in (2 * step, 2 * step + 1) if at < 6 - 3 * rank]
+                reference.zero_grad()
+                plain(torch.cat([numbers(3, 5, seed=seed) for seed in seeds])).square().mean().backward()
+                reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_uneven_loaders_beside_accumulation():
+    run_world(2, _accumulated_loaders, timeout=30)
+
+
 def _dtypes() -> dict[str, list[float]]:
     """How far sums of 1 + 2 tiny ones are from the truth, by how they are taken, in bf16."""
     found = {}
