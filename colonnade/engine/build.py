@@ -107,8 +107,9 @@ def _synchronise(model: nn.Module, optimizer: Any, context: ParallelContext) -> 
 
 
 def _scheduler(lr_scheduler: Any, engine: Engine) -> Any:
-    """The scheduler as it is, unless steps may be dropped: a dropped step does not advance it."""
-    return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and engine.may_skip else lr_scheduler
+    """The scheduler as it is, unless steps may be dropped (for another rank's sake too): those do not advance it."""
+    drops = engine.may_skip or engine.context.world_size > 1
+    return SkipAwareScheduler(lr_scheduler, engine) if lr_scheduler is not None and drops else lr_scheduler
 
 
 def _launched(context: ParallelContext | None) -> ParallelContext:

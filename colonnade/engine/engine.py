@@ -19,7 +19,7 @@ from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.loss import Count, split_loss
 from colonnade.engine.stepper import Stepper
-from colonnade.errors import GradientError, ScheduleError
+from colonnade.errors import GradientError, ScheduleError, listed
 
 _NO_BATCH = object()
 
@@ -69,7 +69,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only.
 
-        After a backward pass that failed, it gives the step up: all ranks drop it, and go on with the next.
+        After a backward pass that failed, it gives the step up: all ranks drop it, and go on with the next. Where
+        some ranks would not hear of that, as gradients are not summed with theirs, it raises.
         """
         if self._failed:
             self._give_up_step()
@@ -219,11 +220,11 @@ class Engine:
     @property
     def last_skip_flag(self) -> HostCopy | None:
         """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
-        return self._stepper.skips.flag
+        return HostCopy(torch.ones(())) if self._failed else self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:
-        """Whether a step may be dropped at all."""
+        """Whether a step may be dropped for its gradient's sake."""
         return self._stepper.policy is not None
 
     def extra_state(self) -> dict[str, Any]:
@@ -293,6 +294,13 @@ class Engine:
 
     def _give_up_step(self) -> None:
         """Take part in the others' step with nothing, and have all ranks drop it."""
+        told = {rank for ranks in self._sync.synchroniser.groups for rank in ranks}
+        others = set(range(self.context.world_size)) - told
+        if others:
+            raise GradientError(
+                f"backward failed on this rank, and no gradient is summed with ranks {listed(sorted(others))}, so ranks "
+                f"{listed(sorted(others))} would not hear of it and would step; end the run, and resume from a checkpoint"
+            )
         for parameter in self._model.parameters():
             parameter.grad = None
         while self._passes < self.accumulation:

@@ -84,6 +84,7 @@ class Stepper:
         cannot drop it on the device."""
         if self.policy is None:
             verdict = self._verdict()
+            self.skips.last, self.skips.flag = False, None
             if verdict is not None:
                 self.skips.note(verdict)
             self._step.step_divided(None, verdict)

@@ -310,6 +310,9 @@ class BucketStep:
         owned = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         if any(id(entry.tensor) in owned for entry in self._outside):
             return False
+        homeless = owned.difference(id(member) for bucket in self._buckets for member in bucket.members)
+        if homeless and any(one.tensor.requires_grad and id(one.tensor) in homeless for one in self._loose_entries):
+            return False  # its gradients are sparse, though this step has none
         key = (self._made_for, self._sizes)
         if key != self._flat_key:
             if self.flat is None:

@@ -46,10 +46,20 @@ class Buffer:
     def __init__(self, bucket: Bucket, memory: Memory) -> None:
         self.memory = memory
         self.flat = memory.own
+        self.look(bucket)
+        self.transport: Transport
+
+    def look(self, bucket: Bucket) -> None:
+        """Make the views; anew after somebody has given one other memory, as `Module.to` does with all gradients."""
         # `.data` is what gives a view its own version counter.
         self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
         self.grads = [_like(view, parameter) for view, parameter in zip(self.views, bucket.parameters, strict=True)]
-        self.transport: Transport
+        self._pointers = [view.data_ptr() for view in self.views]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all views are of this memory still."""
+        return [view.data_ptr() for view in self.views] == self._pointers
 
 
 class Bucket:
@@ -157,6 +167,9 @@ class Bucket:
     def begin(self) -> None:
         """A backward pass is about to run: views of small gradients are offered, unless they are still."""
         self.full, self.left = False, self.firings
+        if self.keeps_gradients and self.buffer is not None and not self.buffer.is_whole:
+            self.buffer.look(self)
+            self.use(self.buffer)
         if self._may_offer() and not (self._is_ready and self._first_attached()):
             self._offer()
         if self.transport.early and self.keeps_gradients:

@@ -71,7 +71,7 @@ class BucketStorage:
         """Give a bucket without memory of its own the next piece; first that must have been summed on every rank."""
         # In shared memory a rank that is told of a full piece learns that the one before it is free.
         most = 1 if self._memory[0].every is not None else len(self._memory)
-        while len(self._under_way) >= most:
+        while len(self._under_way) >= most or bucket in self._under_way:  # of an earlier pass, in its other piece
             self._under_way.popleft().finish(1.0)
         bucket.use(bucket.buffers[self._turn % len(self._memory)])
         self._turn += 1

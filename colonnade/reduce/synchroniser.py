@@ -97,6 +97,21 @@ class Synchroniser:
         """The last backward pass of a step has ended: from here to `wait` gradients are nobody's to change."""
         self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
 
+    def check_untouched(self) -> None:
+        """Refuse gradients that were written to since backward: those of other buckets are on their way already.
+
+        Asked before the first handler runs: from then on a handler may write to those that are its own.
+        """
+        for bucket, written in self._ended:
+            for name, before, now in zip(bucket.names, written, _written(bucket), strict=True):
+                if before[0] is not now[0] or before[1] != now[1]:
+                    raise GradientError(
+                        f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
+                        f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); anything else "
+                        f"is for a gradient handler"
+                    )
+        self._ended = []
+
     def fail(self) -> None:
         """Backward has failed on this rank: at the next `wait` all ranks learn of it, and drop their gradients."""
         self._failed = True
@@ -194,18 +209,6 @@ class Synchroniser:
         return bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
 
     # In wait
-
-    def check_untouched(self) -> None:
-        """Refuse gradients that were written to since backward: those of other buckets are on their way already."""
-        for bucket, written in self._ended:
-            for name, before, now in zip(bucket.names, written, _written(bucket), strict=True):
-                if before[0] is not now[0] or before[1] != now[1]:
-                    raise GradientError(
-                        f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
-                        f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); anything else "
-                        f"is for a gradient handler"
-                    )
-        self._ended = []
 
     def _start_rest(self, buckets: Sequence[Bucket]) -> None:
         """Start all that backward has left."""

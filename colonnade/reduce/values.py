@@ -64,7 +64,8 @@ class BucketValues:
             for parameter, view, span in zip(self.bucket.parameters, self._views, self._spans, strict=True):
                 if parameter.data_ptr() != view.data_ptr():
                     if span is not None:
-                        flattened(view)[span.start : span.stop].copy_(flattened(parameter)[span.start : span.stop])
+                        as_here = torch.empty_like(view).copy_(parameter)  # its elements may lie in another order
+                        flattened(view)[span.start : span.stop].copy_(flattened(as_here)[span.start : span.stop])
                     parameter.data = view
         if self.has_master and self.bucket.used:
             now = self._own_part.to(self.owned.device)

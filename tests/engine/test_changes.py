@@ -44,12 +44,14 @@ def _both(
     config: dict[str, Any],
     begin: Callable[[nn.Module], Any] = lambda model: model.parameters(),
     steps: int = 5,
+    build: Callable[[], nn.Module] = net,
+    loss_of: Callable[[nn.Module, int, int], Tensor] = loss_of,
 ) -> None:
     """Train on the ranks and in one process; `change(model, optimizer, step)` is done to both before each step."""
-    plain = net()
+    plain = build()
     reference = make(begin(plain))
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        model = net()
+        model = build()
         engine = initialize(model, make(begin(model)), context=gpc)[0]
         for step in range(steps):
             for one, optimizer in ((model, engine.optimizer), (plain, reference)):
@@ -157,6 +159,38 @@ def test_weights_that_were_put_elsewhere_or_written_by_hand():
     run_world(2, _moved)
 
 
+def _images() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 2)).double()
+
+
+def _loss_of_images(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(numbers(2, 3, 5, 5, seed=10 * step + rank)).square().mean()
+
+
+def _other_format(model: nn.Module, optimizer: Any, step: int) -> None:
+    """What `Module.to` and the like put elsewhere are gradients too: those of the step before are still there."""
+    if step == 1:
+        model.to(memory_format=torch.channels_last)
+    if step == 3:
+        model.float()
+        model.double()
+    if step == 4:
+        model[0].weight.data = model[0].weight.data.contiguous() * 0.5
+
+
+def _reformatted() -> None:
+    for config in [*CONFIGS, {"sync": {"shared_memory": False}}, *ZERO]:
+        for give_back in (True, False) if config.get("zero") == 1 else (True,):
+            if not give_back:
+                config = {**config, "zero": {"stage": 1, "reduce_scatter": False}}
+            _both(_other_format, OPTIMIZERS["AdamW"], config, steps=6, build=_images, loss_of=_loss_of_images)
+
+
+def test_weights_that_got_another_memory_format_or_went_to_another_dtype_and_back():
+    run_world(2, _reformatted)
+
+
 def _written_in_half() -> None:
     """Under ZeRO a half-precision parameter has a master copy, which takes up what is written to the parameter."""
     for stage in (1, 2):
@@ -217,3 +251,31 @@ def _converted() -> None:
 
 def test_a_model_that_was_converted_is_refused_by_name():
     run_world(2, _converted)
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        """In steps 1 and 2 nobody uses the embedding."""
+        return self.out(numbers(3, 4, seed=step) if step in (1, 2) else self.words(torch.tensor([step, rank, 6])))
+
+
+def _unused_sparse() -> None:
+    for config in [{}, {"flat_step": False}]:
+        _both(
+            lambda model, optimizer, step: None,
+            lambda p: torch.optim.SGD(p, lr=0.05),
+            config,
+            build=_Words,
+            loss_of=lambda model, rank, step: model(step, rank).square().mean(),
+        )
+
+
+def test_a_parameter_with_sparse_gradients_that_a_step_does_not_use():
+    run_world(2, _unused_sparse)

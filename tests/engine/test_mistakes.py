@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.errors import GradientError
+from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler import scenarios
 from tests.engine.gradient_handler.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
@@ -101,6 +106,119 @@ def test_a_backward_pass_that_fails_costs_one_step_on_all_ranks(accumulation, co
     run_world(2, _recovers, accumulation, counted)
 
 
+class Split(scenarios.Split):
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        return super().forward(Fails.apply(x.requires_grad_(), fail))
+
+
+def _unheard() -> None:
+    """Tensor parallelism alone sums no gradient over its ranks, so nobody would tell rank 0 to drop the step."""
+    for config in CONFIGS[:4:3]:
+        with launch({"parallel": {"tensor": 2}, **config}, context=ParallelContext(), verbose=False) as gpc:
+            engine = initialize(Split(gpc), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            loss = engine(numbers(3, 6, seed=0), fail=gpc.get_global_rank() == 1).square().mean()
+            if gpc.get_global_rank() == 0:
+                engine.backward(loss)
+            else:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    engine.backward(loss)
+                with pytest.raises(GradientError, match=r"ranks 0 would not hear of it"):
+                    engine.zero_grad()
+            engine.close()
+
+
+def test_a_step_is_not_given_up_where_some_ranks_would_not_hear_of_it():
+    run_world(2, _unheard)
+
+
+@GRADIENT_HANDLER.register_module
+class ThirdByHand(BaseGradientHandler):
+    def handle_gradient(self):
+        for parameter in self._model.third.parameters():
+            dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
+            parameter.grad /= self.context.data_parallel_size
+
+
+@GRADIENT_HANDLER.register_module
+class OthersByPlan(PlannedGradientHandler):
+    def plan(self):
+        return self.over(ParallelMode.DATA, ["first.*", "second.*"])
+
+
+def _beside_a_handler() -> None:
+    for handlers in (["ThirdByHand"], ["ThirdByHand", "OthersByPlan"]):
+        with launch({"gradient_handler": handlers}, context=ParallelContext(), verbose=False) as gpc:
+            model, rank = Net(), gpc.get_global_rank()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for step in range(3):
+                _try_step(engine, rank, step, step == rank == 1, 1, counted=False)
+            gather_weights(model, gpc)
+            assert engine.skipped_steps == 1
+            engine.close()
+
+
+def test_a_handler_by_hand_is_not_called_for_a_step_that_was_given_up():
+    run_world(2, _beside_a_handler)
+
+
+def _in_batches(accumulation: int, at_once: bool) -> None:
+    """Rank 1 fails in its third pass, and gives the step up in its handler (`at_once`) or at the next `zero_grad`."""
+    for config in CONFIGS:
+        with launch({**config, "gradient_accumulation": accumulation}, context=ParallelContext(), verbose=False) as gpc:
+            model, rank, seen = Net(), gpc.get_global_rank(), 0
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for at in engine.batches(range(5 + 2 * rank)):
+                seen += 1
+                engine.zero_grad()
+                loss = engine(_batch(rank, at), fail=rank == 1 and at == 2).square().mean()
+                try:
+                    engine.backward(loss)
+                    engine.step()
+                except RuntimeError:
+                    if at_once:
+                        engine.zero_grad()
+            assert seen == 5 + 2 * rank
+            assert engine.skipped_steps == 1
+            gather_weights(model, gpc)
+            engine.close()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_backward_pass_that_fails_in_a_loop_over_uneven_batches(accumulation, at_once):
+    run_world(2, _in_batches, accumulation, at_once)
+
+
+def _scheduled(always: bool) -> None:
+    """Rank 1 fails in step 1. Its loop calls the scheduler all the same (`always`), or not: the rates stay equal."""
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, rank, rates = Net(), gpc.get_global_rank(), []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+            inner = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            engine, *_, scheduler = initialize(model, optimizer, lr_scheduler=inner, context=gpc)
+            for step in range(4):
+                engine.zero_grad()
+                loss, failed = engine(_batch(rank, step), fail=step == rank == 1).square().mean(), False
+                try:
+                    engine.backward(loss)
+                    engine.step()
+                    assert engine.last_step_skipped == (step == 1)
+                except RuntimeError:
+                    failed = True
+                if always or not failed:
+                    scheduler.step()
+                rates.append(optimizer.param_groups[0]["lr"])
+            assert rates == [0.4, 0.4, 0.2, 0.1], f"with {config}"
+            gather_weights(model, gpc)
+            engine.close()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_step_that_was_given_up_does_not_advance_the_learning_rate_on_any_rank(always):
+    run_world(2, _scheduled, always)
+
+
 def _by_hand() -> None:
     for config in CONFIGS:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -125,6 +243,7 @@ def _by_hand() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             with pytest.raises(GradientError, match=r"changed between backward and step.*clip_grad_norm in the config"):
                 engine.step()
+            dist.barrier()  # the other rank may be in its backward pass still, and tell this one of a bucket
             engine.close()
 
 

@@ -116,6 +116,31 @@ def test_uneven_loaders_and_weighted_losses():
     run_world(2, _loaders)
 
 
+def _accumulated_loaders() -> None:
+    """Rank 1 runs out in the middle of a step: rank 0 waits for its part of a pass, and it for rank 0's next batch."""
+    for stage, shared_memory in WAYS:
+        config = _config(stage, shared_memory, gradient_accumulation=2)
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain = layers(), layers()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for at in engine.batches(range(6 - 3 * gpc.get_global_rank())):
+                engine.zero_grad()
+                engine.backward(engine(numbers(3, 5, seed=at + 10 * gpc.get_global_rank())).square().mean())
+                engine.step()
+            for step in range(3):
+                seeds = [at + 10 * rank for rank in range(2) for at in (2 * step, 2 * step + 1) if at < 6 - 3 * rank]
+                reference.zero_grad()
+                plain(torch.cat([numbers(3, 5, seed=seed) for seed in seeds])).square().mean().backward()
+                reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_uneven_loaders_beside_accumulation():
+    run_world(2, _accumulated_loaders, timeout=30)
+
+
 def _dtypes() -> dict[str, list[float]]:
     """How far sums of 1 + 2 tiny ones are from the truth, by how they are taken, in bf16."""
     found = {}
@@ -185,3 +210,25 @@ def _whole() -> None:
 
 def test_whole_gradients_come_back_where_they_are_wanted():
     run_world(2, _whole)
+
+
+def _one_bucket(passes: int) -> None:
+    """With a single bucket the next pass finds the sum of the one before still under way."""
+    for shared_memory in ("auto", False):
+        config = {"zero": 2, "sync": {"shared_memory": shared_memory}, "gradient_accumulation": passes}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain = layers(), layers()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for micro in range(passes):
+                engine.backward(engine(numbers(3, 5, seed=10 * micro + gpc.get_global_rank())).square().mean())
+                if micro + 1 < passes:
+                    engine.step()
+                losses = [plain(numbers(3, 5, seed=10 * micro + part)).square().mean() for part in range(2)]
+                (sum(losses) / (2 * passes)).backward()
+            engine._reduce()
+            compare({name: p.grad for name, p in plain.named_parameters()}, whole_gradients(engine, gpc), 1e-12)
+            engine.close()
+
+
+def test_stage_2_keeps_the_sums_of_all_passes_in_a_single_bucket():
+    run_world(2, _one_bucket, 3)

@@ -14,7 +14,7 @@ from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedG
 from colonnade.engine.gradient_handler.built_in import ZeROGradientHandler
 from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived, match, require_complete
 from colonnade.engine.gradient_handler.probe import probe
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.plan import Plan, Shards, plan_sums
@@ -56,8 +56,12 @@ class GradientSync:
 
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
-        scale = self.synchroniser.scale
         self.synchroniser.check_untouched()
+        scale = self.synchroniser.scale
+        if any(not group.alone for group in self.synchroniser.groups.values()):
+            self.synchroniser.finish()
+            if self.synchroniser.failed_ranks:
+                return  # there are no gradients that a handler could look at
         for handler in self.handlers:
             handler.handle_gradient()
         self.synchroniser.finish()
@@ -114,6 +118,8 @@ def build_sync(
     attached, ledger = attach_automatic(ledger, model, optimizer) if automatic else ([], ledger)
     with agreed_errors(context.device):
         require_complete(ledger)
+        if shards is not None:
+            _refuse_by_hand(covered, shards)
     for handler in attached:
         handler.attach(context)
     get_dist_logger().info(describe(attached, mine))
@@ -128,6 +134,18 @@ def build_sync(
     for handler, _ in planned:
         handler.use(synchroniser)
     return GradientSync(handlers, synchroniser, ledger, _loose(demands, covered, synchroniser))
+
+
+def _refuse_by_hand(covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]], shards: Shards) -> None:
+    """Sharded gradients are in slices when a handler is called, at stage 2 since the pass that made them."""
+    for handler, reductions in covered:
+        for reduction in reductions if not isinstance(handler, PlannedGradientHandler) else ():
+            for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
+                if id(parameter) in shards.labels:
+                    raise GradientError(
+                        f"{type(handler).__name__} sums {name!r} by hand, but zero stages 1 and 2 sum gradients into slices "
+                        f"themselves; say what to sum in a PlannedGradientHandler, or turn zero off"
+                    )
 
 
 def _loose(

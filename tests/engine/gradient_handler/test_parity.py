@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradientHandler, Reduction
-from colonnade.errors import LedgerError, ParityError
+from colonnade.errors import GradientError, LedgerError, ParityError
 from colonnade.parallel.demand import joint_ranks
 from colonnade.registry import GRADIENT_HANDLER
-from colonnade.testing import compare, gather_gradients, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import MINE, SCENARIOS, Scenario
+from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
+from tests.engine.gradient_handler.scenarios import MINE, SCENARIOS, Plain, Scenario
 
 RTOL = 1e-12
 FAST = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
@@ -76,6 +79,56 @@ def _steps(name: str) -> None:
 @pytest.mark.parametrize("name", ["data 2 x tensor 2", "data 2 x pipeline 4, tied", "expert 2 in data 4"])
 def test_holders_of_the_same_part_stay_equal_to_the_bit_over_steps(name):
     run_world(SCENARIOS[name].world, _steps, name)
+
+
+@GRADIENT_HANDLER.register_module
+class ByHand(BaseGradientHandler):
+    """Sums as a user would who has never heard of buckets; what is not of `part` is left to the built-ins."""
+
+    def __init__(self, model, optimizer, part):
+        super().__init__(model, optimizer)
+        self.part = part
+
+    def handle_gradient(self):
+        for parameter in self._model.get_submodule(self.part).parameters():
+            dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
+            parameter.grad = parameter.grad / self.context.data_parallel_size
+
+
+def _by_hand() -> None:
+    scenario = SCENARIOS["data 2"]
+    configs = ({}, {"flat_step": False}, {"clip_grad_norm": 1e9}, {"sync": {"shared_memory": False}})
+    for config, part in itertools.product(configs, ("", "head")):
+        handler = [{"type": "ByHand", "part": part}]
+        with launch({"gradient_handler": handler, **config}, context=ParallelContext(), verbose=False) as gpc:
+            engine, plain = _start(scenario, gpc), Plain()
+            for _ in range(2):
+                engine.zero_grad()
+                scenario.run(engine, gpc)
+                engine.step()
+                loss = sum(F.mse_loss(plain(x), y) for x, y in map(scenario.batch, range(2))) / 2
+                plain_gradients(plain, loss)
+                torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            compare(dict(plain.named_parameters()), gather_weights(engine.model, gpc), RTOL)
+            engine.close()
+
+
+def test_a_handler_by_hand_trains():
+    run_world(2, _by_hand)
+
+
+def _by_hand_under_zero() -> None:
+    for stage in (1, 2):
+        config = {"gradient_handler": [{"type": "ByHand", "part": "head"}], "zero": stage}
+        with (
+            launch(config, context=ParallelContext(), verbose=False) as gpc,
+            pytest.raises(GradientError, match=r"ByHand sums 'head\.weight' by hand.*PlannedGradientHandler"),
+        ):
+            _start(SCENARIOS["data 2"], gpc)
+
+
+def test_a_handler_by_hand_is_refused_by_name_where_zero_shards_its_gradients():
+    run_world(2, _by_hand_under_zero)
 
 
 # -- planted bugs -----------------------------------------------------------------------------------------
