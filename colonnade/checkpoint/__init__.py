@@ -14,7 +14,6 @@ from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.checkpoint.convert import export_full as export_full
-    from colonnade.checkpoint.convert import reshard as reshard
     from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
     from colonnade.checkpoint.storage.verify import verify as verify
@@ -23,7 +22,6 @@ _NAMES = {
     "CheckpointManager": "colonnade.checkpoint.manager",
     "LoadedInfo": "colonnade.checkpoint.load",
     "export_full": "colonnade.checkpoint.convert",
-    "reshard": "colonnade.checkpoint.convert",
     "verify": "colonnade.checkpoint.storage.verify",
 }
 __all__ = sorted(_NAMES)

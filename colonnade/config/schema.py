@@ -1,12 +1,9 @@
 """The table of keys that Colonnade reads from a config: what each may hold, and what it is for.
 
-A new key is one more entry here; checking, suggestions and `describe_keys()` follow from it.
+A new key is one more entry here; checking and suggestions follow from it.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from colonnade.config.rules import (
     ANYTHING,
@@ -214,24 +211,3 @@ REFUSED: dict[str, str] = {
     "Write sync = dict(bucket_mb=..., overlap=...)",
 }
 """Keys that mean something elsewhere and nothing here, with what to write instead."""
-
-
-class KeyDescription(NamedTuple):
-    """One row of the table of keys: `parallel.tensor.size`, what it may hold, what it is for."""
-
-    name: str
-    allows: str
-    says: str
-
-
-def describe_keys() -> list[KeyDescription]:
-    """Return every key that Colonnade reads, nested ones after their parent, for printing."""
-    return list(_described("", KEYS))
-
-
-def _described(prefix: str, keys: Mapping[str, Key]) -> Iterator[KeyDescription]:
-    for name, key in keys.items():
-        yield KeyDescription(prefix + name, key.rule.allows, key.says)
-        inner = key.rule.section
-        if inner is not None:
-            yield from _described(f"{prefix}{name}.", inner.keys)

@@ -6,16 +6,13 @@ parameters whatever the cut. Parameters that end up in two stages are found and 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import nn
 
 from colonnade.errors import ScheduleError, did_you_mean, listed
 
@@ -79,15 +76,12 @@ def split(
     model: nn.Module | Sequence[nn.Module],
     at: Sequence[str] | None = None,
     num_stages: int | None = None,
-    balance: Literal["parameters", "time"] = "parameters",
-    sample: Any = None,
 ) -> Split:
-    """Cut a model into stages: at the layers named in `at`, or into `num_stages` of near-equal weight.
+    """Cut a model into stages: at the layers named in `at`, or into `num_stages` with near-equal numbers of parameters.
 
     The layers are those of an nn.Sequential (nested ones too), or what the model's own `pipeline_layers()`
     returns: its layers, or their names, in the order in which they are called. `at` names the first layer of each
-    stage but the first. `balance="time"` measures forward and backward of each layer on `sample`, a batch's data.
-    A list of modules is taken as stages that you made yourself. No parameter is copied.
+    stage but the first. A list of modules is taken as stages that you made yourself. No parameter is copied.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         stages = list(model)
@@ -103,7 +97,7 @@ def split(
     if at is not None:
         firsts = _given_cuts(layers, at, num_stages)
     else:
-        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
+        firsts = _balanced_cuts(layers, num_stages)
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 
@@ -214,7 +208,7 @@ def _given_cuts(layers: Layers, at: Sequence[str], num_stages: int | None) -> li
     return firsts
 
 
-def _balanced_cuts(layers: Layers, num_stages: int | None, weights: Sequence[float]) -> list[int]:
+def _balanced_cuts(layers: Layers, num_stages: int | None) -> list[int]:
     if num_stages is None:
         raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
     if not 1 <= num_stages <= len(layers):
@@ -222,7 +216,7 @@ def _balanced_cuts(layers: Layers, num_stages: int | None, weights: Sequence[flo
             f"{len(layers)} layers cannot make {num_stages} stages: every stage has at least one. Layers: "
             f"{listed(name for name, _ in layers)}"
         )
-    return balanced(weights, num_stages)
+    return balanced([sum(parameter.numel() for parameter in layer.parameters()) for _, layer in layers], num_stages)
 
 
 def balanced(weights: Sequence[float], parts: int) -> list[int]:
@@ -243,63 +237,3 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
         return min(options)
 
     return list(best(0, parts)[2])
-
-
-# -- how heavy a layer is ---------------------------------------------------------------------------------
-
-
-def _weights(layers: Layers, balance: str, sample: Any, one_value: bool) -> list[float]:
-    if balance == "parameters":
-        return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
-    if balance != "time":
-        raise ScheduleError(f"balance is 'parameters' or 'time', not {balance!r}")
-    if sample is None:
-        raise ScheduleError("balance='time' measures the layers: pass sample=, the data of one batch")
-    return _measured(layers, sample, one_value)
-
-
-def _measured(layers: Layers, sample: Any, one_value: bool) -> list[float]:
-    """Seconds of forward and backward for each layer; gradients, modes and random state stay as they were."""
-    seconds: list[float] = []
-    value, alone = sample, False
-    devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}
-    with torch.random.fork_rng(devices=[device.index for device in devices]):
-        for _, layer in layers:
-            modes = {module: module.training for module in layer.modules()}
-            layer.eval()
-            try:
-                value = tree_map(_fresh, value)
-                seconds.append(min(_seconds(layer, value, alone) for _ in range(3)))
-                with torch.no_grad():
-                    value = call_layer(layer, value, alone)
-            finally:
-                for module, training in modes.items():
-                    module.training = training
-            alone = one_value
-    return seconds
-
-
-def _fresh(leaf: Any) -> Any:
-    floating = isinstance(leaf, Tensor) and leaf.is_floating_point()
-    return leaf.detach().clone().requires_grad_() if floating else leaf
-
-
-def _seconds(layer: nn.Module, value: Any, one_value: bool) -> float:
-    _synchronize(value)
-    start = time.perf_counter()
-    output = call_layer(layer, tree_map(lambda leaf: leaf * 1 if _needs_grad(leaf) else leaf, value), one_value)
-    roots = [leaf for leaf in tree_leaves(output) if _needs_grad(leaf)]
-    leaves = [leaf for leaf in [*layer.parameters(), *tree_leaves(value)] if _needs_grad(leaf)]
-    if roots and leaves:
-        torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
-    _synchronize(value)
-    return time.perf_counter() - start
-
-
-def _needs_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _synchronize(value: Any) -> None:
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(value)):
-        torch.cuda.synchronize()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.testing.gpu import cuda_mps as cuda_mps
     from colonnade.testing.outcome import Outcome as Outcome
     from colonnade.testing.outcome import WorldError as WorldError
     from colonnade.testing.outcome import WorldResult as WorldResult
@@ -26,7 +25,6 @@ _NAMES = {
     **dict.fromkeys(
         ("Comparison", "compare", "gather_gradients", "gather_weights", "plain_gradients"), "colonnade.testing.truth"
     ),
-    "cuda_mps": "colonnade.testing.gpu",
     "run_world": "colonnade.testing.world",
 }
 __all__ = sorted(_NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import combinations
@@ -187,36 +186,6 @@ def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None
     assert heaviest(balanced(weights, parts)) == min(map(heaviest, every))
 
 
-class Slow(nn.Module):
-    """Takes its time in the forward pass and has a parameter, a mode and a random number."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds, self.scale = seconds, nn.Parameter(torch.ones(1))
-        self.norm = nn.BatchNorm1d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        return self.norm(torch.dropout(x, 0.5, True)) * self.scale
-
-
-def test_stages_are_balanced_by_measured_time_and_nothing_is_left_behind() -> None:
-    model = nn.Sequential(*(Slow(seconds) for seconds in (0.01, 0.01, 0.01, 0.06, 0.01, 0.01)))
-    model[2].eval()
-    sample = torch.randn(3, 2)
-    before, state = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
-    parts = split(model, num_stages=3, balance="time", sample=sample)
-    assert layer_names(parts.stages) == [("0", "1", "2"), ("3",), ("4", "5")]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert [layer.training for layer in model] == [True, True, False, True, True, True]
-
-
-def test_time_is_measured_for_layers_that_pass_dicts_and_integers() -> None:
-    assert len(split(Language(), num_stages=2, balance="time", sample=torch.arange(4).view(2, 2))) == 2
-
-
 def test_ties_are_reported_whether_shared_by_object_or_by_memory() -> None:
     model = Language(num_blocks=1)
     assert split(model, num_stages=3).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
@@ -288,8 +257,6 @@ class Empty(Language):
         (sequential(), {"at": ["0"]}, "'0' does not come after '0'"),
         (sequential(), {"at": ["3", "2"]}, "'2' does not come after '3'"),
         (sequential(), {"at": ["3"], "num_stages": 3}, "1 cuts make 2 stages, not num_stages=3"),
-        (sequential(), {"num_stages": 2, "balance": "flops"}, "'parameters' or 'time', not 'flops'"),
-        (sequential(), {"num_stages": 2, "balance": "time"}, "pass sample="),
         (nn.Linear(2, 2), {"num_stages": 1}, "a Linear does not say in which order its layers run"),
         (Lost(), {"num_stages": 2}, "do not hold position"),
         (Misnamed(), {"num_stages": 2}, "no layer 'block.0'. Did you mean 'blocks.0'"),
