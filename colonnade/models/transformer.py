@@ -1,11 +1,10 @@
-"""What the models share: the block, and how their sequences are split."""
+"""What the models share: the block."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from colonnade.nn.layer import Arrangement, Dropout, LayerNorm
-from colonnade.nn.layer.attention import Over
 
 
 class Block(nn.Module):
@@ -20,8 +19,3 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.first_norm(x)))
         return x + self.dropout(self.feed_forward(self.second_norm(x)))
-
-
-def is_balanced(causal: bool, over: Over) -> bool:
-    """Whether a model's sequences are split into balanced parts: where a ring has a causal mask."""
-    return causal and over == "ring"
