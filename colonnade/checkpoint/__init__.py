@@ -8,7 +8,7 @@ Names are looked up on first use, so that checkpoints can be listed and verified
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
@@ -18,18 +18,12 @@ if TYPE_CHECKING:
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
     from colonnade.checkpoint.storage.verify import verify as verify
 
-_NAMES = {
-    "CheckpointManager": "colonnade.checkpoint.manager",
-    "LoadedInfo": "colonnade.checkpoint.load",
-    "export_full": "colonnade.checkpoint.convert",
-    "verify": "colonnade.checkpoint.storage.verify",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.checkpoint.convert": "export_full",
+        "colonnade.checkpoint.load": "LoadedInfo",
+        "colonnade.checkpoint.manager": "CheckpointManager",
+        "colonnade.checkpoint.storage.verify": "verify",
+    },
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
@@ -11,17 +11,11 @@ if TYPE_CHECKING:
     from colonnade.trainer.records import StepRecord as StepRecord
     from colonnade.trainer.trainer import Trainer as Trainer
 
-_NAMES = {
-    "BaseHook": "colonnade.trainer.hooks.base",
-    "StepRecord": "colonnade.trainer.records",
-    "Trainer": "colonnade.trainer.trainer",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.trainer.hooks.base": "BaseHook",
+        "colonnade.trainer.records": "StepRecord",
+        "colonnade.trainer.trainer": "Trainer",
+    },
+)

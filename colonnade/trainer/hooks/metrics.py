@@ -163,17 +163,14 @@ class MetricHook(_NeedsOutput):
 
 @HOOKS.register_module
 class ThroughputHook(BaseHook):
-    """Samples per second of all ranks together, as the metric "Throughput" of an epoch and of the last step.
+    """Samples per second of all ranks together, as the metric "Throughput" of an epoch.
 
-    `per_sample` turns samples into another unit: the tokens of one, say. The first `ignored_steps` of a run do not
-    count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
+    The first `ignored_steps` of a run do not count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
     """
 
-    def __init__(
-        self, ignored_steps: int = 0, tflop_per_step: float = 0.0, per_sample: float = 1.0, priority: int = 2
-    ) -> None:
+    def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0, priority: int = 2) -> None:
         super().__init__(priority)
-        self._ignored, self._tflop, self._per_sample = ignored_steps, tflop_per_step, per_sample
+        self._ignored, self._tflop = ignored_steps, tflop_per_step
         self._seen = 0
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
@@ -190,7 +187,7 @@ class ThroughputHook(BaseHook):
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         self._seen += 1
         if self._seen > self._ignored:
-            self._rate.update_global(record.samples * self._per_sample, record.seconds)
+            self._rate.update_global(record.samples, record.seconds)
             self._flops.update_global(self._tflop, record.seconds)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
