@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.messages import gather_texts
+from colonnade.checkpoint.collective import gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.transfer.values import Meta, build, describe
@@ -65,12 +64,6 @@ def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
     if not alone(context):
         dist.all_reduce(values, group=context.get_group(ParallelMode.GLOBAL))
     return values
-
-
-def gather_json(value: Any, context: ParallelContext) -> list[Any]:
-    """Every rank's JSON value, in rank order. Collective."""
-    text = json.dumps(value)
-    return [json.loads(other) for other in ([text] if alone(context) else gather_texts(text, context.device))]
 
 
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:

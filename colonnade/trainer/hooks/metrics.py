@@ -70,14 +70,10 @@ class _Measures(BaseHook, ABC):
 
 @HOOKS.register_module
 class LossHook(_Measures):
-    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts.
+    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts."""
 
-    `weight(label)` gives another weight, such as the tokens that count under a pipeline with `loss_weight`.
-    """
-
-    def __init__(self, priority: int = 0, weight: Callable[[Any], Tensor | float] | None = None) -> None:
+    def __init__(self, priority: int = 0) -> None:
         super().__init__("Loss", priority)
-        self._weight = weight
 
     def make(self, trainer: Trainer) -> Metric:
         if trainer.engine.criterion is None:
@@ -85,15 +81,11 @@ class LossHook(_Measures):
         return MeanMetric(trainer.context)
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        if self._weight is None and record.loss is not None:
+        if record.loss is not None:
             self._metrics["train"].update_global(record.loss * record.weight, record.weight)
 
     def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        if self._weight is not None:
-            if loss is not None and label is not None:
-                count = self._weight(label)
-                metric.update(loss.detach() * count, count)
-        elif metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
+        if metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
             metric.update(*trainer.batch_weight)
 
 
