@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.models.transformer import Block
 from colonnade.nn.layer import (
     MLP,
     Arrangement,
@@ -67,6 +66,20 @@ class GPT(nn.Sequential):
     def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
         """The loss of what this model gives."""
         return self.parts()[-1](ignore_index, over=self._over, context=self._here.context)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, hidden: int, dropout: float, here: Arrangement):
+        super().__init__()
+        self.first_norm, self.attention = LayerNorm(hidden, arrangement=here), attention
+        self.second_norm, self.feed_forward = LayerNorm(hidden, arrangement=here), feed_forward
+        self.dropout = Dropout(dropout, arrangement=here)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.first_norm(x)))
+        return x + self.dropout(self.feed_forward(self.second_norm(x)))
 
 
 class TokenEmbedding(nn.Module):

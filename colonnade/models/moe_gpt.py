@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding
-from colonnade.models.transformer import Block
+from colonnade.models.gpt import GPT, Block, Head, LanguageModelLoss, TokenEmbedding
 from colonnade.nn.layer import Arrangement
 from colonnade.nn.moe import MoE, TopKRouter
 
