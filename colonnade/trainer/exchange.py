@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,6 @@ from colonnade.checkpoint.collective import gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.transfer.values import Meta, build, describe
-
-_host_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By the group of the world, so that it is made once for a world, and made anew when the world is."""
 
 
 def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
@@ -95,8 +91,4 @@ def _shared(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, 
 def _host_group(context: ParallelContext) -> Any:
     """A group whose collectives run on the host: the world's own where that is gloo."""
     world = context.get_group(ParallelMode.GLOBAL)
-    if dist.get_backend(world) == "gloo":
-        return world
-    if world not in _host_groups:
-        _host_groups[world] = dist.new_group(backend="gloo")
-    return _host_groups[world]
+    return world if dist.get_backend(world) == "gloo" else context.get_second_group(ParallelMode.GLOBAL, "gloo")
