@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colonnade.config import load_config
-from colonnade.config.rules import Key, Rule
+from colonnade.config.rules import Rule
 from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError
 
@@ -21,7 +21,7 @@ def test_every_promised_key_is_there() -> None:
 
 
 def test_a_key_added_to_the_table_is_checked_and_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KEYS, "replay_buffer", Key(Rule("a string", lambda value: isinstance(value, str)), "x"))
+    monkeypatch.setitem(KEYS, "replay_buffer", Rule("a string", lambda value: isinstance(value, str)))
     assert load_config({"replay_buffer": "yes"}).replay_buffer == "yes"
     for wrong in ({"replay_buffer": 3}, {"replay_bufer": "yes"}):
         with pytest.raises(ConfigError, match="replay_buffer"):
