@@ -16,7 +16,7 @@ def run(
     script: Annotated[str, typer.Argument(help="Script to run, or a module with -m.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What follows goes to the script.")] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", "-n", help="Ranks on this machine; without it one per GPU, or one.")
+        int | None, typer.Option("--nproc", "-n", min=1, help="Ranks on this machine; without it one per GPU, or one.")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module.")] = False,
     as_colossalai: Annotated[
@@ -28,11 +28,11 @@ def run(
     ] = None,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not mark lines with their rank.")] = False,
     prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Mark the lines of rank 0 too.")] = False,
-    max_restarts: Annotated[int, typer.Option(help="Start all ranks again after a failure, this often.")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Start all ranks again after a failure, this often.")] = 0,
     grace: Annotated[
-        int, typer.Option(help="Seconds that ranks have after SIGTERM to finish their step and save.")
+        int, typer.Option(min=0, help="Seconds that ranks have after SIGTERM to finish their step and save.")
     ] = 30,
-    nnodes: Annotated[int, typer.Option(help="Machines in the job; run this command on each.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines in the job; run this command on each.")] = 1,
     node_rank: Annotated[
         int | None, typer.Option(help="This machine's place, 0 to nnodes-1; without it they agree.")
     ] = None,

@@ -46,8 +46,16 @@ def test_what_follows_the_script_is_its_own(
     assert ("goes to the script" in said) == rest.startswith("--nproc")
 
 
-@pytest.mark.parametrize("line", ["--unknown train.py", "--nproc", ""])
-def test_an_unknown_option_and_a_missing_script_are_usage_errors(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--unknown train.py", "--nproc", ""),
+        *("--nproc 0 x.py", "--nproc -3 x.py", "--max-restarts -1 x.py", "--grace -1 x.py", "--nnodes 0 x.py"),
+    ],
+)
+def test_unknown_options_impossible_numbers_and_a_missing_script_are_usage_errors(
+    monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     job, said, code = seen(line, monkeypatch)
     assert (job, code) == (None, 2)
     assert "Error" in said
