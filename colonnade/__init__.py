@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 from colonnade.version import __version__
@@ -30,35 +30,21 @@ if TYPE_CHECKING:
     from colonnade.parallel.split import split as split
     from colonnade.trainer.trainer import Trainer as Trainer
 
-_NAMES = {
-    "Config": "colonnade.config",
-    "Engine": "colonnade.engine.engine",
-    "ParallelContext": "colonnade.context.parallel_context",
-    "ParallelMode": "colonnade.context.parallel_mode",
-    "Replicate": "colonnade.parallel.placement",
-    "Shard": "colonnade.parallel.placement",
-    "Tied": "colonnade.parallel.placement",
-    "Trainer": "colonnade.trainer.trainer",
-    "clip_grad_norm_": "colonnade.optim.clip",
-    "get_default_parser": "colonnade._launch",
-    "get_dist_logger": "colonnade.logging",
-    "grad_norm": "colonnade.optim.clip",
-    "initialize": "colonnade.engine.build",
-    "launch": "colonnade._launch",
-    "launch_from_openmpi": "colonnade._launch",
-    "launch_from_slurm": "colonnade._launch",
-    "launch_from_torch": "colonnade._launch",
-    "place": "colonnade.parallel.placement",
-    "place_module": "colonnade.parallel.module_placement",
-    "placement_of": "colonnade.parallel.placement",
-    "split": "colonnade.parallel.split",
-}
-__all__ = ["__version__", *sorted(_NAMES)]
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, _names = lazy_names(
+    __name__,
+    {
+        "colonnade._launch": "get_default_parser launch launch_from_openmpi launch_from_slurm launch_from_torch",
+        "colonnade.config": "Config",
+        "colonnade.context.parallel_context": "ParallelContext",
+        "colonnade.context.parallel_mode": "ParallelMode",
+        "colonnade.engine.build": "initialize",
+        "colonnade.engine.engine": "Engine",
+        "colonnade.logging": "get_dist_logger",
+        "colonnade.optim.clip": "clip_grad_norm_ grad_norm",
+        "colonnade.parallel.module_placement": "place_module",
+        "colonnade.parallel.placement": "Replicate Shard Tied place placement_of",
+        "colonnade.parallel.split": "split",
+        "colonnade.trainer.trainer": "Trainer",
+    },
+)
+__all__ = ["__version__", *_names]

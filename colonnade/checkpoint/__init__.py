@@ -8,30 +8,22 @@ Names are looked up on first use, so that checkpoints can be listed and verified
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.checkpoint.convert import export_full as export_full
-    from colonnade.checkpoint.convert import reshard as reshard
     from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
     from colonnade.checkpoint.storage.verify import verify as verify
 
-_NAMES = {
-    "CheckpointManager": "colonnade.checkpoint.manager",
-    "LoadedInfo": "colonnade.checkpoint.load",
-    "export_full": "colonnade.checkpoint.convert",
-    "reshard": "colonnade.checkpoint.convert",
-    "verify": "colonnade.checkpoint.storage.verify",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.checkpoint.convert": "export_full",
+        "colonnade.checkpoint.load": "LoadedInfo",
+        "colonnade.checkpoint.manager": "CheckpointManager",
+        "colonnade.checkpoint.storage.verify": "verify",
+    },
+)

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
 from colonnade.cli.new import new
-from colonnade.cli.run import ScriptCommand, run
+from colonnade.cli.run import run
 from colonnade.version import __version__
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command's function, whose docstring is its help, and how its command line is read."""
-
-    function: Callable[..., Any]
-    reader: type[TyperCommand] = TyperCommand
-
-
-COMMANDS: dict[str, Command] = {
-    "run": Command(run, ScriptCommand),
-    "doctor": Command(doctor),
-    "ckpt": Command(ckpt),
-    "new": Command(new),
-}
+COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "doctor": doctor, "ckpt": ckpt, "new": new}
+"""Each is a function whose docstring is its help."""
 
 
 def build_app() -> typer.Typer:
     """Return the command line with every command of the table."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(_options)
-    for name, command in COMMANDS.items():
-        app.command(name, cls=command.reader)(command.function)
+    for name, function in COMMANDS.items():
+        # What follows a script is the script's own.
+        app.command(name, context_settings={"allow_interspersed_args": function is not run})(function)
     return app
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colonnade.cli.failures import HIDDEN_FROM_HERE, write_failure
-from colonnade.testing.process import description, end_with_parent
+from colonnade.testing.outcome import description, end_with_parent
 
 LAUNCHER = "COLONNADE_LAUNCHER_PID"
 _STARTERS = (__file__, runpy.__file__, "<frozen runpy>")

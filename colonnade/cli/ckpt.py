@@ -1,4 +1,4 @@
-"""`colonnade ckpt`: list, verify, rewrite and export checkpoints, in one process and without the code that made them."""
+"""`colonnade ckpt`: list, verify and export checkpoints, in one process and without the code that made them."""
 
 from __future__ import annotations
 
@@ -18,38 +18,32 @@ class Action(str, Enum):
 
     ls = "ls"
     verify = "verify"
-    reshard = "reshard"
     export = "export"
 
 
 def ckpt(
-    action: Annotated[Action, typer.Argument(help="ls, verify, reshard or export.")],
+    action: Annotated[Action, typer.Argument(help="ls, verify or export.")],
     path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it.")],
     step: Annotated[
         int | None,
         typer.Option(help="The checkpoint of this step; without it all (ls, verify), or the newest good one."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="export: the file to write. reshard: the folder to write to.")
-    ] = None,
-    files: Annotated[int, typer.Option(help="reshard: over how many files the tensors are spread.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="export: the file to write.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="ls, verify: print JSON instead of a table.")] = False,
 ) -> None:
-    """List, verify, reshard or export checkpoints.
+    """List, verify or export checkpoints.
 
     ls checks the manifest and the sizes of the files; verify reads every byte. Both exit with 1 if one is not ok.
-    reshard writes whole tensors over N files into another folder; no layout needs it, any loads any checkpoint.
     export writes all weights into one safetensors file, which plain torch loads.
     """
     if action in (Action.ls, Action.verify):
         raise typer.Exit(_show(_rows(path, step, content=action is Action.verify), as_json))
     if out is None:
-        raise CheckpointError(f"{action.value} needs --out: " + ("a file" if action is Action.export else "a folder"))
-    from colonnade.checkpoint.convert import export_full, find_checkpoint, reshard
+        raise CheckpointError("export needs --out: a file")
+    from colonnade.checkpoint.convert import export_full, find_checkpoint
 
     source = find_checkpoint(path, step)
-    written = export_full(source, out) if action is Action.export else reshard(source, out, files)
-    typer.echo(f"{source} -> {written}")
+    typer.echo(f"{source} -> {export_full(source, out)}")
 
 
 def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ class Job:
 def checked(job: Job) -> Job:
     """Return the job if it can be started; raise `LaunchError` with the next step if not."""
     _check_target(job)
-    _check_counts(job)
+    _warn_of_many(job)
     _check_nodes(job)
     if job.log_dir is not None and job.log_dir.exists() and not job.log_dir.is_dir():
         raise LaunchError(f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.")
@@ -65,13 +65,7 @@ def _check_target(job: Job) -> None:
     raise LaunchError(f"there is no script {job.target!r}, seen from {Path.cwd()}.{did_you_mean(job.target, known)}")
 
 
-def _check_counts(job: Job) -> None:
-    if job.nproc is not None and job.nproc < 1:
-        raise LaunchError(f"--nproc {job.nproc} starts nothing. Give the number of ranks, at least 1.")
-    if job.max_restarts < 0:
-        raise LaunchError(f"--max-restarts {job.max_restarts} must be 0 or more.")
-    if job.grace < 0:
-        raise LaunchError(f"--grace {job.grace} must be 0 or more seconds.")
+def _warn_of_many(job: Job) -> None:
     if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
         typer.echo(
             f"colonnade: {job.nproc} ranks share {cores()} cores; expect it to be slow to start, "
@@ -81,8 +75,6 @@ def _check_counts(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    if job.nnodes < 1:
-        raise LaunchError(f"--nnodes {job.nnodes} must be 1 or more.")
     if job.nnodes == 1:
         if job.node_rank not in (None, 0):
             raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.")

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from colonnade.config.config import Config, load_config
 from colonnade.config.parallel import AxisSpec, ParallelSizes, parallel_sizes
-from colonnade.config.schema import describe_keys
 
-__all__ = ["AxisSpec", "Config", "ParallelSizes", "describe_keys", "load_config", "parallel_sizes"]
+__all__ = ["AxisSpec", "Config", "ParallelSizes", "load_config", "parallel_sizes"]

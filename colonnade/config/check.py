@@ -26,7 +26,7 @@ def _keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
         elif value is None and key in KEYS:
             continue
         elif key in KEYS:
-            yield from check_value(KEYS[key].rule, (key,), value)
+            yield from check_value(KEYS[key], (key,), value)
         else:
             yield from _others(key, value, values)
 

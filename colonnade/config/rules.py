@@ -36,14 +36,6 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Key:
-    """A known key: what it may hold, and one line that says what it is for."""
-
-    rule: Rule
-    says: str
-
-
-@dataclass(frozen=True)
 class Section:
     """What may stand in a dict.
 
@@ -52,7 +44,7 @@ class Section:
     of other frameworks to a key; `refused` maps keys to the sentence that says what to do instead.
     """
 
-    keys: Mapping[str, Key]
+    keys: Mapping[str, Rule]
     required: tuple[str, ...] = ()
     is_open: bool = False
     others: Rule | None = None
@@ -75,7 +67,7 @@ def _check_section(section: Section, path: KeyPath, values: dict[Any, Any]) -> I
     meant: set[str | None] = set()
     for key, value in values.items():
         if key in section.keys:
-            yield from check_value(section.keys[key].rule, (*path, key), value)
+            yield from check_value(section.keys[key], (*path, key), value)
             continue
         close = _meant_key(section, key)
         meant.update(section.required if key in section.refused else [close])
@@ -86,7 +78,7 @@ def _check_section(section: Section, path: KeyPath, values: dict[Any, Any]) -> I
             yield from check_value(section.others, (*path, key), value)
     for key in section.required:
         if key not in values and key not in meant:
-            yield Problem((*path, key), f"is missing; it must be {section.keys[key].rule.allows}")
+            yield Problem((*path, key), f"is missing; it must be {section.keys[key].allows}")
 
 
 def _meant_key(section: Section, key: object) -> str | None:
@@ -189,7 +181,6 @@ POSITIVE = number_above(0)
 FRACTION = Rule("a number between 0 and 1", lambda value: _is_number(value) and 0 < value < 1)
 TEXT = Rule("a string", lambda value: isinstance(value, str))
 TEXTS = Rule("a list of strings", _is_texts)
-FUNCTION = Rule("a function", callable)
 MEMBER = Rule("a member of an Enum", lambda value: isinstance(value, enum.Enum))
 COLLECTION = Rule("a list or dict", lambda value: isinstance(value, (list, tuple, dict)))
 # Known by the name of its type: configs are read where torch is not imported.

@@ -5,7 +5,7 @@ Names are looked up on first use, so that layouts can be planned without importi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
@@ -19,22 +19,15 @@ if TYPE_CHECKING:
     from colonnade.context.parallel_mode import ParallelMode as ParallelMode
     from colonnade.context.random import RandomStreams as RandomStreams
 
-_NAMES = {
-    "Axis": "colonnade.context.layout",
-    "Config": "colonnade.config",
-    "Layout": "colonnade.context.layout",
-    "ParallelContext": "colonnade.context.parallel_context",
-    "ParallelMode": "colonnade.context.parallel_mode",
-    "ProcessGroupInitializer": "colonnade.context.dist_group_initializer",
-    "RandomStreams": "colonnade.context.random",
-    "build_layout": "colonnade.context.build",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.config": "Config",
+        "colonnade.context.build": "build_layout",
+        "colonnade.context.dist_group_initializer": "ProcessGroupInitializer",
+        "colonnade.context.layout": "Axis Layout",
+        "colonnade.context.parallel_context": "ParallelContext",
+        "colonnade.context.parallel_mode": "ParallelMode",
+        "colonnade.context.random": "RandomStreams",
+    },
+)

@@ -23,7 +23,6 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import RandomStreams, derive_seed
 from colonnade.context.rendezvous import (
     agree_on_layout,
-    count_ranks_on_this_host,
     join_world,
     leave_world,
 )
@@ -56,7 +55,6 @@ class ParallelContext:
     device: torch.device
     streams: RandomStreams
     world_size: int
-    num_processes_on_current_node: int
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
     _launched: bool
@@ -258,14 +256,6 @@ class ParallelContext:
     def set_virtual_pipeline_parallel_rank(self, rank: int | None) -> None:
         self.virtual_pipeline_parallel_rank = rank
 
-    def detect_num_processes_on_current_node(self) -> None:
-        """Count the ranks on this host. Collective over the world."""
-        self.num_processes_on_current_node = count_ranks_on_this_host(self.device)
-
-    def check_sanity(self) -> None:
-        """Refuse a world whose axes do not multiply to its size; `launch` has already done so."""
-        world_axes(self.config, self.world_size)
-
     def __deepcopy__(self, memo: object) -> ParallelContext:
         """A copy of a layer lives in the same world."""
         return self
@@ -283,7 +273,6 @@ class ParallelContext:
         self.device = torch.device("cpu")
         self.streams = RandomStreams()
         self.world_size = 1
-        self.num_processes_on_current_node = -1
         self.virtual_pipeline_parallel_size = None
         self.virtual_pipeline_parallel_rank = None
         self._rank = 0

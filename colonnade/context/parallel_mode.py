@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from colonnade.errors import LayoutError, did_you_mean, listed
 
@@ -57,6 +57,16 @@ class _OpenEnum(type):
         return isinstance(value, ParallelMode) or (isinstance(value, str) and value in cls._by_value)
 
 
+class _BuiltIn(NamedTuple):
+    value: str
+    data: DataKind
+
+
+def _built_in(value: str, data: DataKind) -> Any:
+    """Declare a member in the body of the class; it is registered below, under the name it is given there."""
+    return _BuiltIn(value, data)
+
+
 class ParallelMode(metaclass=_OpenEnum):
     """One kind of parallelism. Members are singletons: compare them with `is` or `==`."""
 
@@ -74,29 +84,29 @@ class ParallelMode(metaclass=_OpenEnum):
     data: DataKind
     """Whether the ranks of a group see the same data or distinct data."""
 
-    GLOBAL: ClassVar[ParallelMode]
-    DATA: ClassVar[ParallelMode]
-    MODEL: ClassVar[ParallelMode]
-    PIPELINE: ClassVar[ParallelMode]
-    TENSOR: ClassVar[ParallelMode]
-    SEQUENCE: ClassVar[ParallelMode]
-    SEQUENCE_DP: ClassVar[ParallelMode]
-    PARALLEL_1D: ClassVar[ParallelMode]
-    PARALLEL_2D_ROW: ClassVar[ParallelMode]
-    PARALLEL_2D_COL: ClassVar[ParallelMode]
-    PARALLEL_2P5D_ROW: ClassVar[ParallelMode]
-    PARALLEL_2P5D_COL: ClassVar[ParallelMode]
-    PARALLEL_2P5D_DEP: ClassVar[ParallelMode]
-    PARALLEL_2P5D_XZ: ClassVar[ParallelMode]
-    PARALLEL_3D_INPUT: ClassVar[ParallelMode]
-    PARALLEL_3D_WEIGHT: ClassVar[ParallelMode]
-    PARALLEL_3D_OUTPUT: ClassVar[ParallelMode]
-    PARALLEL_3D_INPUT_X_WEIGHT: ClassVar[ParallelMode]
-    PARALLEL_3D_OUTPUT_X_WEIGHT: ClassVar[ParallelMode]
-    EXPERT: ClassVar[ParallelMode]
-    EXPERT_DATA: ClassVar[ParallelMode]
-    MOE_MODEL: ClassVar[ParallelMode]
-    MOE_DATA: ClassVar[ParallelMode]
+    GLOBAL: ClassVar[ParallelMode] = _built_in("global", "distinct")
+    DATA: ClassVar[ParallelMode] = _built_in("data", "distinct")
+    MODEL: ClassVar[ParallelMode] = _built_in("model", "same")
+    PIPELINE: ClassVar[ParallelMode] = _built_in("pipe", "same")
+    TENSOR: ClassVar[ParallelMode] = _built_in("tensor", "same")
+    SEQUENCE: ClassVar[ParallelMode] = _built_in("sequence", "distinct")
+    SEQUENCE_DP: ClassVar[ParallelMode] = _built_in("sequence_dp", "distinct")
+    PARALLEL_1D: ClassVar[ParallelMode] = _built_in("1d", "same")
+    PARALLEL_2D_ROW: ClassVar[ParallelMode] = _built_in("2d_row", "same")
+    PARALLEL_2D_COL: ClassVar[ParallelMode] = _built_in("2d_col", "same")
+    PARALLEL_2P5D_ROW: ClassVar[ParallelMode] = _built_in("2p5d_row", "same")
+    PARALLEL_2P5D_COL: ClassVar[ParallelMode] = _built_in("2p5d_col", "same")
+    PARALLEL_2P5D_DEP: ClassVar[ParallelMode] = _built_in("2p5d_dep", "same")
+    PARALLEL_2P5D_XZ: ClassVar[ParallelMode] = _built_in("2p5d_xz", "same")
+    PARALLEL_3D_INPUT: ClassVar[ParallelMode] = _built_in("3d_input", "same")
+    PARALLEL_3D_WEIGHT: ClassVar[ParallelMode] = _built_in("3d_weight", "same")
+    PARALLEL_3D_OUTPUT: ClassVar[ParallelMode] = _built_in("3d_output", "same")
+    PARALLEL_3D_INPUT_X_WEIGHT: ClassVar[ParallelMode] = _built_in("3d_input_x_weight", "same")
+    PARALLEL_3D_OUTPUT_X_WEIGHT: ClassVar[ParallelMode] = _built_in("3d_output_x_weight", "same")
+    EXPERT: ClassVar[ParallelMode] = _built_in("expert", "distinct")
+    EXPERT_DATA: ClassVar[ParallelMode] = _built_in("expert_data", "distinct")
+    MOE_MODEL: ClassVar[ParallelMode] = _built_in("moe_model", "distinct")
+    MOE_DATA: ClassVar[ParallelMode] = _built_in("moe_data", "distinct")
 
     @classmethod
     def register(cls, name: str, value: str, data: DataKind = "same") -> ParallelMode:
@@ -154,31 +164,7 @@ def _check_declaration(name: object, value: object, data: object) -> None:
         )
 
 
-_BUILT_IN: tuple[tuple[str, str, DataKind], ...] = (
-    ("GLOBAL", "global", "distinct"),
-    ("DATA", "data", "distinct"),
-    ("MODEL", "model", "same"),
-    ("PIPELINE", "pipe", "same"),
-    ("TENSOR", "tensor", "same"),
-    ("SEQUENCE", "sequence", "distinct"),
-    ("SEQUENCE_DP", "sequence_dp", "distinct"),
-    ("PARALLEL_1D", "1d", "same"),
-    ("PARALLEL_2D_ROW", "2d_row", "same"),
-    ("PARALLEL_2D_COL", "2d_col", "same"),
-    ("PARALLEL_2P5D_ROW", "2p5d_row", "same"),
-    ("PARALLEL_2P5D_COL", "2p5d_col", "same"),
-    ("PARALLEL_2P5D_DEP", "2p5d_dep", "same"),
-    ("PARALLEL_2P5D_XZ", "2p5d_xz", "same"),
-    ("PARALLEL_3D_INPUT", "3d_input", "same"),
-    ("PARALLEL_3D_WEIGHT", "3d_weight", "same"),
-    ("PARALLEL_3D_OUTPUT", "3d_output", "same"),
-    ("PARALLEL_3D_INPUT_X_WEIGHT", "3d_input_x_weight", "same"),
-    ("PARALLEL_3D_OUTPUT_X_WEIGHT", "3d_output_x_weight", "same"),
-    ("EXPERT", "expert", "distinct"),
-    ("EXPERT_DATA", "expert_data", "distinct"),
-    ("MOE_MODEL", "moe_model", "distinct"),
-    ("MOE_DATA", "moe_data", "distinct"),
-)
-
-for _name, _value, _data in _BUILT_IN:
-    ParallelMode.register(_name, _value, _data)
+for _name, _declared in list(vars(ParallelMode).items()):
+    if isinstance(_declared, _BuiltIn):
+        delattr(ParallelMode, _name)  # members are looked up by the metaclass, users' and ours alike
+        ParallelMode.register(_name, _declared.value, _declared.data)

@@ -9,10 +9,8 @@ what a dropout on a sharded tensor needs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +26,16 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._states: dict[ParallelMode, State] = {}
-        self._seeds: dict[ParallelMode, int] = {}
         self._using: ParallelMode | None = None
 
-    def add(self, mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
+    def add(self, mode: ParallelMode, seed: int) -> None:
         """Start a stream for `mode` from `seed`."""
         mode = ParallelMode(mode)
-        if mode in self._states and not overwrite:
-            raise ContextError(
-                f"{mode} already has a random stream (seed {self._seeds[mode]}); pass overwrite=True to restart it"
-            )
+        if mode in self._states:
+            raise ContextError(f"{mode} already has a random stream; set_seed() of the context starts all of them anew")
         outside = _state()
-        _manual_seed(seed)
+        torch.manual_seed(seed)
         self._states[mode] = _state()
-        self._seeds[mode] = seed
         _set_state(outside)
 
     @contextmanager
@@ -66,21 +60,6 @@ class RandomStreams:
             self._using = before
             _set_state(outside)
 
-    def wrap(self, function: Callable[..., Any], mode: ParallelMode) -> Callable[..., Any]:
-        """`function`, always run inside the stream of `mode`."""
-
-        @wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with self.use(mode):
-                return function(*args, **kwargs)
-
-        return inside
-
-    @property
-    def seeds(self) -> dict[ParallelMode, int]:
-        """The seed each stream was started from."""
-        return dict(self._seeds)
-
     def state_dict(self) -> dict[str, State]:
         """All streams and the global one ("default"), as tensors, for a checkpoint of this rank."""
         held = {mode.value: dict(state) for mode, state in self._states.items()}
@@ -96,7 +75,6 @@ class RandomStreams:
     def clear(self) -> None:
         """Forget every stream."""
         self._states.clear()
-        self._seeds.clear()
         self._using = None
 
 
@@ -104,10 +82,6 @@ def derive_seed(seed: int, *parts: object) -> int:
     """A seed that differs when any part differs; the same on every machine and Python."""
     text = ":".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def _manual_seed(seed: int) -> None:
-    torch.manual_seed(seed)
 
 
 def _state() -> State:

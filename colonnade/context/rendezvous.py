@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -103,12 +101,6 @@ def agree_on_layout(layout: Layout, device: torch.device) -> None:
         f"(differing from rank 0: {listed(differing)}). An initializer must return the groups of the whole world, "
         f"the same on every rank; it must not depend on its own rank."
     )
-
-
-def count_ranks_on_this_host(device: torch.device) -> int:
-    """How many ranks run on this host. Collective over the world."""
-    host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:8], "big") >> 1
-    return gather_numbers(host, device).count(host)
 
 
 def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:

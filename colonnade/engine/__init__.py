@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
@@ -12,18 +12,12 @@ if TYPE_CHECKING:
     from colonnade.engine.gradient_handler import BaseGradientHandler as BaseGradientHandler
     from colonnade.engine.schedule import BaseSchedule as BaseSchedule
 
-_NAMES = {
-    "Engine": "colonnade.engine.engine",
-    "BaseGradientHandler": "colonnade.engine.gradient_handler",
-    "BaseSchedule": "colonnade.engine.schedule",
-    "initialize": "colonnade.engine.build",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.engine.build": "initialize",
+        "colonnade.engine.engine": "Engine",
+        "colonnade.engine.gradient_handler": "BaseGradientHandler",
+        "colonnade.engine.schedule": "BaseSchedule",
+    },
+)

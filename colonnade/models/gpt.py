@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.models.transformer import Block, is_balanced
 from colonnade.nn.layer import (
     MLP,
+    Arrangement,
     Classifier,
     CrossEntropyLoss,
     Dropout,
@@ -45,20 +45,41 @@ class GPT(nn.Sequential):
         context: ParallelContext | None = None,
     ) -> None:
         here = arrange(context)
-        embedding = TokenEmbedding(vocabulary, length, hidden, dropout, over, context)
+        make_embedding, make_block, make_head, _ = self.parts()
+        embedding = make_embedding(vocabulary, length, hidden, dropout, over, context)
         blocks = nn.Sequential()
-        for _ in range(layers):
-            attention = SelfAttention(
-                hidden, heads, causal=True, over=over, balanced=is_balanced(True, over), arrangement=here
-            )
-            blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
-        head = Head(vocabulary, hidden, embedding.tokens.weight if tied else None, context)
+        for at in range(layers):
+            attention = SelfAttention(hidden, heads, causal=True, over=over, balanced=over == "ring", arrangement=here)
+            blocks.append(make_block(attention, self.feed_forward(at, hidden, here), hidden, dropout, here))
+        head = make_head(vocabulary, hidden, embedding.tokens.weight if tied else None, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))
         self._over, self._here = over, here
 
+    def parts(self) -> tuple[type[TokenEmbedding], type[Block], type[Head], type[LanguageModelLoss]]:
+        """The classes that the model is made of."""
+        return TokenEmbedding, Block, Head, LanguageModelLoss
+
+    def feed_forward(self, at: int, hidden: int, here: Arrangement) -> nn.Module:
+        """The feed-forward layer of block `at`."""
+        return MLP(hidden, 4 * hidden, arrangement=here)
+
     def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
-        """The loss of this model's logits."""
-        return LanguageModelLoss(ignore_index, over=self._over, context=self._here.context)
+        """The loss of what this model gives."""
+        return self.parts()[-1](ignore_index, over=self._over, context=self._here.context)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and beside a residual connection."""
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, hidden: int, dropout: float, here: Arrangement):
+        super().__init__()
+        self.first_norm, self.attention = LayerNorm(hidden, arrangement=here), attention
+        self.second_norm, self.feed_forward = LayerNorm(hidden, arrangement=here), feed_forward
+        self.dropout = Dropout(dropout, arrangement=here)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.first_norm(x)))
+        return x + self.dropout(self.feed_forward(self.second_norm(x)))
 
 
 class TokenEmbedding(nn.Module):
@@ -68,7 +89,7 @@ class TokenEmbedding(nn.Module):
         self, vocabulary: int, length: int, hidden: int, dropout: float, over: Over, context: ParallelContext | None
     ) -> None:
         super().__init__()
-        self._here, self._balanced = arrange(context), is_balanced(True, over)
+        self._here, self._balanced = arrange(context), over == "ring"
         self.tokens = self._table(vocabulary, hidden)
         self.positions = self._table(length, hidden)
         self.dropout = Dropout(dropout, arrangement=self._here)
@@ -112,7 +133,7 @@ class LanguageModelLoss(nn.Module):
         self, ignore_index: int = -100, *, over: Over = "ring", context: ParallelContext | None = None
     ) -> None:
         super().__init__()
-        self._here, self._balanced, self.ignore_index = arrange(context), is_balanced(True, over), ignore_index
+        self._here, self._balanced, self.ignore_index = arrange(context), over == "ring", ignore_index
         self._sum = CrossEntropyLoss(ignore_index, "sum", arrangement=self._here)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

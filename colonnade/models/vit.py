@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.models.transformer import Block
+from colonnade.models.gpt import Block
 from colonnade.nn.layer import (
     MLP,
     Classifier,

@@ -5,7 +5,7 @@ It is public, so that a parallelism of your own can be tested in the same way.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colonnade._lazy import lazy_names
 
@@ -21,20 +21,12 @@ if TYPE_CHECKING:
     from colonnade.testing.truth import plain_gradients as plain_gradients
     from colonnade.testing.world import run_world as run_world
 
-_NAMES = {
-    **dict.fromkeys(("Outcome", "WorldError", "WorldResult"), "colonnade.testing.outcome"),
-    **dict.fromkeys(
-        ("Comparison", "compare", "gather_gradients", "gather_weights", "plain_gradients"), "colonnade.testing.truth"
-    ),
-    "cuda_mps": "colonnade.testing.gpu",
-    "run_world": "colonnade.testing.world",
-}
-__all__ = sorted(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    return lazy_names(__name__, name, _NAMES)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_NAMES])
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "colonnade.testing.gpu": "cuda_mps",
+        "colonnade.testing.outcome": "Outcome WorldError WorldResult",
+        "colonnade.testing.truth": "Comparison compare gather_gradients gather_weights plain_gradients",
+        "colonnade.testing.world": "run_world",
+    },
+)

@@ -1,4 +1,4 @@
-"""More ranks than GPUs: what NCCL and CUDA need so that several ranks of a world share one device."""
+"""CUDA's multi-process service, for measurements with several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -10,30 +10,10 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 
-import torch
-
 from colonnade.errors import LaunchError
 
 _MPS = "nvidia-cuda-mps-control"
 _MPS_SECONDS = 30
-
-
-def check_backend(backend: str | None) -> None:
-    """Refuse nccl where there is no GPU, before a process is started."""
-    if backend is not None and "nccl" in backend and not torch.cuda.device_count():
-        raise LaunchError(f"backend={backend!r} needs a GPU and torch finds none. Give backend='gloo'.")
-
-
-def nccl_environments(n: int) -> list[dict[str, str]]:
-    """Return, for each of `n` ranks, what NCCL needs where they share GPUs; empty where none is shared.
-
-    NCCL refuses two ranks on one device of one host. So each rank names a host of its own, and they talk over
-    loopback sockets, as hosts without a faster network would.
-    """
-    if not 0 < torch.cuda.device_count() < n:
-        return [{}] * n
-    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    return [{"NCCL_HOSTID": f"colonnade-rank-{rank}", **sockets} for rank in range(n)]
 
 
 @contextlib.contextmanager

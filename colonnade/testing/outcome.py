@@ -1,18 +1,26 @@
-"""What became of a world: one outcome per rank, and the report that names the rank which failed first."""
+"""What became of a world: one outcome per rank, and the report that names the rank which failed first. No torch.
+
+And what every process of a world does, whoever started it: end with its parent, and tell how it failed.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
-from collections.abc import Iterable
+import sys
+import traceback
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from signal import Signals
+from signal import SIGKILL, Signals
+from types import TracebackType
 from typing import Any, Literal
 
 from colonnade.errors import ColonnadeError
 
 Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
 
+_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 25
 _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
 
@@ -168,3 +176,29 @@ def tail(title: str, text: str) -> str:
         return ""
     cut = f", last {_TAIL_LINES} of {len(lines)} lines" if len(lines) > _TAIL_LINES else ""
     return "\n".join([f"--- {title}{cut}", *lines[-_TAIL_LINES:]])
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies, however that dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)
+
+
+def description(error: BaseException, starters: Collection[str]) -> dict[str, Any]:
+    """Return the fields of an `Outcome` for what was raised, without the leading frames of the files that started it."""
+    kind = type(error)
+    trace = _users_part(error.__traceback__, starters)
+    return {
+        "kind": "exception",
+        "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(kind, error, trace)),
+    }
+
+
+def _users_part(trace: TracebackType | None, starters: Collection[str]) -> TracebackType | None:
+    """Drop the leading frames of these files, unless there are no others."""
+    own = trace
+    while own is not None and own.tb_frame.f_code.co_filename in starters:
+        own = own.tb_next
+    return own or trace

@@ -24,7 +24,7 @@ from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any, NoReturn
 
-from colonnade.testing.process import description, end_with_parent
+from colonnade.testing.outcome import description, end_with_parent
 
 LOADED = b"loaded"
 REPORTED = b"reported"

@@ -16,8 +16,9 @@ from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from colonnade.errors import LaunchError
-from colonnade.testing.gpu import nccl_environments
 
 # Imported once by the fork server instead of by every rank. On 2 cores with torch 2.13, `torch._dynamo` costs
 # 1 s here and saves each world of 4 about 2.2 s at its first DDP or functional collective; the other two of torch
@@ -131,3 +132,21 @@ def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] 
         }
         for rank, nccl in enumerate(nccl_environments(n))
     )
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse nccl where there is no GPU, before a process is started."""
+    if backend is not None and "nccl" in backend and not torch.cuda.device_count():
+        raise LaunchError(f"backend={backend!r} needs a GPU and torch finds none. Give backend='gloo'.")
+
+
+def nccl_environments(n: int) -> list[dict[str, str]]:
+    """Return, for each of `n` ranks, what NCCL needs where they share GPUs; empty where none is shared.
+
+    NCCL refuses two ranks on one device of one host. So each rank names a host of its own, and they talk over
+    loopback sockets, as hosts without a faster network would.
+    """
+    if not 0 < torch.cuda.device_count() < n:
+        return [{}] * n
+    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return [{"NCCL_HOSTID": f"colonnade-rank-{rank}", **sockets} for rank in range(n)]

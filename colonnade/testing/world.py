@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colonnade.errors import LaunchError
-from colonnade.testing.gpu import check_backend
 from colonnade.testing.outcome import Outcome, WorldError, WorldResult
 from colonnade.testing.rank import GUARD, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
-from colonnade.testing.start import context_for, environments, loopback_socket, packed, private_folder
+from colonnade.testing.start import check_backend, context_for, environments, loopback_socket, packed, private_folder
 
 # How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
 _GRACE = 3.0
@@ -49,7 +48,7 @@ def run_world(
     MASTER_ADDR and MASTER_PORT are set, and the port is free. With "nccl" the current device of rank r is GPU
     r modulo their number. There may be more ranks than GPUs, so one GPU can test NCCL between several ranks: each
     rank then gets an NCCL_HOSTID of its own, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1
-    (also with None, for a `launch` in `fn`); `cuda_mps()` lets their kernels run at the same time.
+    (also with None, for a `launch` in `fn`).
     `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes
     with the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF
     there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.format.values import is_stateful
 from colonnade.checkpoint.random_state import random_state, set_random_state
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
-from colonnade.trainer.exchange import gather_json
 from colonnade.utils.sampler import DistinctDataSampler
 
 NO_BATCH = object()

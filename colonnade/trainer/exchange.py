@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.messages import gather_texts
+from colonnade.checkpoint.collective import gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.transfer.values import Meta, build, describe
-
-_host_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By the group of the world, so that it is made once for a world, and made anew when the world is."""
 
 
 def speaks(context: ParallelContext, pipeline: bool = False) -> bool:
@@ -67,12 +62,6 @@ def sum_over_world(values: Tensor, context: ParallelContext) -> Tensor:
     return values
 
 
-def gather_json(value: Any, context: ParallelContext) -> list[Any]:
-    """Every rank's JSON value, in rank order. Collective."""
-    text = json.dumps(value)
-    return [json.loads(other) for other in ([text] if alone(context) else gather_texts(text, context.device))]
-
-
 def gather_values(value: Any, has: bool, context: ParallelContext) -> list[Any]:
     """The nested values of tensors of all ranks that have one, in rank order, on the host of every rank. Collective."""
     note, tensors = describe(value, "what is gathered") if has else ("", [])
@@ -102,8 +91,4 @@ def _shared(rank: int, mine: Iterator[Tensor] | None, context: ParallelContext, 
 def _host_group(context: ParallelContext) -> Any:
     """A group whose collectives run on the host: the world's own where that is gloo."""
     world = context.get_group(ParallelMode.GLOBAL)
-    if dist.get_backend(world) == "gloo":
-        return world
-    if world not in _host_groups:
-        _host_groups[world] = dist.new_group(backend="gloo")
-    return _host_groups[world]
+    return world if dist.get_backend(world) == "gloo" else context.get_second_group(ParallelMode.GLOBAL, "gloo")

@@ -30,10 +30,6 @@ class Metric(ABC):
     def get_accumulated_value(self) -> float:
         """The value over the epoch, as it was last gathered; nan if nothing was measured."""
 
-    def get_last_step_value(self) -> float:
-        """The value of the last step that is known."""
-        return self.get_accumulated_value()
-
 
 class ValueMetric(Metric):
     """A number that is the same on every rank, such as the learning rate."""
@@ -55,7 +51,7 @@ class MeanMetric(Metric):
         self.higher_is_better = higher_is_better
         self._context = context
         self._speaks = speaks(context)
-        self._value = self._last = float("nan")
+        self._value = float("nan")
         self.reset()
 
     def reset(self) -> None:
@@ -74,7 +70,6 @@ class MeanMetric(Metric):
     def update_global(self, total: float, count: float) -> None:
         """Add what all ranks have seen together, told to all of them."""
         self._before = (self._before[0] + total, self._before[1] + count)
-        self._last = total / count if count else float("nan")
 
     def sums(self) -> tuple[float, float]:
         """(sum, count) over all ranks. Collective."""
@@ -88,9 +83,6 @@ class MeanMetric(Metric):
 
     def get_accumulated_value(self) -> float:
         return self._value
-
-    def get_last_step_value(self) -> float:
-        return self._last
 
     def state_dict(self) -> dict[str, Any]:
         """Sums over all ranks, so that another layout can take them up. Collective."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 
 class Timer:
@@ -35,12 +34,6 @@ class Timer:
         """The seconds of the last lap."""
         return self._last
 
-    def get_history_sum(self) -> float:
-        return sum(self.history)
-
-    def get_history_mean(self) -> float:
-        return sum(self.history) / len(self.history) if self.history else 0.0
-
 
 class MultiTimer:
     """Timers by name, made when they are first asked for. A trainer times Train-epoch, Train-step and Test-epoch."""
@@ -61,6 +54,3 @@ class MultiTimer:
         """Forget the laps of one timer, or of all."""
         for timer in [self.get_timer(name)] if name is not None else self._timers.values():
             timer.reset()
-
-    def __iter__(self) -> Iterator[tuple[str, Timer]]:
-        return iter(self._timers.items())

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as one file that plain torch loads, or as N files that load everywhere."""
+"""A checkpoint of any layout as one file that plain torch loads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, export_full, fault, reshard, verify
+from colonnade.checkpoint import CheckpointManager, export_full, fault
 from colonnade.checkpoint.convert import find_checkpoint
 from colonnade.checkpoint.format.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
@@ -44,46 +43,10 @@ def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ran
         patched.setattr(fault, "hook", _fail)
         with pytest.raises(CheckpointError, match="no space"):
             export_full(four_ranks / "step-00000001", file)
-        with pytest.raises(CheckpointError, match="no space"):
-            reshard(four_ranks / "step-00000001", tmp_path / "other", 1)
     assert file.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["full.safetensors", "other", "run.lock"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["full.safetensors"]
     export_full(four_ranks / "step-00000001", file)
     assert file.stat().st_size > 100
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_a_resharded_checkpoint_holds_the_same(four_ranks, tmp_path, files):
-    path = reshard(four_ranks / "step-00000001", tmp_path, files)
-    before, after = verify(four_ranks / "step-00000001"), verify(path)
-    assert len(after.files) == files
-    assert after.layout == before.layout
-    assert all(len(tensor.blocks) <= 1 for tensor in after.tensors)
-    assert [(tensor.label, tensor.state_name) for tensor in after.tensors] == [
-        (tensor.label, tensor.state_name) for tensor in before.tensors
-    ]
-    sizes = [file.size for file in after.files]
-    assert max(sizes) < 2.5 * min(sizes)
-    built = build(WAYS["one"], ParallelContext(), 99)
-    with CheckpointManager(tmp_path, ParallelContext()) as manager:
-        manager.load(built.model, built.optimizer)
-    assert built.differs_from(truth_after(STEPS)) == []
-    pairs = [pair for pair in zip(before.items, after.items, strict=True) if pair[0].tensors]
-    assert len(pairs) == 4  # each rank's random streams
-    for mine, theirs in pairs:
-        with (
-            safe_open(four_ranks / "step-00000001" / str(mine.file), "pt") as old,
-            safe_open(path / str(theirs.file), "pt") as new,
-        ):
-            for at in range(mine.tensors):
-                assert torch.equal(old.get_tensor(mine.entry(at)), new.get_tensor(theirs.entry(at)))
-
-
-def test_reshard_refuses_what_is_damaged_and_no_files(four_ranks, tmp_path):
-    with pytest.raises(CheckpointError, match="over 0 files"):
-        reshard(four_ranks / "step-00000001", tmp_path / "a", 0)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
-        reshard(tmp_path, tmp_path / "a", 1)
 
 
 def test_the_newest_good_checkpoint_is_found(tmp_path):

@@ -39,6 +39,6 @@ def test_a_command_that_does_not_exist_is_a_usage_error() -> None:
 
 
 def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
-    done = colonnade("run", "--nproc", 0, __file__)
+    done = colonnade("run", "--node-rank", 1, __file__)
     assert done.returncode == 2
-    assert done.stderr == "colonnade: --nproc 0 starts nothing. Give the number of ranks, at least 1.\n"
+    assert done.stderr == "colonnade: --node-rank 1 needs --nnodes above it.\n"

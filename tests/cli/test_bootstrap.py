@@ -30,7 +30,7 @@ def test_a_script_is_main_and_imports_its_neighbours(tmp_path: Path) -> None:
         "class Thing: ...\n"
         "print(__name__, neighbour.VALUE, type(pickle.loads(pickle.dumps(Thing()))) is Thing, sys.argv)\n"
     )
-    done = colonnade("run", tmp_path / "script.py", "--", "--nproc", "3")
+    done = colonnade("run", tmp_path / "script.py", "--nproc", "3")
     assert done.stdout == f"__main__ 7 True ['{tmp_path / 'script.py'}', '--nproc', '3']\n", done.stderr
 
 

@@ -89,19 +89,12 @@ def test_export_takes_the_newest_good_one(ckpt, run, tmp_path):
     assert torch.equal(load_file(tmp_path / "full.safetensors")["weight"], torch.full((2, 3), 2.0))
 
 
-def test_reshard_writes_a_run_that_verifies(ckpt, run, tmp_path):
-    assert ckpt("reshard", run, "--step", 1, "--files", 2, "--out", tmp_path).returncode == 0
-    (row,) = json.loads(ckpt("verify", tmp_path, "--json").stdout)
-    assert (row["step"], row["files"], row["ok"]) == (1, 2, True)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["ls", "{empty}"], "no checkpoint in"),
         (["ls", "{run}", "--step", "9"], "no checkpoint of step 9 in"),
         (["export", "{run}"], "export needs --out: a file"),
-        (["reshard", "{run}"], "reshard needs --out: a folder"),
         (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no good checkpoint of step 3"),
     ],
 )

@@ -48,10 +48,6 @@ def test_a_module_must_exist() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nproc": 0}, "at least 1"),
-        ({"nproc": -3}, "at least 1"),
-        ({"max_restarts": -1}, "0 or more"),
-        ({"nnodes": 0}, "1 or more"),
         ({"node_rank": 1}, "needs --nnodes"),
         ({"nnodes": 2}, "--rdzv-endpoint HOST:PORT"),
         ({"nnodes": 2, "endpoint": "here"}, "--rdzv-endpoint HOST:PORT"),

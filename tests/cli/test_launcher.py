@@ -159,7 +159,7 @@ def started(
 
 
 def test_rank_0_is_plain_the_others_are_marked_and_arguments_arrive(script: Path) -> None:
-    done = colonnade("run", script, "--nproc", 3, "env", "--lr", "1", "--nproc", "7")
+    done = colonnade("run", "--nproc", 3, script, "env", "--lr", "1", "--nproc", "7")
     assert done.returncode == 0
     plain = [line for line in done.stdout.splitlines() if not line.startswith("[")]
     marked = dict(re.findall(r"^\[rank (\d)\] (.*)$", done.stdout, re.MULTILINE))

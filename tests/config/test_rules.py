@@ -18,7 +18,6 @@ from colonnade.config.rules import (
     NONE,
     SHAPE,
     TEXTS,
-    Key,
     Rule,
     Section,
     any_of,
@@ -29,7 +28,7 @@ from colonnade.config.rules import (
     only_dict,
 )
 
-KEYS = {"depth": Key(COUNT, "x"), "width": Key(COUNT, "y")}
+KEYS = {"depth": COUNT, "width": COUNT}
 STRICT = only_dict(Section(KEYS, required=("depth",), renamed={"deep": "depth"}, refused={"old": "is old"}))
 OPEN = only_dict(Section(KEYS, required=("depth",), is_open=True))
 COUNTED = "must be an int >= 1"

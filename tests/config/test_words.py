@@ -111,8 +111,8 @@ def places() -> Iterator[tuple[tuple[str, ...], str]]:
         for name, key in section.keys.items():
             if not section.is_open:
                 yield outer, name
-            if key.rule.section is not None:
-                yield from walk((*outer, name), key.rule.section)
+            if key.section is not None:
+                yield from walk((*outer, name), key.section)
 
     yield from walk((), Section(KEYS))
 

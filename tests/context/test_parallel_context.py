@@ -48,7 +48,7 @@ def _sum_in_worlds_of_its_own() -> list[dict[str, tuple[float, list[int]]]]:
 
 
 def test_in_a_world_of_its_own_a_rank_creates_its_own_groups_alone():
-    for rank, layouts in enumerate(run_world(8, _sum_in_worlds_of_its_own, init=None).values):
+    for rank, layouts in enumerate(run_world(8, _sum_in_worlds_of_its_own, backend=None).values):
         for sums in layouts:
             for mode, (total, ranks) in sums.items():
                 assert rank in ranks
@@ -74,7 +74,7 @@ def _ask_beyond_the_modes() -> list[float]:
 
 
 def test_groups_beyond_the_modes_are_told_to_all_and_those_of_modes_to_none():
-    values = run_world(8, _ask_beyond_the_modes, init=None).values
+    values = run_world(8, _ask_beyond_the_modes, backend=None).values
     assert values == [[0.0], [10.0], [2.0], [3.0], [10.0], [10.0], [6.0], [7.0]]
 
 
@@ -111,8 +111,6 @@ def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads
 def _surface() -> dict[str, object]:
     with launch({"parallel": {"pipeline": 2, "tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
         data, pipe = ParallelMode.DATA, ParallelMode.PIPELINE
-        gpc.detect_num_processes_on_current_node()
-        gpc.check_sanity()
         return {
             "sizes": (gpc.data_parallel_size, gpc.pipeline_parallel_size, gpc.tensor_parallel_size),
             "world": (gpc.world_size, gpc.get_world_size(ParallelMode.GLOBAL)),
@@ -121,7 +119,6 @@ def _surface() -> dict[str, object]:
             "ends": (gpc.is_first_rank(pipe), gpc.is_last_rank(pipe)),
             "stages": (gpc.is_pipeline_first_stage(), gpc.is_pipeline_last_stage()),
             "initialized": (gpc.is_initialized(data), gpc.is_initialized(ParallelMode.PARALLEL_2D_ROW)),
-            "node": gpc.num_processes_on_current_node,
             "one_communicator_per_rank_set": gpc.get_group(ParallelMode.TENSOR)
             is gpc.group_of_ranks(gpc.get_ranks_in_group(ParallelMode.TENSOR)),
             "communicators": len(gpc._joined()),
@@ -136,7 +133,6 @@ def test_the_public_surface_on_four_ranks():
     assert seen["ring"] == (1, 1)
     assert seen["ends"] == seen["stages"] == (False, True)
     assert seen["initialized"] == (True, False)
-    assert seen["node"] == 4
     assert seen["one_communicator_per_rank_set"]
     # world (= MODEL), itself alone (= DATA), its pipeline pair, its tensor pair
     assert seen["communicators"] == 4

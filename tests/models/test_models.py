@@ -18,7 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, LanguageModelLoss, MoEGPT, ViT
-from colonnade.models.transformer import Block
+from colonnade.models.gpt import Block
 from colonnade.nn.sequence import split_sequence
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.split import split

@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: their environment, and the multi-process service around them."""
+"""The multi-process service of CUDA, around worlds whose ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -8,59 +8,15 @@ import stat
 from pathlib import Path
 
 import pytest
-import torch
 
 from colonnade.errors import LaunchError
 from colonnade.testing import cuda_mps, run_world
 
-NCCL = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 MPS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 def variables(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
-
-
-def nccl_sum() -> tuple[float, str]:
-    total = torch.full((3,), float(torch.distributed.get_rank() + 1), device="cuda")
-    torch.distributed.all_reduce(total)
-    return total.sum().item(), str(total.device)
-
-
-@pytest.fixture
-def no_nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NCCL:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("no_nccl_settings")
-def test_ranks_that_share_gpus_get_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    hosts = [[f"colonnade-rank-{rank}", "Socket", "lo", "1"] for rank in range(3)]
-    assert run_world(3, variables, *NCCL, backend=None).values == hosts
-    without = run_world(3, variables, *NCCL, backend=None, env={"NCCL_NET": None, "NCCL_SOCKET_IFNAME": "eth0"})
-    assert without.values == [[f"colonnade-rank-{rank}", None, "eth0", "1"] for rank in range(3)]
-
-
-@pytest.mark.usefixtures("no_nccl_settings")
-@pytest.mark.parametrize("gpus", [0, 2])
-def test_nothing_is_set_where_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert run_world(2, variables, *NCCL, backend=None).values == [[None] * 4] * 2
-
-
-def test_nccl_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU and torch finds none"):
-        run_world(2, variables, backend="nccl")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nccl_between_four_ranks() -> None:
-    gpus = torch.cuda.device_count()
-    with cuda_mps():
-        values = run_world(4, nccl_sum, backend="nccl", timeout=110).values
-    assert values == [(30.0, f"cuda:{rank % gpus}") for rank in range(4)]
 
 
 def fake_control(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> Path:

@@ -18,6 +18,7 @@ from colonnade.testing import run_world
 from colonnade.testing.start import environments, loopback_socket
 
 ROOT = Path(__file__).parents[2]
+NCCL = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:
@@ -140,3 +141,48 @@ def test_a_script_without_a_guard_is_told_about_it(tmp_path: Path) -> None:
     done = script_output("", str(script))
     assert done.returncode == 1
     assert "the function was not reached; does the script start its work under `if __name__" in done.stderr
+
+
+def variables(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def nccl_sum() -> tuple[float, str]:
+    total = torch.full((3,), float(torch.distributed.get_rank() + 1), device="cuda")
+    torch.distributed.all_reduce(total)
+    return total.sum().item(), str(total.device)
+
+
+@pytest.fixture
+def no_nccl_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NCCL:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_nccl_settings")
+def test_ranks_that_share_gpus_get_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    hosts = [[f"colonnade-rank-{rank}", "Socket", "lo", "1"] for rank in range(3)]
+    assert run_world(3, variables, *NCCL, backend=None).values == hosts
+    without = run_world(3, variables, *NCCL, backend=None, env={"NCCL_NET": None, "NCCL_SOCKET_IFNAME": "eth0"})
+    assert without.values == [[f"colonnade-rank-{rank}", None, "eth0", "1"] for rank in range(3)]
+
+
+@pytest.mark.usefixtures("no_nccl_settings")
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_nothing_is_set_where_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert run_world(2, variables, *NCCL, backend=None).values == [[None] * 4] * 2
+
+
+def test_nccl_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(LaunchError, match="backend='nccl' needs a GPU and torch finds none"):
+        run_world(2, variables, backend="nccl")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nccl_between_four_ranks() -> None:
+    gpus = torch.cuda.device_count()
+    values = run_world(4, nccl_sum, backend="nccl", timeout=110).values
+    assert values == [(30.0, f"cuda:{rank % gpus}") for rank in range(4)]

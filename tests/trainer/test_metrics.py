@@ -117,21 +117,6 @@ def test_accumulation_over_uneven_data_counts_every_sample():
         assert values["steps"] == 2 * -(-max(4, values["lengths"]) // 2)
 
 
-def weighed_by_label() -> float:
-    trainer = make_trainer(PIPELINE, F.cross_entropy)
-    batches = cut(range(COUNT - 3), COUNT)
-    return trainer.evaluate(batches, hooks=[LossHook(weight=lambda label: (label != 0).sum())])["Loss"]
-
-
-def test_a_weight_of_the_users_own():
-    parts = cut(range(COUNT - 3), COUNT)
-    weights = [(label != 0).sum() for _, label in parts]
-    means = [F.cross_entropy(model()(part), label) for part, label in parts]
-    expected = sum(w * m for w, m in zip(weights, means, strict=True)) / sum(weights)
-    for found in run_world(2, weighed_by_label).values:
-        assert found == pytest.approx(expected.item(), rel=1e-12)
-
-
 def test_a_metric_that_says_nothing_of_its_state_is_refused_on_several_ranks():
     told = [outcome.message for outcome in run_world(2, _silent_metric, check=False).outcomes]
     assert all("Pass states=" in text and "MetricHook" in text for text in told)

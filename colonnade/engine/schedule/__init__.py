@@ -6,30 +6,6 @@ of passes in a pipeline as a table, without torch. `executor`: runs a table. `tr
 
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.pipeline import (
-    ZBV,
-    BreadthFirst,
-    DualPipeV,
-    GPipe,
-    Interleaved1F1B,
-    InterleavedPipelineSchedule,
-    InterleavedZeroBubble,
-    OneFOneB,
-    PipelineSchedule,
-    TableSchedule,
-)
+from colonnade.engine.schedule.pipeline import InterleavedPipelineSchedule, PipelineSchedule, TableSchedule
 
-__all__ = [
-    "ZBV",
-    "BaseSchedule",
-    "BreadthFirst",
-    "DualPipeV",
-    "GPipe",
-    "Interleaved1F1B",
-    "InterleavedPipelineSchedule",
-    "InterleavedZeroBubble",
-    "NonPipelineSchedule",
-    "OneFOneB",
-    "PipelineSchedule",
-    "TableSchedule",
-]
+__all__ = ["BaseSchedule", "InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule", "TableSchedule"]

@@ -8,7 +8,6 @@ needs torch or a process group.
 from __future__ import annotations
 
 import csv
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -99,15 +98,11 @@ def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
     return dict(sorted(table.items()))
 
 
-def parse_csv(text: str) -> Table:
-    """Read a table from CSV: line r holds the actions of pipeline rank r; empty cells are waits."""
-    return parse_table([row for row in csv.reader(io.StringIO(text)) if row])
-
-
 def read_csv(path: str | Path) -> Table:
-    """Read a table from a CSV file; an error names the file."""
+    """Read a table from a CSV file: line r has the actions of pipeline rank r, empty cells are waits. Errors name the file."""
     try:
-        return parse_csv(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            return parse_table([row for row in csv.reader(file) if row])
     except OSError as error:
         raise ScheduleError(f"the table of actions {str(path)!r} cannot be read: {error}") from error
     except ScheduleError as error:
@@ -117,11 +112,6 @@ def read_csv(path: str | Path) -> Table:
 def format_rows(table: Table) -> list[str]:
     """One string per rank, `"0F0 0F1 0B0"`; `parse_table` reads it back."""
     return [" ".join(map(str, table[rank])) for rank in sorted(table)]
-
-
-def format_csv(table: Table) -> str:
-    """The table as CSV, one line per rank; `parse_csv` reads it back."""
-    return "".join(",".join(map(str, table[rank])) + "\n" for rank in sorted(table))
 
 
 def only_forward(table: Table) -> Table:

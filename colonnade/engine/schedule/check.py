@@ -1,7 +1,6 @@
 """Check: every table, ours, torch's or the user's, is proven to run before it runs.
 
-Complete, each stage on one rank, forward before backward, input gradient before weight gradient, no deadlock,
-no more memory than allowed. A fault is shown in the grid, with its cell marked.
+Complete, each stage on one rank, forward before backward, input gradient before weight gradient, no deadlock. A fault is shown in the grid, with its cell marked.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colonnade.engine.schedule.actions import COMPUTE, Action, Kind, Table
-from colonnade.engine.schedule.replay import live_counts, replay
+from colonnade.engine.schedule.replay import replay
 from colonnade.errors import ScheduleError
 
 _COLUMNS_SHOWN = 8
@@ -30,19 +29,16 @@ class Facts:
     num_micro_batches: int
     stage_ranks: tuple[int, ...]
     """The pipeline rank of each stage."""
-    peak_live: float
-    """The most micro-batches a rank holds at once; each of v chunks counts 1/v."""
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a pipeline rank, in order."""
         return [stage for stage, home in enumerate(self.stage_ranks) if home == rank]
 
 
-def check(table: Table, *, num_micro_batches: int | None = None, max_live: float | None = None) -> Facts:
+def check(table: Table, *, num_micro_batches: int | None = None) -> Facts:
     """Prove that `table` can run, or raise a ScheduleError that shows where it cannot.
 
-    `num_micro_batches`: how many there will be; else as many as the table speaks of. `max_live`: refuse a table
-    that holds more micro-batches than this on a rank.
+    `num_micro_batches`: how many there will be; else as many as the table speaks of.
     """
     if not any(table.values()):
         raise ScheduleError("this table of actions is empty: each rank needs at least one F and its backward")
@@ -61,7 +57,7 @@ def check(table: Table, *, num_micro_batches: int | None = None, max_live: float
             if columns[earlier] > column:
                 raise _fault(table, {rank: column}, f"{action} is before {earlier}, which it needs")
     _check_deadlock(table)
-    return Facts(len(table), len(stage_ranks), count, stage_ranks, _check_live(table, max_live))
+    return Facts(len(table), len(stage_ranks), count, stage_ranks)
 
 
 def grid(table: Table, marks: dict[int, int]) -> str:
@@ -137,16 +133,3 @@ def _check_deadlock(table: Table) -> None:
             f"rank {rank} at {table[rank][column]} waits for {run.stuck[rank]}" for rank, column in marks.items()
         )
         raise _fault(table, marks, f"it comes to a deadlock: {waits}")
-
-
-def _check_live(table: Table, allowed: float | None) -> float:
-    counts = {rank: live_counts(actions) for rank, actions in table.items()}
-    for rank, row in counts.items():
-        if allowed is not None and max(row) > allowed:
-            column = next(column for column, live in enumerate(row) if live > allowed)
-            raise _fault(
-                table,
-                {rank: column},
-                f"rank {rank} holds up to {max(row):g} micro-batches at once; {allowed:g} are allowed",
-            )
-    return max(live for row in counts.values() for live in row)

@@ -36,10 +36,9 @@ class PipelineSchedule(BaseSchedule):
     "0F0 0F1 0B0 0B1". `data_process_func`: of a batch, -> (data, label); or of two arguments, (output of the stage
     before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every stage.
     `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be given.
-    `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows, or by
-    `loss_weight(label)`; a criterion may also give (sum, count), which is divided once by the count of all ranks.
-    `loss_everywhere`: all ranks return the loss, not only the last stage's. `max_live`: refuse an order that holds
-    more micro-batches on a rank.
+    `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows. A
+    criterion may also give (sum, count), which is divided once by the count of all ranks. `loss_everywhere`: all
+    ranks return the loss, not only the last stage's.
 
     Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
     `criterion`, `loss_scale` and `sum_scale` (what a mean, or the sum of a (sum, count), is multiplied by for the
@@ -59,9 +58,7 @@ class PipelineSchedule(BaseSchedule):
         table: TableSource | None = None,
         *,
         loss_reduction: Literal["mean", "sum"] = "mean",
-        loss_weight: Callable[[Any], float] | None = None,
         loss_everywhere: bool = True,
-        max_live: float | None = None,
     ) -> None:
         self._stage_data_func = data_process_func if _num_arguments(data_process_func) == 2 else None
         super().__init__(None if self._stage_data_func else data_process_func)
@@ -73,8 +70,7 @@ class PipelineSchedule(BaseSchedule):
         if loss_reduction not in ("mean", "sum"):
             raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
         self.order, self.tensor_shape = order, tensor_shape
-        self._loss_reduction, self._loss_weight = loss_reduction, loss_weight
-        self._loss_everywhere, self._max_live = loss_everywhere, max_live
+        self._loss_reduction, self._loss_everywhere = loss_reduction, loss_everywhere
         self._executor: Executor | None = None
         self._switch_virtual_rank: Callable[[int], None] | None = None
         self.last_order: list[str] = []
@@ -83,7 +79,7 @@ class PipelineSchedule(BaseSchedule):
     def table(self, num_ranks: int) -> Table:
         """The checked table for a pipeline of `num_ranks`; needs no process group."""
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
-        facts = check(table, num_micro_batches=self.num_microbatches, max_live=self._max_live)
+        facts = check(table, num_micro_batches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
             raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
         return table
@@ -161,7 +157,7 @@ class PipelineSchedule(BaseSchedule):
         if data_iter is None and not needs_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
-        pieces = cut_batch(data, label, self.num_microbatches, self._loss_weight)
+        pieces = cut_batch(data, label, self.num_microbatches)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
             piece.data = (piece.data, piece.label) if self._stage_data_func else piece.data

@@ -22,22 +22,18 @@ class Costs:
     weight: float = 1.0
     transfer: float = 0.0
     """From the end of an action to the start of the action on another rank that waits for it."""
-    stages: tuple[float, ...] = ()
-    """How much slower each stage is than the costs above; empty: all alike."""
 
     def __post_init__(self) -> None:
-        values = [self.forward, self.input, self.weight, *self.stages]
-        if min(values) <= 0 or self.transfer < 0:
+        if min(self.forward, self.input, self.weight) <= 0 or self.transfer < 0:
             raise ScheduleError(f"costs are above 0 (transfer: not below 0), unlike {self}")
 
     def __call__(self, action: Action) -> float:
-        cost = {
+        return {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.input + self.weight,
             Kind.INPUT: self.input,
             Kind.WEIGHT: self.weight,
         }[action.kind]
-        return cost * (self.stages[action.stage] if self.stages else 1.0)
 
 
 EQUAL_COSTS = Costs()
@@ -86,9 +82,7 @@ class Timeline:
 
 def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
     """When each action of a valid table runs; an invalid table is the checker's error."""
-    facts = check(table)
-    if costs.stages and len(costs.stages) != facts.num_stages:
-        raise ScheduleError(f"costs for {len(costs.stages)} stages do not fit a table of {facts.num_stages}")
+    check(table)
     rows = replay(table, costs, costs.transfer).rows
     makespan = max(row[-1].end for row in rows.values())
     work = sum(timed.end - timed.start for row in rows.values() for timed in row)

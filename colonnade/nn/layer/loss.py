@@ -61,7 +61,8 @@ class CrossEntropyLoss(nn.Module):
                 f"{tuple(logits.shape)} here: labels are whole and have the dimensions of the logits but the last"
             )
         counted = mine != self.ignore_index
-        losses = self._each(_exact(logits), mine.masked_fill(~counted, 0), inner.hidden)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = self._each(exact, mine.masked_fill(~counted, 0), inner.hidden)
         losses = losses.masked_fill(~counted, 0.0)
         if self.reduction == "none":
             return gather_output(losses, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
@@ -115,7 +116,3 @@ class CrossEntropyLoss(nn.Module):
 
 def _picked(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1) if values.shape[-1] else values.sum(-1)
-
-
-def _exact(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

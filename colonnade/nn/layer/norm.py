@@ -70,7 +70,7 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         if self._is_whole:
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
-        exact = _exact(x)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))  # statistics are not for half precision
         mean, variance = self._moments(exact)
         y = ((exact - mean) * torch.rsqrt(variance + self.eps)).to(x.dtype)
         y = y if self.weight is None else y * self.weight
@@ -116,17 +116,12 @@ class RMSNorm(_Norm):
         mode, context = self.arrangement.outer.hidden, self.arrangement.context
         if mode is None or self._is_whole:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
-        exact = _exact(x)
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))  # statistics are not for half precision
         squares = collectives.reduce(exact.square().sum(-1, keepdim=True), mode, context=context)
         mean = collectives.copy(squares, mode, context=context) / self.size
         eps = torch.finfo(exact.dtype).eps if self.eps is None else self.eps
         y = (exact * torch.rsqrt(mean + eps)).to(x.dtype)
         return y if self.weight is None else y * self.weight
-
-
-def _exact(x: Tensor) -> Tensor:
-    """At least fp32: statistics of half-precision numbers are not for half precision."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _one_dimension(module: nn.LayerNorm | nn.RMSNorm) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.nn.moe.router import Routing
-from colonnade.parallel.collectives import all_to_all
-
-Map = Callable[[Tensor], Tensor]
+from colonnade.parallel.collectives import all_to_all, linear_map
 
 
 @dataclass(frozen=True)
@@ -92,46 +90,26 @@ def _turned(x: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     return torch.cat([blocks[outer * inner + at] for at in range(inner) for outer in range(len(sizes))])
 
 
-class _Transposed(torch.autograd.Function):
-    """A linear map with its transpose as gradient; both are given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, run: Map, transpose: Map) -> Tensor:
-        ctx.maps = run, transpose
-        return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        run, transpose = ctx.maps
-        return _Transposed.apply(grad, transpose, run), None, None
-
-
 def dispatch(x: Tensor, order: Order, count: int) -> Tensor:
     """(tokens, hidden) -> the `count` rows that are sent: each token once for every assignment that is kept."""
-    there, back = _maps(order, count)
-    return _Transposed.apply(x, there, back)
+    return linear_map(x, partial(_there, order=order, count=count), partial(combine, order=order, count=count))
 
 
 def combine(rows: Tensor, order: Order, count: int) -> Tensor:
     """The rows that came back -> (tokens, hidden): for each token the sum of its rows."""
-    there, back = _maps(order, count)
-    return _Transposed.apply(rows, back, there)
+    return linear_map(rows, partial(_back, order=order, count=count), partial(dispatch, order=order, count=count))
 
 
-def _maps(order: Order, count: int) -> tuple[Map, Map]:
-    source = order.rows[:count] % max(1, order.places.size(1))
+def _there(x: Tensor, order: Order, count: int) -> Tensor:
+    return x.index_select(0, order.rows[:count] % max(1, order.places.size(1)))
 
-    def there(x: Tensor) -> Tensor:
-        return x.index_select(0, source)
 
-    def back(rows: Tensor) -> Tensor:
-        places = order.places
-        if order.drops:
-            # Dropped assignments read a row of zeros behind the last.
-            rows, places = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), places.clamp(max=count)
-        total = rows.index_select(0, places[0])
-        for choice in places[1:]:
-            total += rows.index_select(0, choice)
-        return total
-
-    return there, back
+def _back(rows: Tensor, order: Order, count: int) -> Tensor:
+    places = order.places
+    if order.drops:
+        # Dropped assignments read a row of zeros behind the last.
+        rows, places = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), places.clamp(max=count)
+    total = rows.index_select(0, places[0])
+    for choice in places[1:]:
+        total += rows.index_select(0, choice)
+    return total

@@ -9,14 +9,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.messages import message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.parallel.collectives import all_gather
+from colonnade.parallel.collectives import all_gather, members_of, wire
 
 
 class Segment(NamedTuple):
@@ -135,23 +135,17 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
     Where `lengths` is not given the ranks tell each other: a small collective that waits for the device.
     """
     size, at = sequence_place(context)
+    members = members_of(ParallelMode.SEQUENCE, context)
+    if lengths is None and members is not None:
+        lengths = [each for (each,) in wire.numbers_of_all([length], members, message_device(context.device))]
     if lengths is None:
-        return Parts(_exchanged(length, context) if size > 1 else (length,), balanced)
+        return Parts((length,), balanced)
     if len(lengths) != size or lengths[at] != length:
         raise LayoutError(
             f"lengths={list(lengths)} for a sequence group of {size} ranks, where this rank (number {at}) has {length} "
             f"tokens: give one length for each rank, or leave it out"
         )
     return Parts(tuple(lengths), balanced)
-
-
-def _exchanged(length: int, context: ParallelContext) -> tuple[int, ...]:
-    group = context.get_group(ParallelMode.SEQUENCE)
-    device = context.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    mine = torch.tensor([length], device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return tuple(torch.cat(everyone).tolist())
 
 
 def _lengths(total: int, size: int, balanced: bool) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ __all__ = [
     "all_to_all",
     "copy",
     "gather",
+    "linear_map",
     "members_of",
     "recorded",
     "reduce",
@@ -67,7 +68,7 @@ def copy(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = Non
     members = members_of(mode, context or global_context)
     if members is None:
         return x
-    return _apply(x, lambda whole: whole.view_as(whole), lambda gradient: reduce(gradient, mode, context=context))
+    return linear_map(x, lambda whole: whole.view_as(whole), lambda gradient: reduce(gradient, mode, context=context))
 
 
 def reduce(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = None) -> Tensor:
@@ -75,7 +76,7 @@ def reduce(x: Tensor, mode: ParallelMode, *, context: ParallelContext | None = N
     members = members_of(mode, context or global_context)
     if members is None:
         return x
-    return _apply(
+    return linear_map(
         x, lambda part: wire.all_reduce(part, members), lambda gradient: copy(gradient, mode, context=context)
     )
 
@@ -92,16 +93,7 @@ def gather(
 
     `sizes` are the lengths of the parts along dim; left out, the ranks ask each other, which waits for them.
     """
-    members = members_of(mode, context or global_context)
-    if members is None:
-        return x
-    at = _dimension(x, dim)
-    lengths = _lengths(x, at, sizes, members)
-    return _apply(
-        x,
-        lambda part: wire.all_gather(part, members, at, lengths),
-        lambda gradient: scatter(gradient, mode, at, lengths, context=context),
-    )
+    return _along(x, mode, dim, sizes, context, _lengths, wire.all_gather, scatter)
 
 
 def scatter(
@@ -116,16 +108,7 @@ def scatter(
 
     `sizes` are the lengths of the parts; left out, they are as even as they can be (`split_sizes`).
     """
-    members = members_of(mode, context or global_context)
-    if members is None:
-        return x
-    at = _dimension(x, dim)
-    lengths = _shares(x, at, sizes, members)
-    return _apply(
-        x,
-        lambda whole: wire.own_part(whole, members, at, lengths),
-        lambda gradient: gather(gradient, mode, at, lengths, context=context),
-    )
+    return _along(x, mode, dim, sizes, context, _shares, wire.own_part, gather)
 
 
 def all_gather(
@@ -140,16 +123,7 @@ def all_gather(
 
     For parts that each rank then uses in its own way. `sizes` as in `gather`.
     """
-    members = members_of(mode, context or global_context)
-    if members is None:
-        return x
-    at = _dimension(x, dim)
-    lengths = _lengths(x, at, sizes, members)
-    return _apply(
-        x,
-        lambda part: wire.all_gather(part, members, at, lengths),
-        lambda gradient: reduce_scatter(gradient, mode, at, lengths, context=context),
-    )
+    return _along(x, mode, dim, sizes, context, _lengths, wire.all_gather, reduce_scatter)
 
 
 def reduce_scatter(
@@ -164,16 +138,7 @@ def reduce_scatter(
 
     `sizes` as in `scatter`.
     """
-    members = members_of(mode, context or global_context)
-    if members is None:
-        return x
-    at = _dimension(x, dim)
-    lengths = _shares(x, at, sizes, members)
-    return _apply(
-        x,
-        lambda whole: wire.reduce_scatter(whole, members, at, lengths),
-        lambda gradient: all_gather(gradient, mode, at, lengths, context=context),
-    )
+    return _along(x, mode, dim, sizes, context, _shares, wire.reduce_scatter, all_gather)
 
 
 def all_to_all(
@@ -191,9 +156,13 @@ def all_to_all(
     members = members_of(mode, context or global_context)
     if members is None:
         return x
-    send = _shares(x, 0, send_sizes, members, even=send_sizes is None)
+    if send_sizes is None and len(x) % members.size:
+        raise PlacementError(
+            f"{len(x)} rows cannot be shared evenly among the {members.size} ranks of {members.mode}; give send_sizes"
+        )
+    send = _shares(x, 0, send_sizes, members)
     receive = _arrivals(x, send, send_sizes, receive_sizes, members)
-    return _apply(
+    return linear_map(
         x,
         lambda rows: wire.all_to_all(rows, members, send, receive),
         lambda gradient: all_to_all(gradient, mode, receive, send, context=context),
@@ -216,7 +185,7 @@ def ring(
     if members is None or shift % members.size == 0:
         return x
     sent, arrives = tuple(x.shape), tuple(receive_shape if receive_shape is not None else x.shape)
-    return _apply(
+    return linear_map(
         x,
         lambda mine: wire.ring(mine, members, shift, arrives),
         lambda gradient: ring(gradient, mode, -shift, sent, context=context),
@@ -238,8 +207,32 @@ def _cut(whole: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     return tuple((each + (at < longer)) * unit for at in range(parts))
 
 
-def _apply(x: Tensor, run: Map, transpose: Map) -> Tensor:
+def linear_map(x: Tensor, run: Map, transpose: Map) -> Tensor:
+    """`run(x)`, a linear map; the gradient is its `transpose`, which is made of functions with gradients itself."""
     return _Transposed.apply(x, run, transpose)
+
+
+def _along(
+    x: Tensor,
+    mode: ParallelMode,
+    dim: int,
+    sizes: Sequence[int] | None,
+    context: ParallelContext | None,
+    lengths_of: Callable[[Tensor, int, Sequence[int] | None, Members], tuple[int, ...]],
+    run: Callable[[Tensor, Members, int, Sequence[int]], Tensor],
+    transpose: Callable[..., Tensor],
+) -> Tensor:
+    """`run` on parts along a dimension, whose lengths `lengths_of` finds; `transpose` in backward."""
+    members = members_of(mode, context or global_context)
+    if members is None:
+        return x
+    at = _dimension(x, dim)
+    lengths = lengths_of(x, at, sizes, members)
+    return linear_map(
+        x,
+        lambda value: run(value, members, at, lengths),
+        lambda gradient: transpose(gradient, mode, at, lengths, context=context),
+    )
 
 
 def _dimension(x: Tensor, dim: int) -> int:
@@ -261,13 +254,9 @@ def _lengths(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members)
     return lengths
 
 
-def _shares(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members, even: bool = False) -> tuple[int, ...]:
+def _shares(x: Tensor, dim: int, sizes: Sequence[int] | None, members: Members) -> tuple[int, ...]:
     """The parts' lengths where each rank knows the whole."""
     whole = x.shape[dim]
-    if even and whole % members.size:
-        raise PlacementError(
-            f"{whole} rows cannot be shared evenly among the {members.size} ranks of {members.mode}; give send_sizes"
-        )
     lengths = _cut(whole, members.size) if sizes is None else _counted(sizes, members)
     if sum(lengths) != whole:
         raise PlacementError(

@@ -15,12 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-
-# torch 2.13 and 2.14 warn about the older names; 2.11 has only those.
-_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> T
     mine = _padded(x, dim, longest).contiguous()
     _note("all_gather", members, (sum(sizes) - sizes[members.at]) * _bytes_per_slice(x, dim))
     gathered = mine.new_empty((members.size, *mine.shape))
-    _all_gather_flat(gathered.flatten(0, 1), mine, group=members.group)
+    all_gather_flat(gathered.flatten(0, 1), mine, group=members.group)
     if dim == 0 and min(sizes) == longest:
         return gathered.flatten(0, 1)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
@@ -103,7 +100,7 @@ def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) 
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
     stacked = x.contiguous() if dim == 0 and min(sizes) == longest else torch.cat(parts)
     total = x.new_empty(parts[0].shape)
-    _reduce_scatter_flat(total, stacked, group=members.group)
+    reduce_scatter_flat(total, stacked, group=members.group)
     return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
 
 
@@ -137,7 +134,7 @@ class Swap:
     ) -> None:
         self._arriving = arriving
         # Gloo sends from the memory of the host alone.
-        by_host = arriving.is_cuda and _backend(group, "cuda") == "gloo"
+        by_host = arriving.is_cuda and backends_of(group).get("cuda") == "gloo"
         # Kept until it has gone.
         self._sent, self._landing = (
             (sent.cpu(), torch.empty_like(arriving, device="cpu")) if by_host else (sent, arriving)
@@ -152,9 +149,9 @@ class Swap:
         return self._arriving if self._landing is self._arriving else self._arriving.copy_(self._landing)
 
 
-def _backend(group: dist.ProcessGroup | None, device: str) -> str | None:
-    """The name of the backend that moves tensors of this kind of device."""
-    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device)
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Which backend of the group moves which kind of memory: {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def broadcast(x: Tensor, members: Members, source: int, shape: Sequence[int]) -> Tensor:
@@ -177,7 +174,7 @@ def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.devic
     """What every member says, as integers; the answer is waited for."""
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     everyone = mine.new_empty((members.size, len(numbers)))
-    _all_gather_flat(everyone.flatten(), mine, group=members.group)
+    all_gather_flat(everyone.flatten(), mine, group=members.group)
     return everyone.tolist()
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.errors import CheckpointError
 from colonnade.registry import HOOKS
-from colonnade.trainer.exchange import gather_json
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 
 if TYPE_CHECKING:

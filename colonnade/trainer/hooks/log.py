@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.errors import ConfigError
 from colonnade.registry import HOOKS
-from colonnade.trainer.exchange import gather_json
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 
 if TYPE_CHECKING:

@@ -70,14 +70,10 @@ class _Measures(BaseHook, ABC):
 
 @HOOKS.register_module
 class LossHook(_Measures):
-    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts.
+    """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts."""
 
-    `weight(label)` gives another weight, such as the tokens that count under a pipeline with `loss_weight`.
-    """
-
-    def __init__(self, priority: int = 0, weight: Callable[[Any], Tensor | float] | None = None) -> None:
+    def __init__(self, priority: int = 0) -> None:
         super().__init__("Loss", priority)
-        self._weight = weight
 
     def make(self, trainer: Trainer) -> Metric:
         if trainer.engine.criterion is None:
@@ -85,15 +81,11 @@ class LossHook(_Measures):
         return MeanMetric(trainer.context)
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        if self._weight is None and record.loss is not None:
+        if record.loss is not None:
             self._metrics["train"].update_global(record.loss * record.weight, record.weight)
 
     def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        if self._weight is not None:
-            if loss is not None and label is not None:
-                count = self._weight(label)
-                metric.update(loss.detach() * count, count)
-        elif metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
+        if metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
             metric.update(*trainer.batch_weight)
 
 
@@ -163,17 +155,14 @@ class MetricHook(_NeedsOutput):
 
 @HOOKS.register_module
 class ThroughputHook(BaseHook):
-    """Samples per second of all ranks together, as the metric "Throughput" of an epoch and of the last step.
+    """Samples per second of all ranks together, as the metric "Throughput" of an epoch.
 
-    `per_sample` turns samples into another unit: the tokens of one, say. The first `ignored_steps` of a run do not
-    count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
+    The first `ignored_steps` of a run do not count; `tflop_per_step`, of all ranks, adds the metric "TFLOPS".
     """
 
-    def __init__(
-        self, ignored_steps: int = 0, tflop_per_step: float = 0.0, per_sample: float = 1.0, priority: int = 2
-    ) -> None:
+    def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0, priority: int = 2) -> None:
         super().__init__(priority)
-        self._ignored, self._tflop, self._per_sample = ignored_steps, tflop_per_step, per_sample
+        self._ignored, self._tflop = ignored_steps, tflop_per_step
         self._seen = 0
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
@@ -190,7 +179,7 @@ class ThroughputHook(BaseHook):
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         self._seen += 1
         if self._seen > self._ignored:
-            self._rate.update_global(record.samples * self._per_sample, record.seconds)
+            self._rate.update_global(record.samples, record.seconds)
             self._flops.update_global(self._tflop, record.seconds)
 
     def after_train_epoch(self, trainer: Trainer) -> None:

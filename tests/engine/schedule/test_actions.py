@@ -12,10 +12,8 @@ from colonnade.engine.schedule.actions import (
     Action,
     Kind,
     Table,
-    format_csv,
     format_rows,
     only_forward,
-    parse_csv,
     parse_table,
     read_csv,
 )
@@ -51,9 +49,8 @@ def test_what_is_no_action_is_refused_with_the_form(text: str) -> None:
 
 
 @given(valid_tables())
-def test_tables_go_through_rows_and_csv(table: Table) -> None:
+def test_tables_go_through_rows(table: Table) -> None:
     assert parse_table(format_rows(table)) == table
-    assert parse_csv(format_csv(table)) == table
 
 
 def test_rows_may_be_strings_lists_or_a_mapping_with_waits() -> None:

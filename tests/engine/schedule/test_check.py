@@ -144,14 +144,6 @@ def test_every_rank_has_a_stage_and_every_micro_batch_its_actions() -> None:
     assert "0F1 is missing" in message_of(["0F0 0B0", "1F0 1B0"], num_micro_batches=2)
 
 
-def test_memory_is_limited_where_asked() -> None:
-    assert check(make_table("gpipe", 2, 6)).peak_live == 6
-    check(make_table("1f1b", 2, 6), max_live=2)
-    message = message_of(["0F0 0F1 0F2 0B0 0B1 0B2"], max_live=2)
-    assert "holds up to 3 micro-batches at once; 2 are allowed" in message
-    assert ">0F2<" in message
-
-
 def test_an_empty_table_is_refused() -> None:
     with pytest.raises(ScheduleError, match="is empty"):
         check({0: [], 1: []})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.messages import gather_json
-from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_csv, only_forward
+from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_rows, only_forward
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
 from colonnade.engine.schedule.executor.call import call_module
@@ -179,7 +179,7 @@ class Executor:
         except ScheduleError as error:
             problem = error
         if len(self.ranks) > 1:
-            mine = [hashlib.sha256(format_csv(self.table).encode()).hexdigest(), str(problem or "")]
+            mine = [hashlib.sha256("\n".join(format_rows(self.table)).encode()).hexdigest(), str(problem or "")]
             everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,12 @@ class MicroBatch:
     """Its share of the loss of the batch: all weights together are 1 for a mean."""
 
 
-def cut_batch(data: Any, label: Any, count: int, loss_weight: Callable[[Any], float] | None = None) -> list[MicroBatch]:
+def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
     """Cut a batch into `count` pieces whose sizes differ by at most one row, larger ones first.
 
     Tensors are cut, at any depth of tuples, lists and dicts; 0-d tensors and everything else go whole into
     every piece. The weight of a piece is its part of the rows, which makes mean losses add up to the mean
-    over the batch; `loss_weight(label)` gives another measure (the number of tokens that count, say).
+    over the batch.
     """
     rows = _rows(data, label)
     if rows < count:
@@ -38,13 +38,8 @@ def cut_batch(data: Any, label: Any, count: int, loss_weight: Callable[[Any], fl
             f"{rows} or less, use larger batches, or set drop_last=True on the data loader."
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
-    labels = _cut(label, sizes)
-    weights = [float(size) for size in sizes] if loss_weight is None else [loss_weight(item) for item in labels]
-    total = sum(weights)
-    if not total > 0:
-        raise ScheduleError(f"loss_weight gave {weights} for the micro-batches; their sum must be above 0")
-    pieces = zip(_cut(data, sizes), labels, weights, strict=True)
-    return [MicroBatch(index, item, mark, weight / total) for index, (item, mark, weight) in enumerate(pieces)]
+    pieces = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
+    return [MicroBatch(index, item, mark, size / rows) for index, (item, mark, size) in enumerate(pieces)]
 
 
 def join(pieces: Sequence[Any]) -> Any:

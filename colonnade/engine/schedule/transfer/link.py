@@ -32,6 +32,7 @@ from colonnade.engine.schedule.transfer.values import (
     unpack,
 )
 from colonnade.errors import ScheduleError, listed
+from colonnade.parallel.collectives.wire import backends_of
 
 _NEW, _FAILED = -1, -2
 """What the first number of a header says besides "description n": a new one follows; the sender failed."""
@@ -90,11 +91,6 @@ class Wire:
     def fill(self, memory: Tensor, tag: int) -> Pending:
         """Start to receive bytes into `memory`; gloo may fill only a part of it."""
         return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
-
-
-def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Which backend of the group moves which kind of memory: {"cpu": "gloo", "cuda": "nccl"}."""
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def with_cpu(group: dist.ProcessGroup | None) -> str:

@@ -49,14 +49,6 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
     assert second.label.right == "kind"
 
 
-def test_another_measure_than_rows() -> None:
-    label = torch.tensor([[1, -1], [1, 1], [-1, -1]])
-    pieces = cut_batch(torch.zeros(3), label, 3, loss_weight=lambda piece: float((piece >= 0).sum()))
-    assert [piece.weight for piece in pieces] == [1 / 3, 2 / 3, 0]
-    with pytest.raises(ScheduleError, match="sum must be above 0"):
-        cut_batch(torch.zeros(3), label, 3, loss_weight=lambda piece: 0.0)
-
-
 def test_what_cannot_be_cut_is_told() -> None:
     with pytest.raises(ScheduleError, match=r"data\['x'\] has 4, data\['mask'\] has 2, label has 4"):
         cut_batch({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)

@@ -1,12 +1,17 @@
-"""One chart: lines, dots, bars and levels over steps, with axes that fit them."""
+"""Pictures of a run, written as SVG by hand: no plotting library is needed."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
 
+from colonnade.errors import ConfigError
+
+_CHARTS = {"loss": "Loss", "grad_norm": "Norm of the whole gradient, before clipping", "lr": "Learning rate"}
 INK, FAINT, BLUE, RED = "#222", "#ddd", "#2b6cb0", "#c53030"
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 56, 46
 
@@ -146,3 +151,37 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str, more: str = ""
 
 def _text(x: float, y: float, words: str, anchor: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{INK}" {more}>{escape(words)}</text>'
+
+
+def draw_run(log: str | Path, picture: str | Path, clip: float | None = None) -> Path:
+    """Draw what a `JsonlHook` wrote; returns the picture. `clip` marks the limit, and the steps above it."""
+    steps = _steps(Path(log))
+    charts = []
+    for key, title in _CHARTS.items():
+        points = [(entry["step"], float(entry[key])) for entry in steps if entry.get(key) is not None]
+        if not points:
+            continue
+        chart = Chart(title, logarithmic=key == "grad_norm").line(key, points)
+        if key == "grad_norm" and clip is not None:
+            above = [point for point in points if point[1] > clip]
+            chart.level(f"clip_grad_norm = {clip:g}", clip).dots(f"clipped ({len(above)} of {len(points)})", above)
+        charts.append(chart)
+    if not charts:
+        raise ConfigError(f"{log} has no step with any of {', '.join(_CHARTS)}: there is nothing to draw")
+    target = Path(picture)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(charts), encoding="utf-8")
+    return target
+
+
+def _steps(log: Path) -> list[dict[str, float]]:
+    """The records of steps; a last line that was not finished is passed over."""
+    found = []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry.get("kind") == "step":
+            found.append(entry)
+    return found
