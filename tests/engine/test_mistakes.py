@@ -174,7 +174,8 @@ def _in_batches(accumulation: int, at_once: bool) -> None:
                 try:
                     engine.backward(loss)
                     engine.step()
-                except RuntimeError:
+                except RuntimeError as error:
+                    assert str(error) == "out of memory, say"
                     if at_once:
                         engine.zero_grad()
             assert seen == 5 + 2 * rank
