@@ -80,7 +80,15 @@ class Synchroniser:
                 bucket.begin()
 
     def end_backward(self) -> None:
-        """The last backward pass of a step has ended: from here to `wait` gradients are nobody's to change."""
+        """A backward pass has ended. After the last one of a step, gradients are nobody's to change until `wait`.
+
+        After another, what is summed at every pass is started now: ranks may wait for it in their own pass, and this
+        one for them before its next.
+        """
+        if not self._last:
+            self._end_pass()
+            self._pass_open = False
+            return
         self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
