@@ -79,16 +79,18 @@ class Synchroniser:
             if not bucket.started:
                 bucket.begin()
 
+    @torch.no_grad()
     def end_backward(self) -> None:
-        """A backward pass has ended. After the last one of a step, gradients are nobody's to change until `wait`.
+        """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
 
-        After another, what is summed at every pass is started now: ranks may wait for it in their own pass, and this
-        one for them before its next.
+        So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
+        After the last pass of a step, gradients are nobody's to change until `wait`.
         """
         if not self._last:
             self._end_pass()
             self._pass_open = False
             return
+        self._start_early()
         self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
@@ -121,6 +123,7 @@ class Synchroniser:
         """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
         for state in self._states:
             state.open_notes(self._failed)
+        self._start_early()
         self._start_rest(self.buckets)
         for state in self._states:
             state.finish_turns()
@@ -173,17 +176,17 @@ class Synchroniser:
         with torch.no_grad():
             bucket.full = bucket.is_complete() and (self._last or self._every_pass(bucket))
             if bucket.full:
-                self._start_full()
+                self._start_early(only_full=True)
 
-    def _start_full(self) -> None:
-        """Start full buckets, strictly in order: every rank issues the same collectives in the same order.
+    def _start_early(self, only_full: bool = False) -> None:
+        """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order.
 
         The last one waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is here
         gradients that somebody changes by hand can be noticed.
         """
         for bucket in self.buckets[:-1]:
             if bucket.transport.early and not bucket.started:
-                if not bucket.full:
+                if only_full and not bucket.full:
                     return
                 self._state_of[id(bucket)].start(bucket, early=True)
 
