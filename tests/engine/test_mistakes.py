@@ -253,6 +253,34 @@ def test_steps_by_hand_are_said_by_name():
     run_world(2, _by_hand)
 
 
+def _used_again() -> None:
+    """What an optimizer had learnt is in its sharded twin: a second engine would start from nothing, without a word."""
+    for stage, second in ((1, 1), (2, 0)):
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with launch({"zero": stage}, context=ParallelContext(), verbose=False) as gpc:
+            engine = initialize(model, optimizer, context=gpc)[0]
+            engine.backward(engine(_batch(0, 0)).square().mean())
+            engine.step()
+            sharded, state = engine.optimizer, engine.optimizer.state_dict()
+            engine.close()
+        with launch({"zero": second}, context=ParallelContext(), verbose=False) as gpc:
+            for one in (optimizer, sharded):
+                with pytest.raises(GradientError, match=r"sharded by an earlier initialize\(\).*load_state_dict"):
+                    initialize(model, one, context=gpc)
+            fresh = torch.optim.AdamW(model.parameters(), lr=0.1)
+            fresh.load_state_dict(state)
+            engine = initialize(model, fresh, context=gpc)[0]
+            engine.backward(engine(_batch(0, 1)).square().mean())
+            engine.step()
+            assert {float(kept["step"]) for kept in engine.optimizer.state_dict()["state"].values()} == {2.0}
+            engine.close()
+
+
+def test_an_optimizer_whose_state_was_sharded_is_not_taken_again():
+    run_world(2, _used_again)
+
+
 def _goes_away() -> None:
     """Without Python's garbage collector: nothing of an engine stays, and old buckets go when new ones come."""
     for config in [*CONFIGS, {"clip_grad_norm": 1.0, "bf16": True}]:
