@@ -18,10 +18,11 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
-from colonnade.errors import ConfigError, ContextError
+from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
+from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements
 from colonnade.parallel.split import Split
@@ -161,6 +162,11 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
             f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
+        )
+    if isinstance(built, ZeroOptimizer) or getattr(built, "is_sharded_elsewhere", False):
+        raise GradientError(
+            "the optimizer was sharded by an earlier initialize(), which has its state; build a new one, and give it "
+            "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there"
         )
     return built
 

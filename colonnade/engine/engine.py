@@ -167,6 +167,8 @@ class Engine:
                 else:
                     before = self._total_passes
                     yield batch
+                    if self._failed:
+                        self._give_up_step()
                     self._check_body(self._total_passes - before)
             while self._passes:
                 self._pass_without_batch(after_step)
@@ -283,14 +285,13 @@ class Engine:
 
     @contextmanager
     def _watched_pass(self) -> Iterator[None]:
-        """A backward pass: one that fails leaves the step to `zero_grad`, one that ends leaves gradients to nobody."""
+        """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
         try:
             yield
         except BaseException:
             self._failed = True
             raise
-        if self._passes == self.accumulation:
-            self._sync.synchroniser.end_backward()
+        self._sync.synchroniser.end_backward()
 
     def _give_up_step(self) -> None:
         """Take part in the others' step with nothing, and have all ranks drop it."""
@@ -303,9 +304,14 @@ class Engine:
             )
         for parameter in self._model.parameters():
             parameter.grad = None
+        total = self._total_passes
         while self._passes < self.accumulation:
+            self._sync.synchroniser.end_backward()
+            if self._book.uneven:  # before each pass the other ranks ask who has a batch
+                self._book.someone_has(True)
             self._count_pass()
             self._sync.prepare(self._passes == self.accumulation)
+        self._total_passes = total
         self._sync.synchroniser.fail()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
@@ -352,6 +358,7 @@ class Engine:
         """Take part in a pass of the other ranks."""
         self.zero_grad()
         self._begin_pass()
+        self._sync.synchroniser.end_backward()
         if self.step() and after_step is not None:
             after_step()
 

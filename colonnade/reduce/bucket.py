@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, eq, is_
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from colonnade.comm.memory import Memory
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
 from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.owned import GradientShard, OwnedSpan
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports.base import Transport
@@ -38,28 +37,6 @@ FROZEN = 8
 """The parameter does not require a gradient on this rank."""
 FAILED = 16
 """Backward failed on this rank: whatever there is of a gradient is worth nothing. Of the first parameter of a sum."""
-
-
-class Buffer:
-    """Memory that the gradients of a bucket lie in: all of it (`flat`), and a view per parameter."""
-
-    def __init__(self, bucket: Bucket, memory: Memory) -> None:
-        self.memory = memory
-        self.flat = memory.own
-        self.look(bucket)
-        self.transport: Transport
-
-    def look(self, bucket: Bucket) -> None:
-        """Make the views; anew after somebody has given one other memory, as `Module.to` does with all gradients."""
-        # `.data` is what gives a view its own version counter.
-        self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
-        self.grads = [_like(view, parameter) for view, parameter in zip(self.views, bucket.parameters, strict=True)]
-        self._pointers = [view.data_ptr() for view in self.views]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all views are of this memory still."""
-        return [view.data_ptr() for view in self.views] == self._pointers
 
 
 class Bucket:
@@ -88,7 +65,8 @@ class Bucket:
         self.parameters = tuple(sum_.parameters[i] for i in self.positions)
         self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
         step = len(sum_.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
-        self.numel = -(-(self.layout.numel + TAIL * (len(sum_.ranks) > 1)) // step) * step
+        tail = TAIL if len(sum_.ranks) > 1 and sum_.sharding is None else 0
+        self.numel = -(-(self.layout.numel + tail) // step) * step
         self.own = slice(0, self.numel)
         if sum_.sharding is not None:
             width = self.numel // len(sum_.ranks)
@@ -398,13 +376,3 @@ def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]
         is_large = single and parameter.device.type == "cpu" and parameter.nbytes >= LARGE_BYTES
         (large if is_large else small).append(position)
     return small, large
-
-
-def _like(view: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What `.grad` of the parameter is set to: the view, as a DTensor where the parameter is one."""
-    if not is_dtensor(parameter):
-        return view
-    placed: Any = parameter
-    return placed.from_local(
-        view, placed.device_mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
-    )

@@ -93,8 +93,18 @@ class Synchroniser:
         for bucket in self.buckets:
             bucket.release()
 
+    @torch.no_grad()
     def end_backward(self) -> None:
-        """The last backward pass of a step has ended: from here to `wait` gradients are nobody's to change."""
+        """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
+
+        So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
+        After the last pass of a step, gradients are nobody's to change until `wait`.
+        """
+        if not self._last:
+            self._end_pass()
+            self._pass_open = False
+            return
+        self._start_early()
         self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
@@ -127,6 +137,7 @@ class Synchroniser:
         """Sum what is not yet summed and wait for all of it. Collective; gradients are final afterwards."""
         for state in self._states:
             state.open_notes(self._failed)
+        self._start_early()
         carrier = self._carrier()
         self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
         if carrier is not None:
@@ -177,17 +188,17 @@ class Synchroniser:
         with torch.no_grad():
             bucket.full = bucket.is_complete() and (self._last or self._every_pass(bucket))
             if bucket.full:
-                self._start_full()
+                self._start_early(only_full=True)
 
-    def _start_full(self) -> None:
-        """Start full buckets, strictly in order: every rank issues the same collectives in the same order.
+    def _start_early(self, only_full: bool = False) -> None:
+        """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order.
 
         The last one waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is here
         gradients that somebody changes by hand can be noticed.
         """
         for bucket in self.buckets[:-1]:
             if bucket.transport.early and not bucket.started:
-                if not bucket.full:
+                if only_full and not bucket.full:
                     return
                 self._state_of[id(bucket)].start(bucket, early=True)
 

@@ -21,7 +21,8 @@ from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.errors import GradientError, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
-from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket, Buffer
+from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket
+from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.records import Sum
 from colonnade.reduce.sum_state import Places, SumState
 from colonnade.reduce.transports.collective import Collective

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.errors import GradientError
 from colonnade.reduce import bucket as bucket_module
-from colonnade.reduce.bucket import MISSING, TAIL, Bucket, Buffer
+from colonnade.reduce.bucket import MISSING, TAIL, Bucket
+from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.options import SyncOptions
 from colonnade.reduce.records import Sum
 from colonnade.reduce.storage import fill

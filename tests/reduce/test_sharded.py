@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade._launch import launch
@@ -139,6 +140,32 @@ def _accumulated_loaders() -> None:
 
 def test_uneven_loaders_beside_accumulation():
     run_world(2, _accumulated_loaders, timeout=30)
+
+
+def _asked_between() -> None:
+    """Rank 1 does not use the last layers, whose buckets rank 0 waits for in backward; then both join their losses."""
+    for stage, shared_memory in [*WAYS, (0, False)]:
+        config = _config(stage, shared_memory, sync={"bucket_mb": 0.0003})
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain = layers(8), layers(8)
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            rank = gpc.get_global_rank()
+            for step in range(3):
+                engine.zero_grad()
+                loss = model[: 8 - 3 * rank](numbers(3, 5, seed=step + 10 * rank)).square().mean()
+                engine.backward(loss)
+                dist.all_reduce(loss.detach())
+                engine.step()
+                plain.zero_grad()
+                losses = [plain[: 8 - 3 * r](numbers(3, 5, seed=step + 10 * r)).square().mean() for r in range(2)]
+                (sum(losses) / 2).backward()
+                torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_ranks_that_use_other_layers_may_talk_between_backward_and_step():
+    run_world(2, _asked_between, timeout=30)
 
 
 def _dtypes() -> dict[str, list[float]]:

@@ -246,3 +246,28 @@ def _half_sparse(options: SyncOptions) -> None:
 
 def test_sparse_here_and_dense_there_is_dense():
     run_world(2, everywhere, _half_sparse)
+
+
+def _unlike_options() -> None:
+    """Two sums of one group, one of which is not started during backward; rank 1 misses a layer of each."""
+    names = [["trunk", "branches.1", "sometimes"], ["branches.0", "branches.2", "never"]]
+    model, truth = both(Branches)
+    world = (tuple(range(2)), dist.group.WORLD, 2.0)
+    sums = []
+    for parts, overlap in zip(names, (True, False), strict=True):
+        named = [(name, p) for name, p in model.named_parameters() if name.rpartition(".")[0] in parts]
+        options = replace(TINY, shared_memory=False, overlap=overlap)
+        sums.append(Sum(*map(tuple, zip(*named, strict=True)), *world, options))
+    synchroniser = Synchroniser(sums)
+    for step in range(4):
+        synchroniser.prepare(last=True)
+        _branch(model, dist.get_rank(), step).backward()
+        mean_loss(truth, _branch, step).backward()
+        synchroniser.wait()
+        same_gradients(model, truth)
+        model.zero_grad()
+        truth.zero_grad()
+
+
+def test_sums_of_one_group_that_start_at_unlike_times_keep_one_order():
+    run_world(2, _unlike_options)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.comm.memory import Memory
-from colonnade.reduce.bucket import Bucket, Buffer
+from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.owned import GradientShard
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.transports.local import Local

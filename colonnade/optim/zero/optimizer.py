@@ -172,7 +172,8 @@ class ZeroOptimizer(Optimizer):
                 parameter.grad = None
 
     def close(self) -> None:
-        """Remove hooks; parameters stay where they are."""
+        """Remove hooks; parameters stay where they are, and the state here: the original has none."""
+        self._original.is_sharded_elsewhere = bool(self._inner.state)  # type: ignore[attr-defined]
         self.wait()
         self._bucket_step.close()
         if self._ahead is not None:
