@@ -61,6 +61,17 @@ class Riders:
         """What this rank says of the step; to be summed (or its maximum taken) over the world."""
         return self._all[int(deviates), int(unsteady), self._step % _TURNS]
 
+    def all_deviate(self, summed: Tensor) -> bool:
+        """Asked by a rank that deviates, after `take`: whether all do, and know what to do about it. Waits for the device.
+
+        Then the step is none to be dropped, only one that was not steady.
+        """
+        numbers = summed[:SIZE].tolist()
+        if numbers[DEVIATES] != numbers[TURN + (self._step - 1) % _TURNS]:
+            return False
+        self._told[-1] = HostCopy(self.numbers(False, unsteady=True))
+        return True
+
     def take(self, summed: Tensor) -> Tensor:
         """What the world says: 1.0 if the step must be dropped, on the device."""
         self._told.append(HostCopy(summed))

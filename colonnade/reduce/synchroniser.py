@@ -259,20 +259,31 @@ class Synchroniser:
         states = [state for agreement in self._agreements for state in agreement.states]
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
-            told = self.riders.numbers(self._failed or notes != [own for own, _ in self._seen], unsteady=False)
-            self._ride(told, carrier)
+            deviates = self._failed or notes != [own for own, _ in self._seen]
+            self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
+            if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
+                # As when all ranks freeze a layer: then all are here, and can agree after all.
+                self.verdict = None
+                return self._resolve(states)
             return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
-        for agreement in self._agreements:
-            agreement.announce(self._step)
-        if self.riders is None:
-            self._finish_buckets()
-        reports = [report for agreement in self._agreements for report in agreement.resolve()]
         if self.riders is not None:
-            seen = [(bytes(state.notes), report) for state, report in zip(states, reports, strict=True)]
+            pairs = self._resolve(states)
+            seen = [(bytes(state.notes), report) for state, report in pairs]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
             learns = any(state.recording for state in states)
             self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
+            return pairs
+        for agreement in self._agreements:
+            agreement.announce(self._step)
+        self._finish_buckets()
+        return self._resolve(states, announced=True)
+
+    def _resolve(self, states: Sequence[SumState], announced: bool = False) -> list[tuple[SumState, list[bytes]]]:
+        """All ranks' notes about each sum, from them."""
+        for agreement in self._agreements if not announced else ():
+            agreement.announce(self._step)
+        reports = [report for agreement in self._agreements for report in agreement.resolve()]
         return list(zip(states, reports, strict=True))
 
     def _ride(self, told: Tensor, carrier: Bucket | None) -> None:

@@ -101,3 +101,38 @@ def _trains(config: dict[str, Any]) -> int:
 )
 def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right(config):
     assert run_world(2, _trains, config).values == [1, 1]
+
+
+def _freezes() -> int:
+    """In a quiet step all ranks freeze a layer, and thaw it later: nothing is dropped."""
+    Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(CPU))  # type: ignore[method-assign]
+    config = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        model, plain = Branch(), Branch()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        quiet = []
+        for step in range(20):
+            for one in (model, plain):
+                one.branch.requires_grad_(not 6 <= step < 13)
+            engine.zero_grad()
+            engine.backward(engine(numbers(3, 4, seed=10 * step + rank), True).square().mean())
+            engine.step()
+            quiet.append(engine._sync.synchroniser.riders.quiet)
+            reference.zero_grad()
+            losses = [plain(numbers(3, 4, seed=10 * step + r), True).square().mean() for r in range(2)]
+            (sum(losses) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        assert quiet[6], "the step in which it froze was one without agreement"
+        assert quiet[12]
+        assert quiet[-1], "and the ranks are quiet again"
+        dropped = engine.skipped_steps
+        engine.close()
+        return dropped
+
+
+def test_what_all_ranks_change_at_once_drops_no_step():
+    assert run_world(2, _freezes).values == [0, 0]
