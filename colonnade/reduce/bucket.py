@@ -7,7 +7,6 @@ Nothing is copied out, and later micro-batches accumulate in place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -18,7 +17,7 @@ from colonnade.comm.memory import Memory
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.records import Sum
+from colonnade.reduce.records import OwnedSpan, Sum
 from colonnade.reduce.transports.base import Transport
 
 _VERSION = attrgetter("_version")
@@ -36,20 +35,6 @@ FROZEN = 8
 """The parameter does not require a gradient on this rank."""
 FAILED = 16
 """Backward failed on this rank: whatever there is of a gradient is worth nothing. Of the first parameter of a sum."""
-
-
-@dataclass(frozen=True)
-class OwnedSpan:
-    """Elements [start, stop) of the parameter at `index`, in memory order; at [at, ...) of the owned slice."""
-
-    index: int
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 class GradientShard:
@@ -381,24 +366,6 @@ class Bucket:
             f"{self.layout.numel} x {dtype} over ranks {list(self.sum.ranks)} / {self.sum.divisor:g} "
             f"by {self.transport.name}: {shown}"
         )
-
-
-def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
-    """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
-
-    A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.
-    """
-    buckets: list[Bucket] = []
-    taken: list[int] = []
-    left = min(first, cap)
-    for position in order:
-        nbytes = local_part(sum_.parameters[position]).nbytes
-        if taken and nbytes > left:
-            buckets.append(Bucket(sum_, taken, index))
-            taken, left = [], cap
-        taken.append(position)
-        left -= nbytes
-    return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
 
 
 def _by_size(sum_: Sum, positions: Sequence[int]) -> tuple[list[int], list[int]]:

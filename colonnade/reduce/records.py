@@ -88,6 +88,20 @@ class Sum:
     waited for another in the middle of it would hold up the pipeline. So it is never started early."""
 
 
+@dataclass(frozen=True)
+class OwnedSpan:
+    """Elements [start, stop) of the parameter at `index`, in memory order; at [at, ...) of the owned slice."""
+
+    index: int
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
 def read_demands(model: nn.Module, layout: Layout, rank: int) -> list[Demand]:
     """What every parameter of the model owes; a parameter with two names counts once, under its first."""
     known: dict[Placement, tuple[Owed, ...]] = {}

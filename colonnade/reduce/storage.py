@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from colonnade.comm.memory import Memory, allocate
 from colonnade.comm.rank_group import RankGroup
-from colonnade.reduce.bucket import Bucket, Buffer, GradientShard, fill
+from colonnade.parallel.dtensor import local_part
+from colonnade.reduce.bucket import Bucket, Buffer, GradientShard
 from colonnade.reduce.options import HALVES
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports import TRANSPORTS, Transport
@@ -93,3 +94,21 @@ class BucketStorage:
         self._memory = []  # what is too small goes before its successor comes
         shared = self._transport(shared=True).shares_memory
         self._memory = [allocate(self._group, numel, self._dtype, self._device, shared) for _ in range(count)]
+
+
+def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
+    """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
+
+    A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.
+    """
+    buckets: list[Bucket] = []
+    taken: list[int] = []
+    left = min(first, cap)
+    for position in order:
+        nbytes = local_part(sum_.parameters[position]).nbytes
+        if taken and nbytes > left:
+            buckets.append(Bucket(sum_, taken, index))
+            taken, left = [], cap
+        taken.append(position)
+        left -= nbytes
+    return [*buckets, Bucket(sum_, taken, index)] if taken else buckets

@@ -10,7 +10,8 @@ from colonnade.comm.rank_group import RankGroup
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.bucket import Bucket, OwnedSpan
+from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.records import OwnedSpan
 
 
 class BucketValues:

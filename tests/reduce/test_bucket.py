@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.errors import GradientError
 from colonnade.reduce import bucket as bucket_module
-from colonnade.reduce.bucket import MISSING, Bucket, Buffer, fill
+from colonnade.reduce.bucket import MISSING, Bucket, Buffer
 from colonnade.reduce.options import SyncOptions
 from colonnade.reduce.records import Sum
+from colonnade.reduce.storage import fill
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.testing import run_world
 from tests.reduce.summing import TINY, data, reduce_all
