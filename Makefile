@@ -28,7 +28,7 @@ demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeli
 test: check  ## everything: `make check`, then the slow tests
 	$(BIN)/python -m pytest -q -m "slow and not long"
 
-long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills
+long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running

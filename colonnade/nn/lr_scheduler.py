@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,14 +14,14 @@ from colonnade.registry import LR_SCHEDULERS
 
 
 class _WarmupLR(LambdaLR):
-    """A linear rise from 1/warmup_steps to 1, times `factor(progress)`: progress is 0 to 1 after the rise."""
+    """A linear rise from 1/warmup_steps to 1, times `factor(step, progress)`: progress is 0 to 1 after the rise."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         total_steps: int,
         warmup_steps: int,
-        factor: Callable[[float], float],
+        factor: Callable[[int, float], float],
         last_epoch: int,
     ) -> None:
         if total_steps < 1 or not 0 <= warmup_steps <= total_steps:
@@ -32,7 +33,7 @@ class _WarmupLR(LambdaLR):
         def at(step: int) -> float:
             rise = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
             progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-            return rise * factor(min(1.0, max(0.0, progress)))
+            return rise * factor(step, min(1.0, max(0.0, progress)))
 
         super().__init__(optimizer, at, last_epoch)
 
@@ -44,7 +45,7 @@ class CosineAnnealingLR(_WarmupLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
-        def factor(progress: float) -> float:
+        def factor(step: int, progress: float) -> float:
             return eta_min + (1 - eta_min) * 0.5 * (1 + math.cos(math.pi * progress))
 
         super().__init__(optimizer, total_steps, warmup_steps, factor, last_epoch)
@@ -61,8 +62,52 @@ class CosineAnnealingWarmupLR(CosineAnnealingLR):
 
 
 @LR_SCHEDULERS.register_module
-class LinearWarmupLR(_WarmupLR):
+class PolynomialWarmupLR(_WarmupLR):
+    """A linear rise over `warmup_steps`, then (1 - progress) ** `power` down to `end` times the start value."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        end: float = 0.0,
+        power: float = 1.0,
+        last_epoch: int = -1,
+    ) -> None:
+        def factor(step: int, progress: float) -> float:
+            return float(end + (1 - end) * (1 - progress) ** power)
+
+        super().__init__(optimizer, total_steps, warmup_steps, factor, last_epoch)
+
+
+@LR_SCHEDULERS.register_module
+class LinearWarmupLR(PolynomialWarmupLR):
     """A linear rise over `warmup_steps`, then a linear fall to zero at `total_steps`."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        super().__init__(optimizer, total_steps, warmup_steps, lambda progress: 1 - progress, last_epoch)
+        super().__init__(optimizer, total_steps, warmup_steps, last_epoch=last_epoch)
+
+
+@LR_SCHEDULERS.register_module
+class MultiStepWarmupLR(_WarmupLR):
+    """A linear rise over `warmup_steps`; then times `gamma` at each of the `milestones`, which are steps of the run."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        warmup_steps: int = 0,
+        milestones: Sequence[int] = (),
+        gamma: float = 0.1,
+        last_epoch: int = -1,
+    ) -> None:
+        ordered = sorted(milestones)
+        if ordered and not warmup_steps < ordered[0] <= ordered[-1] <= total_steps:
+            raise ConfigError(
+                f"milestones={list(milestones)} lie after the warm-up of {warmup_steps} and within {total_steps} steps"
+            )
+
+        def factor(step: int, progress: float) -> float:
+            return float(gamma ** bisect_right(ordered, step))
+
+        super().__init__(optimizer, total_steps, warmup_steps, factor, last_epoch)

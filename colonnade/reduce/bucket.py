@@ -201,6 +201,11 @@ class Bucket:
             and not any(self.views[i]._version == self._versions[i] for i in self.expected)
         )
 
+    def written(self) -> list[tuple[Tensor | None, int]]:
+        """Which tensors the gradients are, and how often each was written to."""
+        grads = [parameter.grad for parameter in self.parameters]
+        return [(grad, -1 if grad is None else grad._version) for grad in grads]
+
     # -- its sum ------------------------------------------------------------------------------------------
 
     def send(self) -> None:

@@ -55,6 +55,7 @@ class Synchroniser:
             for _, group in sorted(self.groups.items())
         ]
         self._state_of: dict[int, SumState] = {}
+        self._last_of: dict[tuple[int, ...], Bucket] = {}
         self._handles: list[Any] = []
         self._last = self._pass_open = self._failed = False
         self.failed_ranks: list[int] = []
@@ -105,7 +106,7 @@ class Synchroniser:
             self._pass_open = False
             return
         self._start_early()
-        self._ended = [(bucket, _written(bucket)) for bucket in self.buckets if not bucket.started]
+        self._ended = [(bucket, bucket.written()) for bucket in self.buckets if not bucket.started]
 
     def check_untouched(self) -> None:
         """Refuse gradients that were written to since backward: those of other buckets are on their way already.
@@ -113,7 +114,7 @@ class Synchroniser:
         Asked before the first handler runs: from then on a handler may write to those that are its own.
         """
         for bucket, written in self._ended:
-            for name, before, now in zip(bucket.names, written, _written(bucket), strict=True):
+            for name, before, now in zip(bucket.names, written, bucket.written(), strict=True):
                 if before[0] is not now[0] or before[1] != now[1]:
                     raise GradientError(
                         f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
@@ -193,11 +194,11 @@ class Synchroniser:
     def _start_early(self, only_full: bool = False) -> None:
         """Start buckets before `wait`, strictly in order: every rank issues the same collectives in the same order.
 
-        The last one waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is here
-        gradients that somebody changes by hand can be noticed.
+        The last one of each group waits for `wait`: nothing is won by sending it a moment sooner, and as long as it is
+        here gradients that somebody changes by hand can be noticed.
         """
-        for bucket in self.buckets[:-1]:
-            if bucket.transport.early and not bucket.started:
+        for bucket in self.buckets:
+            if bucket.transport.early and not bucket.started and bucket not in self._last_of.values():
                 if only_full and not bucket.full:
                     return
                 self._state_of[id(bucket)].start(bucket, early=True)
@@ -244,11 +245,11 @@ class Synchroniser:
             group.collect()
 
     def _carrier(self) -> Bucket | None:
-        """The bucket on which riders can ride, if there is one: the last, where it goes to the whole world as it is."""
-        last = self.buckets[-1] if self.buckets and self.riders is not None else None
-        if last is None or last.shard is not None or not last.transport.carries:
+        """The bucket on which riders can ride, if there is one: the last that goes to the whole world, as it is."""
+        if self.riders is None:
             return None
-        return last if len(last.sum.ranks) == dist.get_world_size() else None
+        last = self._last_of.get(tuple(range(dist.get_world_size())))
+        return last if last is not None and last.shard is None and last.transport.carries else None
 
     def _agree(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
         """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
@@ -274,15 +275,15 @@ class Synchroniser:
             self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
             return pairs
+        return self._resolve(states, meanwhile=self._finish_buckets)
+
+    def _resolve(
+        self, states: Sequence[SumState], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[tuple[SumState, list[bytes]]]:
+        """All ranks' notes about each sum, from them."""
         for agreement in self._agreements:
             agreement.announce(self._step)
-        self._finish_buckets()
-        return self._resolve(states, announced=True)
-
-    def _resolve(self, states: Sequence[SumState], announced: bool = False) -> list[tuple[SumState, list[bytes]]]:
-        """All ranks' notes about each sum, from them."""
-        for agreement in self._agreements if not announced else ():
-            agreement.announce(self._step)
+        meanwhile()
         reports = [report for agreement in self._agreements for report in agreement.resolve()]
         return list(zip(states, reports, strict=True))
 
@@ -358,6 +359,7 @@ class Synchroniser:
         # By how far through its sum a bucket is: a key that all ranks of two groups agree on.
         self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
+        self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
         self._remove_hooks()
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:
@@ -387,12 +389,6 @@ class Synchroniser:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _written(bucket: Bucket) -> list[tuple[Tensor | None, int]]:
-    """Which tensors the gradients are, and how often they were written to."""
-    grads = [parameter.grad for parameter in bucket.parameters]
-    return [(grad, -1 if grad is None else grad._version) for grad in grads]
 
 
 def _on(scale: float | Tensor, like: Tensor) -> float | Tensor:

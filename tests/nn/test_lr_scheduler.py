@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from colonnade.errors import ConfigError
-from colonnade.nn.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmupLR, LinearWarmupLR
+from colonnade.nn.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmupLR,
+    LinearWarmupLR,
+    MultiStepWarmupLR,
+    PolynomialWarmupLR,
+)
 from colonnade.registry import LR_SCHEDULERS
 
 
@@ -47,3 +53,16 @@ def test_they_are_registered_and_refuse_senseless_lengths():
 def test_the_ancestors_order_of_arguments():
     ours = rates(lambda o: CosineAnnealingLR(o, 10, 0.1, 3), 10)
     assert rates(lambda o: CosineAnnealingWarmupLR(o, 10, 3, 0.1), 10) == ours
+
+
+def test_milestones_multiply_after_the_warm_up():
+    seen = rates(lambda o: MultiStepWarmupLR(o, 10, 2, [4, 7], gamma=0.5), 9)
+    assert seen == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5])
+    with pytest.raises(ConfigError, match="milestones=\\[1\\]"):
+        rates(lambda o: MultiStepWarmupLR(o, 10, 2, [1]), 1)
+
+
+def test_a_polynomial_falls_to_its_end():
+    seen = rates(lambda o: PolynomialWarmupLR(o, 8, 0, end=0.25, power=2.0), 10)
+    assert seen[4] == pytest.approx(2.0 * (0.25 + 0.75 * 0.25))
+    assert seen[8] == seen[9] == pytest.approx(0.5)

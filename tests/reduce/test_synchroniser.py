@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -373,6 +374,37 @@ def _groups(options: SyncOptions) -> None:
 
 def test_experts_dense_layers_and_lone_parameters_over_their_own_groups():
     run_world(4, everywhere, _groups)
+
+
+def _talks() -> list[float]:
+    """A layer over both ranks and one on each rank alone; between backward and wait the ranks talk of something else."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    shared, lone = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+    options = replace(TINY, **OVERLAPPED)
+    named = [tuple(zip(*layer.named_parameters(), strict=True)) for layer in (shared, lone)]
+    synchroniser = Synchroniser(
+        [
+            Sum(*named[0], (0, 1), dist.group.WORLD, 2.0, options),
+            Sum(*named[1], (rank,), None, 1.0, options),
+        ]
+    )
+    said = []
+    for step in range(4):
+        for layer in (shared, lone):
+            layer.zero_grad()
+        synchroniser.prepare(last=True)
+        lone(shared(data(rank, step, 5, 6))).square().mean().backward()
+        synchroniser.end_backward()
+        total = torch.ones(())
+        dist.all_reduce(total)
+        said.append(total.item())
+        synchroniser.wait()
+    return said
+
+
+def test_ranks_may_talk_between_backward_and_wait_whatever_else_each_has():
+    assert run_world(2, _talks).values == [[2.0] * 4] * 2
 
 
 def _two_reducers_and_a_subset() -> None:
