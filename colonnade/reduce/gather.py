@@ -44,7 +44,7 @@ class Gather:
                 work = self._works.pop(id(one))
                 if work is not None:
                     work.wait()
-                one.settle()
+                one.copy_out()
 
     def is_under_way(self, one: BucketValues) -> bool:
         """Whether these parameters may not be whole yet."""

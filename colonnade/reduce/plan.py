@@ -47,15 +47,15 @@ def plan_sums(
     plans: Iterable[Plan],
     context: ParallelContext,
     options: Mapping[str, Any],
-    also: Iterable[tuple[str, nn.Parameter]] = (),
+    unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
 ) -> list[Sum]:
     """The sums that these plans come to. Collective over the world: groups that do not exist yet are made.
 
-    `options` hold where a handler was given no others. `also` are parameters that owe nothing and are to lie in
+    `options` hold where a handler was given no others. `unsummed` are parameters that owe nothing and are to lie in
     buckets all the same.
     """
-    entries = _by_parameter(plans, also)
+    entries = _by_parameter(plans, unsummed)
     grouped: dict[Any, list[_Entry]] = {}
     for entry in entries:
         chosen = SyncOptions.read({**options, **{key: value for key, (value, _) in entry.options.items()}})
@@ -81,7 +81,7 @@ def plan_sums(
     ]
 
 
-def _by_parameter(plans: Iterable[Plan], also: Iterable[tuple[str, nn.Parameter]]) -> list[_Entry]:
+def _by_parameter(plans: Iterable[Plan], unsummed: Iterable[tuple[str, nn.Parameter]]) -> list[_Entry]:
     entries: dict[int, _Entry] = {}
     for plan in plans:
         for reduction in plan.reductions:
@@ -95,7 +95,7 @@ def _by_parameter(plans: Iterable[Plan], also: Iterable[tuple[str, nn.Parameter]
                             f"gradient_handler: {by} has {key}={before!r} and {plan.handler} {key}={value!r}, and both "
                             f"sum {name!r}, which is done at once; give both the same {key}"
                         )
-    for name, parameter in also:
+    for name, parameter in unsummed:
         entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))
     return list(entries.values())
 

@@ -78,7 +78,7 @@ class BucketValues:
             self._own_part.copy_(self.owned)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def copy_out(self) -> None:
         """The parameters of all ranks have come: bring them to those that lie elsewhere."""
         for part, view, _ in self._elsewhere:
             part.copy_(view)

@@ -127,10 +127,10 @@ def build_sync(
     planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan()) for one in attached]
     planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
     plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
-    also = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
+    unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
     if shards is not None and not bucket_all:
-        also = [(name, parameter) for name, parameter in also if id(parameter) in shards.labels]
-    synchroniser = Synchroniser(plan_sums(plans, context, options, also, shards), log=get_dist_logger().info)
+        unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
+    synchroniser = Synchroniser(plan_sums(plans, context, options, unsummed, shards), log=get_dist_logger().info)
     for handler, _ in planned:
         handler.use(synchroniser)
     return GradientSync(handlers, synchroniser, ledger, _loose(demands, covered, synchroniser))

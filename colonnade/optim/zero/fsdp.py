@@ -37,7 +37,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardModes:
     """Over which modes a parameter is sharded (the last) and replicated (one before it), and its divisor."""
 
     modes: tuple[ParallelMode, ...]
@@ -96,12 +96,12 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     axis = _replicas(context, settings.replicate)
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     left = _left_whole(model, roots)
-    spread = {id(p): None if id(p) in left else _spread(p, context, axis) for p in old.values()}
-    units = _Units(model, spread, context, settings)
+    shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
+    units = _Units(model, shard_modes, context, settings)
     with agreed_errors(context.device):
         for root in roots:
-            chosen, usual = _chosen(root, settings.wrap), _most(spread, root)
-            for module in [*_apart(root, spread, usual), *chosen]:
+            chosen, usual = _chosen(root, settings.wrap), _most(shard_modes, root)
+            for module in [*_separate(root, shard_modes, usual), *chosen]:
                 units.shard(module, root)
             units.shard(root, root, usual)
             ours = [module for module in root.modules() if module in units.done]
@@ -111,7 +111,7 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     sharding = Sharding(old, model, units)
     for name, parameter in model.named_parameters():
         if name in old and is_dtensor(parameter):
-            _keep_placement(old[name], parameter, spread[id(old[name])])
+            _keep_placement(old[name], parameter, shard_modes[id(old[name])])
     units.watch(old)
     return sharding
 
@@ -125,15 +125,15 @@ class _Units:
     def __init__(
         self,
         model: nn.Module,
-        spread: Mapping[int, Spread | None],
+        shard_modes: Mapping[int, ShardModes | None],
         context: ParallelContext,
         settings: ZeroSettings,
     ) -> None:
-        self._model, self._spread, self.context, self._settings = model, spread, context, settings
+        self._model, self._shard_modes, self.context, self._settings = model, shard_modes, context, settings
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._meshes: dict[tuple[ParallelMode, ...], Any] = {}
         self._taken: set[int] = set()
-        self.done: dict[nn.Module, tuple[Spread, list[str]]] = {}
+        self.done: dict[nn.Module, tuple[ShardModes, list[str]]] = {}
         self.guards: list[ForwardGuard] = []
         self.order: RunOrder | None = None
 
@@ -141,7 +141,7 @@ class _Units:
     def meshes(self) -> list[Any]:
         return list(self._meshes.values())
 
-    def shard(self, module: nn.Module, root: nn.Module, usual: Spread | None = None) -> None:
+    def shard(self, module: nn.Module, root: nn.Module, usual: ShardModes | None = None) -> None:
         """Make a module a unit: what of it is not in a unit yet is gathered and given back together.
 
         With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
@@ -154,29 +154,29 @@ class _Units:
         mine = {
             self._names[id(p)]: p
             for p in module.parameters()
-            if self._spread.get(id(p)) is not None and id(p) not in self._taken
+            if self._shard_modes.get(id(p)) is not None and id(p) not in self._taken
         }
         if module is not root and _shares(module, root, mine.values()):
             return
-        _check_alike(mine, self._spread)
+        _check_alike(mine, self._shard_modes)
         own = {id(p) for p in mine.values()}
         self._taken |= own
-        spread = next((self._spread[id(p)] for p in mine.values()), usual)
-        if spread is None:
+        shard_modes = next((self._shard_modes[id(p)] for p in mine.values()), usual)
+        if shard_modes is None:
             return
         offload = self._settings.offload and self.context.device.type != "cpu"
         fully_shard(
             module,
-            mesh=self._mesh(spread.modes),
+            mesh=self._mesh(shard_modes.modes),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if self._settings.reshard else False,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
-        self.done[module] = spread, list(mine)
-        size = len(self._mesh(spread.modes).mesh.flatten())
-        if spread.divisor != size:
-            module.set_gradient_divide_factor(spread.divisor)  # type: ignore[operator]
+        self.done[module] = shard_modes, list(mine)
+        size = len(self._mesh(shard_modes.modes).mesh.flatten())
+        if shard_modes.divisor != size:
+            module.set_gradient_divide_factor(shard_modes.divisor)  # type: ignore[operator]
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
         """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
@@ -191,9 +191,9 @@ class _Units:
         module: Any
         for name, module in self._model.named_modules():
             if module in self.done:
-                spread, own = self.done[module]
+                shard_modes, own = self.done[module]
                 members = [Member(each, self._model, old[each], new[each]) for each in own]
-                unit, mesh = Unit(module, name or type(self._model).__name__, members), self._mesh(spread.modes)
+                unit, mesh = Unit(module, name or type(self._model).__name__, members), self._mesh(shard_modes.modes)
                 replicas = mesh.get_group(0) if mesh.ndim > 1 else None
                 module.set_custom_all_gather(WatchedGather(self.order, unit.name))
                 module.set_custom_reduce_scatter(WatchedReduce(self.order, unit.reduction, replicas))
@@ -250,7 +250,7 @@ def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None
     return names[name]
 
 
-def _spread(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> Spread | None:
+def _shard_modes(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> ShardModes | None:
     """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
     factors = owed(context.layout, placement_of(parameter), context.get_global_rank())
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
@@ -261,28 +261,30 @@ def _spread(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMod
     divisor = 1
     for factor in both:
         divisor *= factor.divisor
-    return Spread(tuple(factor.mode for factor in both), divisor)
+    return ShardModes(tuple(factor.mode for factor in both), divisor)
 
 
-def _most(spread: Mapping[int, Spread | None], root: nn.Module) -> Spread | None:
-    """How most elements are spread: so is the root."""
-    counts: dict[Spread | None, int] = {}
+def _most(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
+    """How most elements are sharded: so is the root."""
+    counts: dict[ShardModes | None, int] = {}
     for parameter in root.parameters():
-        if spread.get(id(parameter)) is not None:
-            key = spread[id(parameter)]
+        if shard_modes.get(id(parameter)) is not None:
+            key = shard_modes[id(parameter)]
             counts[key] = counts.get(key, 0) + parameter.numel()
     dense = [key for key in counts if key is not None and key.modes[-1] is ParallelMode.DATA]
     return dense[0] if dense else max(counts, key=lambda key: counts[key], default=None)
 
 
-def _apart(module: nn.Module, spread: Mapping[int, Spread | None], usual: Spread | None) -> list[nn.Module]:
-    """The largest modules all of whose parameters are spread alike, and otherwise than usual: the experts."""
-    keys = {spread.get(id(p)) for p in module.parameters() if id(p) in spread} - {None}
+def _separate(
+    module: nn.Module, shard_modes: Mapping[int, ShardModes | None], usual: ShardModes | None
+) -> list[nn.Module]:
+    """The largest modules all of whose parameters are sharded alike, and otherwise than usual: the experts."""
+    keys = {shard_modes.get(id(p)) for p in module.parameters() if id(p) in shard_modes} - {None}
     if not keys or keys == {usual}:
         return []
     if len(keys) == 1:
         return [module]
-    return [found for child in module.children() for found in _apart(child, spread, usual)]
+    return [found for child in module.children() for found in _separate(child, shard_modes, usual)]
 
 
 def _chosen(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
@@ -328,28 +330,28 @@ def _prefetch(units: Sequence[Any], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - ahead) : at])))
 
 
-def _keep_placement(old: nn.Parameter, new: Tensor, spread: Spread | None) -> None:
+def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
     """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
-    if spread is not None and spread.modes[-1] is not ParallelMode.DATA:
+    if shard_modes is not None and shard_modes.modes[-1] is not ParallelMode.DATA:
         modes[ParallelMode.DATA] = Replicate(owes="nothing")
     if modes:
         place(old, modes, placement_of(old).shape)
         copy_placement(old, new)
 
 
-def _check_alike(mine: Mapping[str, nn.Parameter], spread: Mapping[int, Spread | None]) -> None:
+def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
     """Refuse parameters that cannot be gathered together."""
-    spreads: dict[Spread | None, str] = {}
+    spreads: dict[ShardModes | None, str] = {}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in mine.items():
-        spreads.setdefault(spread[id(parameter)], name)
+        spreads.setdefault(shard_modes[id(parameter)], name)
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(spreads) > 1:
         shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in spreads.items() if key)
         raise PlacementError(
-            f"zero stage 3 gathers a module's parameters together, but these are spread differently: {shown}. Put the "
+            f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
             f"experts into a module of their own."
         )
     if len(dtypes) > 1:
