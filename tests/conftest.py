@@ -57,8 +57,23 @@ SLOW_MODULES = (
 """Many worlds each: together most of the time of the tests. `make test` runs them."""
 
 
+LONG = (
+    "cli/test_new.py::test_the_written_test_fails_when_the_parallelism_is_broken",
+    "models/test_grid.py::test_models_equal_one_process[GPT, tied: pipeline 2 x tensor 4 2d]",
+    "models/test_grid.py::test_models_equal_one_process[GPT, tied: sequence 2 x tensor 4 2d]",
+    "models/test_grid.py::test_models_equal_one_process[MoE-GPT: data 2 x expert 2 x tensor 4 2d]",
+    "models/test_models.py::test_a_run_goes_on_in_another_layout[GPT-{'tensor': {'size': 4, 'mode': '2d'}}",
+    "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[data 8-inf]",
+    "optim/zero/test_parity.py::test_every_optimizer_clipped_and_accumulated[data 4-3]",
+    "trainer/test_killed_runs.py::test_ten_kills_at_random_steps_change_no_bit[4 ranks]",
+)
+"""Single cases of which others stay in `make test`: each takes longer than most."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(LONG):
+            item.add_marker(pytest.mark.long)
         if str(item.path).endswith(SLOW_MODULES) or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
     tenth = os.environ.get("TENTH")
