@@ -74,6 +74,7 @@ class Ours:
             torch.ones(1, dtype=torch.float64, device=grad.device),
             torch.zeros((), device=grad.device),
             reduce_norms(self.meter.measure()),
+            torch.zeros((), dtype=torch.bool, device=grad.device),
         )
 
     def step(self) -> None:
