@@ -79,11 +79,13 @@ def broadcast_shared(model: nn.Module, context: ParallelContext) -> None:
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """In turn, so many that few messages are sent, and so few that they take little memory beside the model."""
     batch: list[Tensor] = []
+    taken = 0
     for tensor in tensors:
-        if batch and sum(one.nbytes for one in batch) + tensor.nbytes > _BROADCAST_BYTES:
+        if batch and taken + tensor.nbytes > _BROADCAST_BYTES:
             yield batch
-            batch = []
+            batch, taken = [], 0
         batch.append(tensor)
+        taken += tensor.nbytes
     if batch:
         yield batch
 
