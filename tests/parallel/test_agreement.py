@@ -10,6 +10,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
+from colonnade.parallel import agreement
 from colonnade.parallel.agreement import broadcast_shared, check_placements
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.testing import run_world
@@ -110,3 +111,18 @@ def _start_different() -> tuple[float, float, float]:
 
 def test_the_first_holder_gives_everyone_its_weights():
     assert run_world(4, _start_different).values == [(0, 0, 0), (0, 1, 0), (0, 0, 0), (0, 1, 0)]
+
+
+def _in_pieces() -> list[float]:
+    """Broadcasts of at most 64 bytes: a tensor alone where it is larger, several where they are small."""
+    agreement._BROADCAST_BYTES = 64
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(3, 40))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float(gpc.get_global_rank() + 1))
+        agreement.broadcast_shared(model, gpc)
+        return sorted({float(value) for parameter in model.parameters() for value in parameter.flatten()})
+
+
+def test_weights_are_made_equal_in_pieces():
+    assert run_world(2, _in_pieces).values == [[1.0], [1.0]]
