@@ -20,6 +20,7 @@ SLOW_MODULES = (
     "checkpoint/test_manager.py",
     "context/test_parallel_context.py",
     "engine/gradient_handler/test_ledger.py",
+    "engine/gradient_handler/test_parity.py",
     "engine/gradient_handler/test_probe.py",
     "engine/schedule/executor/test_executor.py",
     "engine/schedule/test_pipeline.py",
@@ -53,6 +54,7 @@ SLOW_MODULES = (
     "trainer/test_ahead.py",
     "trainer/test_loaders.py",
     "trainer/test_metrics.py",
+    "trainer/test_resume.py",
 )
 """Many worlds each: together most of the time of the tests. `make test` runs them."""
 
