@@ -7,6 +7,7 @@ differ only in these digits". So one rank's group in a world of a million is fou
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
@@ -61,17 +62,17 @@ class Partition(Sequence[list[int]]):
     digits: tuple[Digit, ...] | None = None
     """The digits in which the ranks of a group differ, slowest first; None if the groups are no such product."""
 
+    @abstractmethod
     def group_of(self, rank: int) -> Sequence[int]:
         """The group that `rank` is in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def position(self, rank: int) -> int:
         """The place of `rank` in its group; -1 if it is in none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """A text that tells two partitions apart."""
-        raise NotImplementedError
 
     @overload
     def __getitem__(self, at: int) -> list[int]: ...
@@ -91,8 +92,8 @@ class Partition(Sequence[list[int]]):
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def _group(self, index: int) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _group(self, index: int) -> list[int]: ...
 
 
 class _ByDigits(Partition):
