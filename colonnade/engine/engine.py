@@ -16,6 +16,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
+from colonnade.engine.same_batch import SameBatch
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
 from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
@@ -52,6 +53,8 @@ class Engine:
         self._stepper = stepper
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
+        self.same_batch = SameBatch(context)
+        """Told by whoever is given a batch; ranks that see the same data compare theirs now and then."""
         self._passes = self._total_passes = 0
         self._failed = False
         self._watch = LoopWatch(model, optimizer)
@@ -64,6 +67,7 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
+        self.same_batch.see((args, kwargs))
         return self._model(*args, **kwargs)
 
     def zero_grad(self) -> None:
@@ -128,12 +132,12 @@ class Engine:
 
     def train(self) -> None:
         """Put the model into training mode."""
-        self.training = True
+        self.training = self.same_batch.training = True
         self._model.train()
 
     def eval(self) -> None:
         """Put the model into evaluation mode."""
-        self.training = False
+        self.training = self.same_batch.training = False
         self._model.eval()
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
@@ -315,6 +319,7 @@ class Engine:
             self._sync.prepare(self._passes == self.accumulation)
         self._total_passes = total
         self._sync.synchroniser.fail()
+        self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
             self._clip_and_step()
@@ -371,6 +376,7 @@ class Engine:
             )
 
     def _reduce(self) -> None:
+        self.same_batch.end_step(self._book.counted, whole=not self._failed)
         self._sync.set_scale(self._book.factor())
         self._sync.finish()
         self._watch.unsummed = False

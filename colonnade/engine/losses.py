@@ -60,6 +60,11 @@ class LossBook:
         else:
             self._count = self._count + torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
 
+    @property
+    def counted(self) -> bool | None:
+        """Whether the losses of this step are (sum, count); None before the first."""
+        return self._form.counted
+
     def factor(self) -> Tensor | None:
         """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
         if not self._form.counted and not self.uneven:
