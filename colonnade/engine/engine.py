@@ -68,7 +68,8 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
         self.same_batch.see((args, kwargs))
-        return self._model(*args, **kwargs)
+        with self.context.waits.during("in the forward pass"):
+            return self._model(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only.
@@ -144,7 +145,8 @@ class Engine:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
-        result = self._schedule.forward_back_step(self, data_iter, **kwargs)
+        with self.context.waits.during("in the passes of the schedule"):
+            result = self._schedule.forward_back_step(self, data_iter, **kwargs)
         if self._total_passes == before and not kwargs.get("forward_only", False):
             self._end_schedule()
         return result
@@ -293,7 +295,8 @@ class Engine:
     def _watched_pass(self) -> Iterator[None]:
         """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
         try:
-            yield
+            with self.context.waits.during("in the backward pass"):
+                yield
         except BaseException:
             self._failed = True
             raise
@@ -378,15 +381,18 @@ class Engine:
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
         self._sync.set_scale(self._book.factor())
-        self._sync.finish()
+        with self.context.waits.during("summing the gradients"):
+            self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 
     def _clip_and_step(self) -> None:
-        self._stepper.step()
+        with self.context.waits.during("clipping and stepping"):
+            self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False
         self._watch.unsummed = False
         self._watch.end_step()
         self._book.clear()
+        self.context.waits.end_step()

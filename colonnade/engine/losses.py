@@ -72,7 +72,8 @@ class LossBook:
         device = self._context.device
         mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
         totals = torch.stack(mine) * self._share
-        dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
+        with self._context.waits.during("adding up the counts of the losses"):
+            dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
         divisor = torch.where(counted > 0, counted, means / self._accumulation)
         # With nothing counted anywhere every gradient is zero, and stays it.
@@ -81,8 +82,9 @@ class LossBook:
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
-        dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
-        return bool(flag.item())
+        with self._context.waits.during("asking who has a batch"):
+            dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
+            return bool(flag.item())
 
     def clear(self) -> None:
         """Start the next step."""

@@ -80,7 +80,9 @@ class SameBatch:
             digests = [int(digest) & _BITS for digest in self._digests]
             form = 0 if counted is None else 1 + counted
             mine = _Said(form, digests[0], self._rows[0], digests[1], self._rows[1]) if whole else _Said()
-            self._check(self._gather(mine))
+            with self._context.waits.during("comparing the batches"):
+                everyone = self._gather(mine)
+            self._check(everyone)
         self._step += 1
         self._clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from colonnade._launch import launch
+from colonnade.comm import waits
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.same_batch import SameBatch, _digest
@@ -131,13 +133,32 @@ def _forms() -> str:
         return said
 
 
+def _a_step_fewer() -> None:
+    """Rank 1 comes late to the third step, and stays alive."""
+    waits.SAY_AFTER = 0.4
+    with world() as gpc:
+        engine = start(gpc)
+        for step in range(3):
+            if step == 2 and gpc.get_global_rank() == 1:
+                time.sleep(2)
+            _loop(engine, [dataset()[:4]])
+        engine.close()
+
+
 def _both() -> str:
     _legitimate()
+    _a_step_fewer()
     return _forms()
 
 
-def test_batches_of_ones_own_are_fine_and_a_loss_of_two_forms_is_named():
-    for said in run_world(2, _both).values:
+def test_batches_of_ones_own_are_fine_and_ranks_that_do_not_do_the_same_are_named():
+    result = run_world(2, _both)
+    assert (
+        "it is summing the gradients of step 2. Where others are: rank 1: outside the engine after 2 steps"
+        in (result.stderr[0])
+    )
+    assert "has waited" not in result.stderr[1]
+    for said in result.values:
         assert "the loss is not of one form on all ranks: a mean on ranks 0; (sum, count) on ranks 1" in said
 
 
