@@ -16,7 +16,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count, split_loss
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError, listed
@@ -58,6 +58,8 @@ class Engine:
         self.context = context
         self.accumulation = accumulation
         self.training = True
+        self.gives_loss = criterion is not None
+        """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -138,9 +140,11 @@ class Engine:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
-        result = self._schedule.forward_back_step(self, data_iter, **kwargs)
-        if self._total_passes == before and not kwargs.get("forward_only", False):
-            self._end_schedule()
+        result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
+        if not kwargs.get("forward_only", False):
+            self.gives_loss = True
+            if self._total_passes == before:
+                self._end_schedule()
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:

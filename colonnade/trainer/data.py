@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.format.values import is_stateful
@@ -56,8 +59,13 @@ class Place:
 
 
 def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
-    """Ask every rank. Collective; refuses, on all ranks, loaders that cannot work together."""
-    lengths = Lengths(tuple(gather_json(_length(loader), context)))
+    """Ask every rank. Collective; refuses, on all ranks, what is no loader and loaders that cannot work together."""
+    wrong = _what_else(loader)
+    told = gather_json([wrong, None if wrong else _length(loader)], context)
+    for rank, (problem, _) in enumerate(told):
+        if problem:
+            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}")
+    lengths = Lengths(tuple(length for _, length in told))
     if lengths.longest == 0:
         raise ConfigError(
             "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?"
@@ -77,6 +85,22 @@ def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
     """
     by_itself = context.world_size == context.data_parallel_size
     return bool(_other_distinct(context)) or (not lengths.known and not by_itself)
+
+
+def _what_else(loader: Any) -> str | None:
+    """What was given in place of a loader, and what to do; None if it may be one."""
+    if isinstance(loader, Tensor):
+        return (
+            f"a tensor of shape {tuple(loader.shape)}, of which every row would be a batch; for one batch give [batch]"
+        )
+    if isinstance(loader, Mapping):
+        return f"a {type(loader).__name__}; for one batch give [batch]"
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        kind = type(loader).__name__
+        return f"a {kind}, which gives single samples; colonnade.utils.get_dataloader(dataset, batch_size=...) makes batches"
+    if isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        return f"a {type(loader).__name__}; colonnade.utils.get_dataloader makes one of a dataset"
+    return None
 
 
 def _length(loader: Any) -> int | None:

@@ -255,7 +255,7 @@ class Trainer:
         return nullcontext() if alone(self.context) else agreed_errors(self.context.device)
 
     def _default_hooks(self) -> list[HookLike]:
-        return [{"type": "LossHook"}] if self.engine.criterion is not None else []
+        return [{"type": "LossHook"}] if self.engine.gives_loss else []
 
     def _run(self, loop: Loop) -> None:
         self.failed = self.stopping = self._wants_exit = False

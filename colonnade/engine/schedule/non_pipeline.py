@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
+from colonnade.engine.schedule.executor.call import format_value
+from colonnade.engine.schedule.loss import own_loss, split_loss
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
 from colonnade.registry import SCHEDULE
@@ -40,11 +41,26 @@ class NonPipelineSchedule(BaseSchedule):
 
 
 def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
-    """The loss: of the output and the label, or of the output alone where there is no label."""
+    """The loss: of the output and the label, or of the output alone where there is no label.
+
+    Without a criterion it is the loss that the model has put into its output.
+    """
     if criterion is None:
-        raise ScheduleError("a loss is asked for, but the engine has no criterion; pass criterion= to initialize")
+        loss = own_loss(output)
+        if loss is None:
+            raise ScheduleError(
+                f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
+                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...)"
+            )
+        return loss
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
+        if len(outputs) < (needed := len(required_arguments(criterion))):
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise ScheduleError(
+                f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
+                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule"
+            )
         return criterion(*outputs)
     if isinstance(label, dict):
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)

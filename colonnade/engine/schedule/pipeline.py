@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module, cut_batch, join
 from colonnade.engine.schedule.loss import LossForm
@@ -91,6 +90,8 @@ class PipelineSchedule(BaseSchedule):
     def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
         super().pre_processing(engine)
+        if self._stage_data_func:
+            self._label_keys = ()  # it takes batches apart itself
         context = engine.context
         piped = context.is_initialized(ParallelMode.PIPELINE)
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
@@ -204,11 +205,7 @@ def _num_arguments(function: Callable[..., Any] | None) -> int:
     """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
     if function is None:
         return 0
-    parameters = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = required_arguments(function)
     if len(parameters) not in (1, 2):
         raise ScheduleError(
             f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments"
