@@ -126,18 +126,18 @@ def _counts_by_stage(held: list[Held], stage: int, context: ParallelContext) -> 
 
 def _contributions(held: list[Held], counts: list[int], stage: int, context: ParallelContext) -> Tensor:
     """Rows (elements / holders, expected / ranks that have it, expected squared / the same) of the whole model."""
-    rows = torch.zeros((sum(counts), 3), dtype=torch.float64)
-    start = sum(counts[:stage])
+    found = []
     sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
     ranks_of_stage = context.world_size // len(counts)
-    for at, entry in enumerate(held):
+    for entry in held:
         expected = logical_numel(entry.tensor, entry.placement, sizes)
         stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
         share = local_part(entry.tensor).numel() / entry.holding.count
         # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
-        rows[start + at] = torch.tensor(
-            [share * stages, expected / ranks_of_stage, expected**2 / ranks_of_stage], dtype=torch.float64
-        )
+        found.append([share * stages, expected / ranks_of_stage, expected**2 / ranks_of_stage])
+    rows = torch.zeros((sum(counts), 3), dtype=torch.float64)
+    if found:
+        rows[sum(counts[:stage]) :][: len(found)] = torch.tensor(found, dtype=torch.float64)
     return rows
 
 

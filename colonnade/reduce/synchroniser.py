@@ -364,24 +364,26 @@ class Synchroniser:
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:
                 for index, parameter in enumerate(bucket.parameters):
-                    self._hook(parameter, self._on_gradient, at, index)
+                    self._hook(parameter, Synchroniser._on_gradient, at, index)
                 continue
             for position in bucket.large:
                 index = bucket.positions.index(position)
-                self._hook(bucket.parameters[index], self._on_large, at, index)
+                self._hook(bucket.parameters[index], Synchroniser._on_large, at, index)
             bucket.left = bucket.firings
-            self._hook(bucket.parameters[bucket.last], self._on_last, at, bucket.last)
+            self._hook(bucket.parameters[bucket.last], Synchroniser._on_last, at, bucket.last)
 
-    def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
+    def _hook(
+        self, parameter: nn.Parameter, act: Callable[[Synchroniser, int, int], None], at: int, index: int
+    ) -> None:
         if not parameter.requires_grad:
             return
         # Not a reference to this object: a synchroniser that nobody holds any more must be able to go.
-        weak = weakref.WeakMethod(method)
+        weak = weakref.ref(self)
 
         def call(_: Tensor) -> None:
             alive = weak()
             if alive is not None:
-                alive(at, index)
+                act(alive, at, index)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(call))
 
