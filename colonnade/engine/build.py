@@ -152,9 +152,14 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
 
 def _compile(model: nn.Module, options: Any) -> None:
     """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if options:
-        for module in model if isinstance(model, nn.ModuleList) else [model]:
-            module.compile(**(options if isinstance(options, dict) else {}))
+    if not options:
+        return
+    given = dict(options) if isinstance(options, dict) else {}
+    for module in model if isinstance(model, nn.ModuleList) else [model]:
+        try:
+            module.compile(**given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
