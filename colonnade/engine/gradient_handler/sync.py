@@ -103,6 +103,7 @@ def build_sync(
     """
     options = dict(options)
     waive = options.pop("waive", None) or ()
+    waive = (waive,) if isinstance(waive, str) else waive
     automatic = options.pop("automatic", True)
     rank = context.get_global_rank()
     demands = read_demands(model, context.layout, rank)
