@@ -24,12 +24,12 @@ def weigh(schedule: BaseSchedule, loss: Tensor | None) -> Weight:
     if loss is None:
         return None, 0.0
     count = schedule.loss_count
-    mean = loss.detach().double().reshape(())
     if count is None:
-        weight = float(schedule.batch_size or 1)
-        return mean * weight, weight
-    counted = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach().reshape(())
-    return torch.where(counted == 0, 0.0, mean * counted), counted  # the mean over nothing is not a number
+        weight: Tensor | float = float(schedule.batch_size or 1)
+    else:
+        weight = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+    value = loss.detach().double().reshape(()) * weight
+    return (torch.where(weight > 0, value, 0.0) if isinstance(weight, Tensor) else value), weight  # 0 / 0: NaN
 
 
 @dataclass(frozen=True)
