@@ -168,7 +168,7 @@ def test_what_a_layer_of_the_ancestor_took_and_ours_does_not_is_refused() -> Non
     assert Linear1D_Row(4, 6, parallel_input=False, dtype=torch.float64).weight.dtype == torch.float64
     with pytest.raises(ConfigError, match="skip_bias_add=True"):
         Linear1D_Col(4, 6, skip_bias_add=True)
-    with pytest.raises(ConfigError, match="weight_initializer.*from_module"):
+    with pytest.raises(ConfigError, match=r"weight_initializer.*from_module"):
         Linear1D_Row(4, 6, weight_initializer=nn.init.zeros_)
 
 

@@ -81,7 +81,7 @@ def _data_parallel(folder) -> list[int]:
     with pytest.raises(ConfigError, match="strict=False"):
         load_checkpoint(file, model, strict=False)
     (folder / f"weights{rank}.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is a file. Checkpoints are folders here"):
+    with pytest.raises(CheckpointError, match=r"is a file\. Checkpoints are folders here"):
         load_checkpoint(folder / f"weights{rank}.pt", model)
 
     _seeds()
