@@ -194,11 +194,14 @@ def _transfer_group(context: ParallelContext) -> Any:
     return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
+_MOST_MICRO_BATCHES = 1 << 16  # the table of passes has a row for each
+
+
 def _num_micro_batches(given: int | None, table: Table | None) -> int:
     if table is not None and given is None:
         return check(table).num_micro_batches
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ScheduleError(f"num_microbatches is a whole number from 1 on, not {given!r}")
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICRO_BATCHES:
+        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICRO_BATCHES}, not {given!r}")
     return given
 
 
