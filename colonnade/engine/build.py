@@ -24,7 +24,7 @@ from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel.agreement import broadcast_shared, check_placements, whole_parameters
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -58,6 +58,7 @@ def initialize(
     precision.apply(built, context.device)
     _compile(built, context.config.get("compile"))
     check_placements(built, context)
+    _warn_of_repeated_work(built, context)
     broadcast_shared(built, context)
     config = context.config
     zero = ZeroSettings.read(config.get("zero"))
@@ -138,6 +139,31 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"{type(built).__name__}"
         )
     return built.to(context.device)
+
+
+def _warn_of_repeated_work(model: nn.Module, context: ParallelContext) -> None:
+    """Ranks that see the same data and split no parameter compute the same; layers of ours split nothing without a mode."""
+    say = get_dist_logger().warning
+    count = len(list(model.parameters()))
+    for axis in context.layout.axes:
+        if axis.size == 1 or axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE:
+            continue
+        if count and len(whole_parameters(model, context, axis.mode)) == count:
+            say(
+                f"no parameter of the model is split over the {axis.size} ranks of {axis.mode.name}: they repeat each other's "
+                f"work. Build the model from the layers of colonnade.nn with tensor=dict(size={axis.size}, mode='1d'), "
+                f"place() what you split yourself, or take {axis.name!r} out of `parallel`: these ranks then share the data",
+                ranks=[0],
+            )
+    found: list[Any] = [getattr(layer, "arrangement", None) for layer in model.modules()]
+    arrangements = [arrangement for arrangement in found if hasattr(arrangement, "is_split")]
+    size = context.tensor_parallel_size
+    if size > 1 and arrangements and not any(a.is_split("outer") or a.is_split("inner") for a in arrangements):
+        say(
+            f"the layers of colonnade.nn in the model are whole on each of the {size} ranks of TENSOR, as `tensor` names no "
+            f"mode that splits them; write tensor=dict(size={size}, mode='1d')",
+            ranks=[0],
+        )
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradientHandler
 from colonnade.errors import GradientError
+from colonnade.nn.layer import arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine.gradient_handler import scenarios
@@ -327,3 +330,37 @@ def _default_double() -> None:
 
 def test_double_precision_as_the_default_dtype():
     run_world(2, _default_double)
+
+
+def _repeated() -> list[str]:
+    """What is warned of, for each model."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said[-1] += record.getMessage()
+
+    logging.getLogger("colonnade").addHandler(Keep(logging.WARNING))
+    split = {"size": 2, "mode": "1d"}
+    for tensor, build in (
+        (2, lambda gpc: nn.Linear(4, 4)),
+        (2, lambda gpc: colonnade.nn.Linear.from_module(nn.Linear(4, 4), arrangement=arrange(gpc))),
+        (split, lambda gpc: nn.Linear(4, 4)),
+        (split, lambda gpc: colonnade.nn.Linear.from_module(nn.Linear(4, 4), arrangement=arrange(gpc))),
+        (2, scenarios.Split),
+        ({"size": 2, "mode": "sequence"}, lambda gpc: nn.Linear(4, 4)),
+        (1, lambda gpc: nn.Linear(4, 4)),
+    ):
+        said.append("")
+        with launch({"parallel": {"tensor": tensor}}, context=ParallelContext(), verbose=False) as gpc:
+            initialize(build(gpc), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0].close()
+    return said
+
+
+def test_ranks_that_would_repeat_each_others_work_are_told_of_it_once():
+    first, second = run_world(2, _repeated).values
+    repeat = "no parameter of the model is split over the 2 ranks of TENSOR: they repeat each other's work"
+    whole = "layers of colonnade.nn in the model are whole on each of the 2 ranks of TENSOR"
+    assert [(text.count(repeat), text.count(whole)) for text in first] == [(1, 0), (1, 1), (1, 0), *[(0, 0)] * 4]
+    assert "tensor=dict(size=2, mode='1d')" in first[0]
+    assert not any(second)
