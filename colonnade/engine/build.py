@@ -25,6 +25,7 @@ from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements, whole_parameters
+from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -131,6 +132,7 @@ def _apply_backend_flags(context: ParallelContext) -> None:
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
+    check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
