@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import GradientSync, build_sync
 from colonnade.engine.precision import Precision
@@ -20,13 +20,14 @@ from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
-from colonnade.errors import ConfigError, ContextError, GradientError, listed
+from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import broadcast_shared, check_placements, refuse_marks
+from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -62,6 +63,7 @@ def initialize(
     precision.apply(built, context.device)
     _compile(built, context.config.get("compile"))
     check_placements(built, context)
+    warn_of_repeated_work(built, context)
     broadcast_shared(built, context)
     config = context.config
     zero = ZeroSettings.read(config.get("zero"))
@@ -134,6 +136,7 @@ def _apply_backend_flags(context: ParallelContext) -> None:
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
+    check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -141,27 +144,8 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
-    _warn_of_batch_norm(built, context)
+    warn_of_batch_norm(built, context)
     return built.to(context.device)
-
-
-def _warn_of_batch_norm(model: nn.Module, context: ParallelContext) -> None:
-    """Say once that batch norms see a part of the batch each; frozen ones (in evaluation mode) do not look at it."""
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    here = context.layout.coordinates(context.get_global_rank())
-    first = all(at == 0 for name, at in here.items() if name != "pipeline")
-    if found and first and (context.layout.distinct_data > 1 or context.pipeline_parallel_size > 1):
-        get_dist_logger().warning(
-            f"{type(model.get_submodule(found[0])).__name__} ({listed(found[:3])}{', ...' if len(found) > 3 else ''}) "
-            f"normalises over the rows that one rank has at a time, not over the whole batch: gradients are not those of "
-            f"one process, and running statistics differ between ranks (a checkpoint for another layout has the first "
-            f"rank's). On CUDA, nn.SyncBatchNorm.convert_sync_batchnorm(model, gpc.get_group(ParallelMode.DATA)) before "
-            f"initialize joins the ranks; a norm that looks at single samples (GroupNorm, LayerNorm) has no such limit."
-        )
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

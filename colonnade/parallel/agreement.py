@@ -16,7 +16,7 @@ from colonnade.errors import PlacementError
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
-from colonnade.parallel.placement import Placement, is_placed, logical_numel
+from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_numel
 
 _BROADCAST_BYTES = 32 << 20
 
@@ -69,6 +69,22 @@ def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
                     f"{name} is marked {mark}, which is not read here: without a placement it would be a replica on "
                     f"every rank. Write {write}."
                 )
+
+
+def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
+    """The parameters (name by id) that the ranks of `mode` do not share out: neither split nor owing them a sum."""
+    layout, rank = context.layout, context.get_global_rank()
+    ranks = set(layout.group_of(mode, rank))
+
+    def is_shared_out(placement: Placement) -> bool:
+        """Over `mode`, a part of it, or ranks of which some are its."""
+        return any(
+            len(ranks.intersection(layout.group_of(other, rank))) > 1
+            for other, spec in placement.modes.items()
+            if isinstance(spec, Shard) or (isinstance(spec, Replicate) and spec.owes == "sum")
+        )
+
+    return {id(held.tensor): held.name for held in held_tensors(model, context) if not is_shared_out(held.placement)}
 
 
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
