@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,29 +13,39 @@ import torch.distributed as dist
 from colonnade.comm.torch_versions import all_gather_flat, default_store
 from colonnade.errors import ColonnadeError, listed
 
+_SHORT = 248
+"""Bytes that a message of any length sends at once."""
+
 
 def message_device(device: torch.device) -> torch.device:
     """Where tensors of a message to the world must lie: on `device` with NCCL, else on the CPU."""
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+def gather_any_length(payload: bytes, gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's payload by a `gather` of equal lengths: one call of it, and a second where a payload is long."""
+    heard = gather(len(payload).to_bytes(8, "little") + payload[:_SHORT].ljust(_SHORT))
+    sizes = [int.from_bytes(message[:8], "little") for message in heard]
+    rest = [b""] * len(heard)
+    if max(sizes) > _SHORT:
+        rest = gather(payload[_SHORT:].ljust(max(sizes) - _SHORT))
+    return [(first[8:] + more)[:size] for first, more, size in zip(heard, rest, sizes, strict=True)]
+
+
 def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. Two collectives over the group; nothing is unpickled."""
-    where = message_device(device)
-    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(where)
-    size = torch.tensor([content.numel()], device=where)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other.item()) for other in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=where)
-    padded[: content.numel()] = content
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(other[: int(length.item())].tolist()).decode() for other, length in zip(everyone, sizes, strict=True)]
+    """Every rank's text, in rank order. Collective over the group; nothing is unpickled."""
+
+    def gather(payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(message_device(device))
+        everyone = mine.new_empty(dist.get_world_size(group) * len(payload))
+        all_gather_flat(everyone, mine, group=group)
+        return [bytes(row) for row in everyone.view(-1, len(payload)).tolist()]
+
+    return [payload.decode() for payload in gather_any_length(text.encode(), gather)]
 
 
 def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON. Two collectives over the group."""
+    """Every rank's value, in rank order, sent as JSON. Collective over the group."""
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -236,16 +237,23 @@ class ParallelContext:
             self.device = torch.device("cuda", index)
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, torch and the stream of each axis; may be called again."""
+        """Seed torch, Python, numpy if it is there, and the stream of each axis; may be called again.
+
+        All of them as torch: alike on ranks that see the same data, others where data or stage differ.
+        """
         here = self._layout.coordinates(self._rank)
         apart = [
             f"{axis.name}={here[axis.name]}"
             for axis in self._layout.axes
             if axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE
         ]
-        random.seed(seed)
+        own = derive_seed(seed, *apart)
+        torch.manual_seed(own)
+        random.seed(own)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(own % 2**32)
         self.streams.clear()
-        torch.manual_seed(derive_seed(seed, *apart))
         for axis in self._layout.axes:
             parts = sorted({*apart, f"{axis.name}={here[axis.name]}"})
             self.streams.add(axis.mode, derive_seed(seed, axis.mode.value, *parts))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
@@ -24,7 +25,7 @@ from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel.agreement import broadcast_shared, check_placements, refuse_marks
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -55,6 +56,8 @@ def initialize(
     precision = Precision.read(context.config)
     schedule = _build_schedule(context)
     built = _build_model(model, context, schedule)
+    with agreed_errors(context.device):
+        refuse_marks(built, context)
     precision.apply(built, context.device)
     _compile(built, context.config.get("compile"))
     check_placements(built, context)
@@ -152,9 +155,14 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
 
 def _compile(model: nn.Module, options: Any) -> None:
     """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if options:
-        for module in model if isinstance(model, nn.ModuleList) else [model]:
-            module.compile(**(options if isinstance(options, dict) else {}))
+    if not options:
+        return
+    given = dict(options) if isinstance(options, dict) else {}
+    for module in model if isinstance(model, nn.ModuleList) else [model]:
+        try:
+            module.compile(**given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

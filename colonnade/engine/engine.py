@@ -17,7 +17,7 @@ from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import Count, split_loss
+from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError, listed
 
@@ -81,10 +81,12 @@ class Engine:
             self._sync.synchroniser.release()
 
     def backward(self, loss: Any) -> None:
-        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises."""
-        value, count = split_loss(loss)
+        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises.
+
+        A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
+        """
+        value, count, self._schedule.loss_count = self._book.read(loss)
         self._book.add(count)
-        self._schedule.loss_count = count
         self._begin_pass()
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
@@ -331,7 +333,7 @@ class Engine:
         self._sync.prepare(self._passes == self.accumulation)
 
     def _count_pass(self) -> None:
-        """Count one pass; with the last one of a step the counts of all losses are known."""
+        """Count one pass of a step."""
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
@@ -340,8 +342,6 @@ class Engine:
         self._passes += 1
         self._total_passes += 1
         self._watch.unsummed = True
-        if self._passes == self.accumulation:
-            self._sync.set_scale(self._book.factor())
 
     def _end_schedule(self) -> None:
         """Count the pass of a schedule that runs its backward passes itself."""
@@ -371,6 +371,7 @@ class Engine:
             )
 
     def _reduce(self) -> None:
+        self._sync.set_scale(self._book.factor())
         self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)

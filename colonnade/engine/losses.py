@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.loss import Count, LossForm
+from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, split_loss
 
 
 class LossBook:
@@ -23,6 +25,9 @@ class LossBook:
         self._context = context
         self._accumulation = accumulation
         self._form = LossForm()
+        self._watch = MeanWatch()
+        # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
+        self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0
         self._means = 0
         self.uneven = False
@@ -32,6 +37,15 @@ class LossBook:
         for axis in context.layout.axes:
             if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
                 self._share /= axis.size
+
+    def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
+        """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
+        value, count = split_loss(loss)
+        if isinstance(loss, Tensor) and (self._one_mean or count is None):
+            if not self._one_mean:
+                self._watch.look(loss)
+            return loss, None, count
+        return value, count, count
 
     def add(self, count: Count | None, *, here: bool = True) -> None:
         """Note one pass; all of a step are plain means, or all are (sum, count).

@@ -143,7 +143,7 @@ def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype)
 
 
 def _scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled", "verbose")}
+    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled")}
     if options.pop("hysteresis", 1) != 1:
         raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step")
     return options

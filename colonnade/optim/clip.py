@@ -36,7 +36,8 @@ def clip_grad_norm_(
 
     In a launched context every element of the model's gradient counts once, whatever its placement, and
     every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
-    context it is torch's function. `foreach` is accepted and has no effect: there is one way here.
+    context it is torch's function; ranks outside a DTensor's mesh must then hold copies of it, which is checked.
+    `foreach` is accepted and has no effect: there is one way here.
     """
     held = _as_list(parameters)
     limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
@@ -64,6 +65,8 @@ def grad_norm(
     norm_type = check_order(norm_type)
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
+    if known is None and shared:
+        _require_copies([parameter.grad for parameter in held if parameter.grad is not None])
     blocks = _blocks(held, known, shared)
     vector = powsums(blocks, norm_type, device=_device(held, known))
     norms = reduce_norms(vector, norm_type, whole=not shared)
@@ -107,6 +110,34 @@ def _holders_by_mesh(placed: Any) -> int:
     # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
     shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
     return max(1, world // shards)
+
+
+def _require_copies(gradients: list[Any]) -> None:
+    """Without a context: where a mesh is a part of the world, the other ranks must hold the same gradients as it does.
+
+    If they do not, they are stages of a pipeline or not averaged yet, and no mesh says which. Waits for the device.
+    """
+    world = dist.get_world_size()
+    if all(gradient.device_mesh.size() == world for gradient in gradients if is_dtensor(gradient)):
+        return
+    sums = [local_part(gradient).abs().sum(dtype=torch.float64).item() for gradient in gradients]
+    mine = [
+        (gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None, tuple(gradient.shape), repr(total))
+        for gradient, total in zip(gradients, sums, strict=True)
+    ]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mine)
+    first: dict[Any, tuple[int, Any]] = {None: (0, everyone[0])}
+    for rank, theirs in enumerate(everyone):
+        places = str([place for place, *_ in theirs]) if len(theirs) == len(everyone[0]) else None
+        other, wanted = first.setdefault(places, (rank, theirs))
+        if wanted != theirs:
+            raise GradientError(
+                f"ranks {other} and {rank} hold different gradients at the same place of their DTensors' meshes, which "
+                f"are parts of the world of {world} ranks: these are stages of a pipeline, or gradients that are not "
+                f"averaged yet. Average them first; for a pipeline pass context=, a launched context, which knows "
+                f"the stages"
+            )
 
 
 def _device(held: list[Tensor], context: ParallelContext | None) -> torch.device | None:

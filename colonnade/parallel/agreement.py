@@ -16,7 +16,7 @@ from colonnade.errors import PlacementError
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
-from colonnade.parallel.placement import Placement, logical_numel
+from colonnade.parallel.placement import Placement, is_placed, logical_numel
 
 _BROADCAST_BYTES = 32 << 20
 
@@ -43,6 +43,32 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
             known[placement] = holding(layout, placement, rank)
         found.append(Held(name, tensor, placement, known[placement]))
     return found
+
+
+_MARKS = {
+    "is_tensor_parallel": (ParallelMode.TENSOR, "place(parameter, {ParallelMode.TENSOR: Shard(dim)})"),
+    "pipeline_shared_module_pg": (
+        ParallelMode.PIPELINE,
+        "place(parameter, {ParallelMode.PIPELINE: Tied((first_stage, last_stage), 'its name')})",
+    ),
+    "moe_info": (ParallelMode.GLOBAL, "place(parameter, {ParallelMode.EXPERT: Shard(0)}), or use colonnade.nn.moe.MoE"),
+}
+"""Attributes by which Colossal-AI's layers say how a parameter lies: the mode where it matters, what to write here."""
+
+
+def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
+    """Refuse parameters that Colossal-AI's marks say are split or shared, and that have no placement.
+
+    They would be taken for replicas: overwritten by another rank's part, or not summed at all. The marks cannot be read
+    as placements, because they do not say along which dimension, or under which name.
+    """
+    for name, parameter in model.named_parameters():
+        for mark, (mode, write) in _MARKS.items():
+            if getattr(parameter, mark, None) and context.get_world_size(mode) > 1 and not is_placed(parameter):
+                raise PlacementError(
+                    f"{name} is marked {mark}, which is not read here: without a placement it would be a replica on "
+                    f"every rank. Write {write}."
+                )
 
 
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
@@ -126,18 +152,18 @@ def _counts_by_stage(held: list[Held], stage: int, context: ParallelContext) -> 
 
 def _contributions(held: list[Held], counts: list[int], stage: int, context: ParallelContext) -> Tensor:
     """Rows (elements / holders, expected / ranks that have it, expected squared / the same) of the whole model."""
-    rows = torch.zeros((sum(counts), 3), dtype=torch.float64)
-    start = sum(counts[:stage])
+    found = []
     sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
     ranks_of_stage = context.world_size // len(counts)
-    for at, entry in enumerate(held):
+    for entry in held:
         expected = logical_numel(entry.tensor, entry.placement, sizes)
         stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
         share = local_part(entry.tensor).numel() / entry.holding.count
         # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
-        rows[start + at] = torch.tensor(
-            [share * stages, expected / ranks_of_stage, expected**2 / ranks_of_stage], dtype=torch.float64
-        )
+        found.append([share * stages, expected / ranks_of_stage, expected**2 / ranks_of_stage])
+    rows = torch.zeros((sum(counts), 3), dtype=torch.float64)
+    if found:
+        rows[sum(counts[:stage]) :][: len(found)] = torch.tensor(found, dtype=torch.float64)
     return rows
 
 

@@ -111,7 +111,7 @@ class _Reach:
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
     """The answer, worked out once for a layout; the shape of a tensor does not matter to it."""
-    key = (tuple(placement.modes.items()), question)
+    key = (placement.key[0], question)
     if key not in layout.derived:
         layout.derived[key] = answer()
     return layout.derived[key]

@@ -57,12 +57,16 @@ def plan_sums(
     """
     entries = _by_parameter(plans, unsummed)
     grouped: dict[Any, list[_Entry]] = {}
+    read: dict[Any, SyncOptions] = {}
     for entry in entries:
-        chosen = SyncOptions.read({**options, **{key: value for key, (value, _) in entry.options.items()}})
+        given = tuple((key, value) for key, (value, _) in entry.options.items())
         sharded = shards is not None and id(entry.parameter) in shards.labels
-        if sharded and shards is not None and shards.bucket_mb is not None:
-            chosen = replace(chosen, bucket_mb=shards.bucket_mb)
-        grouped.setdefault((*_ranks_and_divisor(entry, context), chosen, sharded), []).append(entry)
+        if (given, sharded) not in read:
+            chosen = SyncOptions.read({**options, **dict(given)})
+            if sharded and shards is not None and shards.bucket_mb is not None:
+                chosen = replace(chosen, bucket_mb=shards.bucket_mb)
+            read[given, sharded] = chosen
+        grouped.setdefault((*_ranks_and_divisor(entry, context), read[given, sharded], sharded), []).append(entry)
     # Every rank asks for its sets at the same moment, whether it has sums or not.
     context.ensure_groups(ranks for ranks, *_ in grouped if len(ranks) > 1)
     return [

@@ -99,7 +99,7 @@ class Synchroniser:
         """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
 
         So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
-        After the last pass of a step, gradients are nobody's to change until `wait`.
+        After the last pass of a step, nobody may change gradients until `wait`.
         """
         if not self._last:
             self._end_pass()
@@ -364,24 +364,26 @@ class Synchroniser:
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:
                 for index, parameter in enumerate(bucket.parameters):
-                    self._hook(parameter, self._on_gradient, at, index)
+                    self._hook(parameter, Synchroniser._on_gradient, at, index)
                 continue
             for position in bucket.large:
                 index = bucket.positions.index(position)
-                self._hook(bucket.parameters[index], self._on_large, at, index)
+                self._hook(bucket.parameters[index], Synchroniser._on_large, at, index)
             bucket.left = bucket.firings
-            self._hook(bucket.parameters[bucket.last], self._on_last, at, bucket.last)
+            self._hook(bucket.parameters[bucket.last], Synchroniser._on_last, at, bucket.last)
 
-    def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
+    def _hook(
+        self, parameter: nn.Parameter, act: Callable[[Synchroniser, int, int], None], at: int, index: int
+    ) -> None:
         if not parameter.requires_grad:
             return
         # Not a reference to this object: a synchroniser that nobody holds any more must be able to go.
-        weak = weakref.WeakMethod(method)
+        weak = weakref.ref(self)
 
         def call(_: Tensor) -> None:
             alive = weak()
             if alive is not None:
-                alive(at, index)
+                act(alive, at, index)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(call))
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def test_weights_and_optimizer_go_through_every_layout_with_the_same_bits(tmp_pa
 def _draw(context: ParallelContext) -> list[float]:
     with context.streams.use(ParallelMode.TENSOR):
         inside = torch.rand(1).item()
-    return [inside, torch.rand(1).item(), random.random()]
+    return [inside, torch.rand(1).item(), random.random(), numpy.random.standard_normal()]
 
 
 def save_draw_load_draw(folder: Path) -> tuple[list[float], list[float], str]:
@@ -77,6 +78,7 @@ def save_draw_load_draw(folder: Path) -> tuple[list[float], list[float], str]:
     with launched(way) as context, CheckpointManager(folder, context) as manager:
         built = build(way, context, 0)
         random.seed(context.get_global_rank())
+        numpy.random.seed(context.get_global_rank())
         _draw(context)
         manager.save(1, built.model)
         before = _draw(context)

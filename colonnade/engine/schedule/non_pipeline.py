@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.executor.backward import StageInput
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
@@ -32,10 +35,11 @@ class NonPipelineSchedule(BaseSchedule):
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
         if not forward_only:
             engine.backward(loss)
+        elif loss is not None:
+            self.loss_count = split_loss(loss)[1]
         mean = None
         if loss is not None and return_loss:
-            value, self.loss_count = split_loss(loss)
-            mean = (value if self.loss_count is None else value / self.loss_count).detach()
+            mean = (loss[0] / loss[1] if isinstance(loss, (tuple, list)) else loss).detach()
         return (output, label, mean) if return_output_label else (None, None, mean)
 
 
@@ -43,6 +47,13 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
     """The loss: of the output and the label, or of the output alone where there is no label."""
     if criterion is None:
         raise ScheduleError("a loss is asked for, but the engine has no criterion; pass criterion= to initialize")
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _loss_of(criterion, output, label)
+    with torch.enable_grad():  # of an evaluation too, the graph of the loss says what it is a mean over
+        return _loss_of(criterion, tree_map_only(Tensor, _with_graph, output), label)
+
+
+def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
         return criterion(*outputs)
@@ -50,3 +61,11 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
     labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
     return criterion(*outputs, *labels)
+
+
+def _with_graph(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.requires_grad:
+        return tensor
+    tensor = tensor.detach()
+    StageInput(tensor)
+    return tensor

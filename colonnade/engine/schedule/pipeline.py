@@ -37,7 +37,8 @@ class PipelineSchedule(BaseSchedule):
     before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every stage.
     `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be given.
     `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows. A
-    criterion may also give (sum, count), which is divided once by the count of all ranks. `loss_everywhere`: all
+    criterion may also give (sum, count), which is divided once by the count of all ranks; a mean cross-entropy, which may
+    ignore labels, counts as that. `loss_everywhere`: all
     ranks return the loss, not only the last stage's.
 
     Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
@@ -106,7 +107,7 @@ class PipelineSchedule(BaseSchedule):
             device=context.device,
             forward=self._forward,
             loss_fn=partial(call_criterion, engine.criterion),
-            loss_form=LossForm(allow_counts=self._loss_everywhere),
+            loss_form=partial(LossForm, self._loss_everywhere, self._loss_reduction == "mean"),
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
         )

@@ -114,7 +114,7 @@ class Step:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
         if not self.with_loss or self.executor.loss_fn is None:
             return []
-        loss, count = self.executor.loss_form.read(self.executor.loss_fn(output, micro_batch.label))
+        loss, count = self.executor.form.read(self.executor.loss_fn(output, micro_batch.label))
         self.losses[micro_batch.index] = loss.detach()
         if count is None:
             return differentiable([loss * (micro_batch.weight * self.mean_scale)])
