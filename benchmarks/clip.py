@@ -65,7 +65,7 @@ class Ours:
         self.bucket = FlatBucket(layout, params, grad)
         self.optimizer = torch.optim.AdamW(params, fused=True, capturable=capturable)
         self.flat = FlatStep(self.optimizer, [self.bucket])
-        for param, view in zip(params, self.bucket.views, strict=True):
+        for param, view in zip(params, layout.views(grad), strict=True):
             param.grad = view
         self.meter = Meter([Block(grad)])
         self.policy = ClipPolicy(NormClip(1.0))
