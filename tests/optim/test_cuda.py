@@ -94,7 +94,6 @@ def test_norm_of_slots(dtype: torch.dtype) -> None:
     buffer[80_000] = math.nan
     again = reduce_norms(meter.measure())
     assert again.nonfinite.tolist() == [0, 0, 0, 1, 0]
-    assert [block.slot for block in meter.culprits()] == [3]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 2.5, math.inf])

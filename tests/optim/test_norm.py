@@ -109,7 +109,6 @@ def test_non_finite_is_never_a_plausible_number(p: float, bad: float) -> None:
     assert norms.nonfinite.tolist() == [0, 1, 0]
     assert norms.per_slot().isfinite().tolist() == [True, False, True]
     assert math.isnan(norms.total().item()) == math.isnan(bad)
-    assert meter.culprits() == [blocks[1]]
 
 
 def test_whole_blocks_weighted_by_their_replicas() -> None:
