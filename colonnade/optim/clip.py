@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block, check_order
+from colonnade.optim.blocks import GradientBlock, check_order
 from colonnade.optim.clip_method import divisor_to, positive
 from colonnade.optim.norm import powsums, reduce_norms
 from colonnade.parallel.demand import Holding, holding
@@ -76,7 +76,7 @@ def grad_norm(
     return total
 
 
-def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[Block]:
+def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[GradientBlock]:
     known: dict[Placement, Holding] = {}
     blocks = []
     for parameter in held:
@@ -94,7 +94,7 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
             count, index = known[placement].count, known[placement].index
         elif shared:
             count, index = _holders_by_mesh(placed), None
-        blocks.append(Block(local_part(parameter.grad), count, index))
+        blocks.append(GradientBlock(local_part(parameter.grad), count, index))
     return blocks
 
 

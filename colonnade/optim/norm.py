@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block, check_order, to_device
+from colonnade.optim.blocks import GradientBlock, check_order, to_device
 from colonnade.optim.norm_readers import KernelReader, TorchReader, join, suits_kernel
 from colonnade.parallel.flat import flattened
 
@@ -65,7 +65,7 @@ class Meter:
     @torch.no_grad()
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[GradientBlock],
         p: float = 2.0,
         *,
         slots: int = 1,
@@ -84,7 +84,7 @@ class Meter:
         ]
 
     @torch.no_grad()
-    def rebind(self, blocks: Sequence[Block]) -> None:
+    def rebind(self, blocks: Sequence[GradientBlock]) -> None:
         """The same blocks, elsewhere in memory; or none, to hold on to nothing until they are given again."""
         for part in self._parts:
             part.rebind([block for block in blocks if block.tensor.device == part.device])
@@ -102,7 +102,7 @@ class Meter:
 
 
 def powsums(
-    blocks: Sequence[Block],
+    blocks: Sequence[GradientBlock],
     p: float = 2.0,
     slots: int = 1,
     *,
@@ -134,7 +134,7 @@ def reduce_norms(
 class _DeviceSums:
     """Sums of powers of the blocks of one device, a value per slot; the plan is made once, `vector` runs it."""
 
-    def __init__(self, blocks: Sequence[Block], p: float, slots: int, *, once: bool) -> None:
+    def __init__(self, blocks: Sequence[GradientBlock], p: float, slots: int, *, once: bool) -> None:
         self._p, self._once = p, once
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         self._read = _reader([block.owned for block in self._blocks], p, once=once)
@@ -147,7 +147,7 @@ class _DeviceSums:
         lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
         self._lengths = to_device(lengths, device)
 
-    def rebind(self, blocks: Sequence[Block]) -> None:
+    def rebind(self, blocks: Sequence[GradientBlock]) -> None:
         """The same blocks, elsewhere in memory; without any, nothing is held until they are given again."""
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         rows = [block.owned for block in self._blocks]
