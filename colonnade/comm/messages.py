@@ -14,7 +14,7 @@ from colonnade.comm.torch_versions import all_gather_flat, default_store
 from colonnade.errors import ColonnadeError, listed
 
 _SHORT = 248
-"""Bytes that a message of any length sends at once."""
+"""So many bytes of a text travel with its length."""
 
 
 def message_device(device: torch.device) -> torch.device:
@@ -22,30 +22,29 @@ def message_device(device: torch.device) -> torch.device:
     return device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def gather_any_length(payload: bytes, gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
-    """Every rank's payload by a `gather` of equal lengths: one call of it, and a second where a payload is long."""
-    heard = gather(len(payload).to_bytes(8, "little") + payload[:_SHORT].ljust(_SHORT))
-    sizes = [int.from_bytes(message[:8], "little") for message in heard]
-    rest = [b""] * len(heard)
-    if max(sizes) > _SHORT:
-        rest = gather(payload[_SHORT:].ljust(max(sizes) - _SHORT))
-    return [(first[8:] + more)[:size] for first, more, size in zip(heard, rest, sizes, strict=True)]
-
-
 def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. Collective over the group; nothing is unpickled."""
+    """Every rank's text, in rank order. One collective over the group, two where a text is long; nothing is unpickled."""
 
-    def gather(payload: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(message_device(device))
-        everyone = mine.new_empty(dist.get_world_size(group) * len(payload))
+    def gather(content: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(message_device(device))
+        everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
         all_gather_flat(everyone, mine, group=group)
-        return [bytes(row) for row in everyone.view(-1, len(payload)).tolist()]
+        return [bytes(row) for row in everyone.view(-1, mine.numel()).tolist()]
 
-    return [payload.decode() for payload in gather_any_length(text.encode(), gather)]
+    return [content.decode() for content in gather_in_pieces(text.encode(), gather)]
+
+
+def gather_in_pieces(content: bytes, gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's bytes by a `gather` that takes as many from each: the lengths with what is short, then the rest."""
+    heads = gather((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
+    sizes = [int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(sizes) - _SHORT
+    rests = gather(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
+    return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
 
 
 def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON. Collective over the group."""
+    """Every rank's value, in rank order, sent as JSON. One collective over the group, or two."""
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 

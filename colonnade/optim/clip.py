@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block, check_order
+from colonnade.optim.blocks import GradientBlock, check_order
 from colonnade.optim.clip_method import divisor_to, positive
 from colonnade.optim.norm import powsums, reduce_norms
 from colonnade.parallel.demand import Holding, holding
@@ -90,7 +90,7 @@ def grad_norm(
     return total
 
 
-def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[Block]:
+def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[GradientBlock]:
     known: dict[Placement, Holding] = {}
     blocks = []
     for parameter in held:
@@ -109,7 +109,7 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
         elif shared:
             count, index = _holders_by_mesh(placed), None
         everywhere = is_dtensor(placed) and placed.device_mesh.size() == dist.get_world_size()  # type: ignore[attr-defined]
-        blocks.append(Block(local_part(parameter.grad), count, index, 0 if everywhere else 1))
+        blocks.append(GradientBlock(local_part(parameter.grad), count, index, 0 if everywhere else 1))
     return blocks
 
 

@@ -65,7 +65,7 @@ class PipelineSchedule(BaseSchedule):
         self._table: Table | None = None
         if table is not None:
             self._table = read_csv(table) if isinstance(table, (str, Path)) else parse_table(table)
-        self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
+        self.num_microbatches = _num_microbatches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
             raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
@@ -79,7 +79,7 @@ class PipelineSchedule(BaseSchedule):
     def table(self, num_ranks: int) -> Table:
         """The checked table for a pipeline of `num_ranks`; needs no process group."""
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
-        facts = check(table, num_micro_batches=self.num_microbatches)
+        facts = check(table, num_microbatches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
             raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
         return table
@@ -194,14 +194,14 @@ def _transfer_group(context: ParallelContext) -> Any:
     return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
-_MOST_MICRO_BATCHES = 1 << 16  # the table of passes has a row for each
+_MOST_MICROBATCHES = 1 << 16  # the table of passes has a row for each
 
 
-def _num_micro_batches(given: int | None, table: Table | None) -> int:
+def _num_microbatches(given: int | None, table: Table | None) -> int:
     if table is not None and given is None:
-        return check(table).num_micro_batches
-    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICRO_BATCHES:
-        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICRO_BATCHES}, not {given!r}")
+        return check(table).num_microbatches
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICROBATCHES:
+        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}")
     return given
 
 
