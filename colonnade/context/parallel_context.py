@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade import logging as _logging
 from colonnade.comm.groups import ProcessGroups
 from colonnade.comm.messages import gather_json, is_same_everywhere
+from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, START_UP_TIMEOUT, waiting_at_most
+from colonnade.comm.waits import WaitWatch
 from colonnade.config import Config, load_config
 from colonnade.context.build import Build, run_initializers
 from colonnade.context.layout import Layout
@@ -55,6 +57,7 @@ class ParallelContext:
     config: Config
     device: torch.device
     streams: RandomStreams
+    waits: WaitWatch
     world_size: int
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
@@ -91,10 +94,17 @@ class ParallelContext:
         self._build = run_initializers(self.config, world_size, rank)
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
-        self._timeout = timedelta(seconds=timeout) if timeout is not None else None
+        self.waits.open(rank, world_size, _logging.get_dist_logger().warning)
+        own = DEFAULT_TIMEOUT if self._owns_world else None  # else what torch gives a group
+        self._timeout = timedelta(seconds=timeout) if timeout else own
 
     def init_parallel_groups(self) -> None:
         """Create the process groups of every mode. Collective over the world."""
+        # All ranks have joined, and nobody has anything long to do: who does not come now is lost.
+        with waiting_at_most(START_UP_TIMEOUT), self.waits.during("in launch()"):
+            self._create_groups()
+
+    def _create_groups(self) -> None:
         self._groups = groups = ProcessGroups(self._rank, self._timeout)
         adopted = False
         for hook in launch_hooks:
@@ -115,6 +125,7 @@ class ParallelContext:
 
     def destroy(self) -> None:
         """Leave the world and forget everything. Safe to call twice."""
+        self.waits.close()
         if self._groups is not None:
             self._groups.destroy()
         if self._owns_world:
@@ -280,6 +291,7 @@ class ParallelContext:
         self.config = load_config({})
         self.device = torch.device("cpu")
         self.streams = RandomStreams()
+        self.waits = WaitWatch()
         self.world_size = 1
         self.virtual_pipeline_parallel_size = None
         self.virtual_pipeline_parallel_rank = None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from colonnade.comm.messages import agreed_errors
+from colonnade.comm.waits import OUTSIDE
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
@@ -54,6 +55,8 @@ def initialize(
     handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
+    context.waits.step = None
+    context.waits.at("in initialize()")
     _apply_backend_flags(context)
     precision = Precision.read(context.config)
     schedule = _build_schedule(context)
@@ -92,6 +95,8 @@ def initialize(
         schedule=schedule,
         accumulation=int(config.get("gradient_accumulation") or 1),
     )
+    context.waits.step = 0
+    context.waits.at(OUTSIDE)
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
 

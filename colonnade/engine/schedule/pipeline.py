@@ -112,6 +112,8 @@ class PipelineSchedule(BaseSchedule):
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
         )
+        ends = self._executor.has_first_stage or self._executor.has_last_stage
+        self.uses_batch = ends or self._stage_data_func is not None
         self._switch_virtual_rank = _virtual_rank_switch(context, self._executor.facts.stage_ranks)
 
     def forward_back_step(
@@ -131,7 +133,7 @@ class PipelineSchedule(BaseSchedule):
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
-        micro_batches, label = self._micro_batches(executor, data_iter)
+        micro_batches, label = self._micro_batches(data_iter)
         with_loss = return_loss or not forward_only
         step = executor.run(
             micro_batches,
@@ -154,9 +156,8 @@ class PipelineSchedule(BaseSchedule):
             label = join([micro_batch.label for micro_batch in micro_batches])
         return join(step.outputs), label, loss
 
-    def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
-        needs_batch = executor.has_first_stage or executor.has_last_stage or self._stage_data_func is not None
-        if data_iter is None and not needs_batch:
+    def _micro_batches(self, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
+        if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
         pieces = cut_batch(data, label, self.num_microbatches)
