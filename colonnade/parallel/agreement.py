@@ -114,8 +114,9 @@ def broadcast_shared(model: nn.Module, context: ParallelContext) -> None:
     context.ensure_groups(ranks for ranks, _ in batches)
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
+            flat: Tensor | None = None
             for tensors in _batches([local_part(entry.tensor) for entry in entries]):
-                _broadcast(tensors, ranks, context)
+                flat = _broadcast(tensors, ranks, context, flat)
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -132,15 +133,19 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def _broadcast(tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext) -> None:
+def _broadcast(
+    tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext, used: Tensor | None
+) -> Tensor:
+    """By way of `used`, where that is large enough, else of new memory; returns it. The backend lets go of it late."""
     layout = FlatLayout(tensors)
-    flat = layout.allocate()
+    flat = used[: layout.numel] if used is not None and used.numel() >= layout.numel else layout.allocate()
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
     dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
     for view, tensor in zip(views, tensors, strict=True):
         tensor.copy_(view)
+    return flat if used is None or used.numel() < flat.numel() else used
 
 
 def _tie_key(entry: Held) -> str:
