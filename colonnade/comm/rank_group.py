@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.messages import gather_in_pieces
 from colonnade.comm.sockets import HostSockets, connect, host_identity
 from colonnade.comm.torch_versions import PrefixStore, all_gather_flat, default_store, gloo_all_gather, timeout_of
 from colonnade.errors import GradientError, listed
@@ -114,10 +115,7 @@ class RankGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One JSON value per rank, in group order. Collective, for start-up and rare events."""
-        text = json.dumps(value).encode()
-        sizes = [int.from_bytes(size, "little") for size in self.gather_bytes(len(text).to_bytes(8, "little"))]
-        padded = self.gather_bytes(text.ljust(max(sizes)))
-        return [json.loads(data[:size]) for data, size in zip(padded, sizes, strict=True)]
+        return [json.loads(text) for text in gather_in_pieces(json.dumps(value).encode(), self.gather_bytes)]
 
     def close(self) -> None:
         if self.sockets is not None:

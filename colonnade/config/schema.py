@@ -1,6 +1,7 @@
 """The table of keys that Colonnade reads from a config: what each may hold, and (beside it) what it is for.
 
-A new key is one more entry here; checking and suggestions follow from it.
+A new key is one more entry here; checking and suggestions follow from it. All ranks must have the same values, which is
+compared at launch, but for keys in `differing(...)`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from colonnade.config.rules import (
     Section,
     any_of,
     choice,
+    differing,
     int_from,
     number_above,
     number_from,
@@ -98,7 +100,7 @@ _FP16 = Section(
         "hysteresis": COUNT,  # overflows before the scale shrinks
         "enabled": BOOL,  # False: as if fp16 were left out
         "dynamic_grad_scale": BOOL,  # whether the scale moves at all
-        "verbose": BOOL,  # log changes of the scale
+        "verbose": differing(BOOL),  # log changes of the scale
     },
     renamed=_words(
         init_scale="initial_scale loss_scale initial_scale_power scale",
@@ -158,7 +160,7 @@ _SYNC = Section(
 )
 
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
-_LOG = Section({"level": LEVEL}, is_open=True)  # least level shown
+_LOG = Section({"level": differing(LEVEL)}, is_open=True)  # least level shown
 
 KEYS: dict[str, Rule] = {
     # how the ranks are divided into axes
@@ -177,8 +179,9 @@ KEYS: dict[str, Rule] = {
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "model": Rule("anything", ANYTHING.accepts, _MODEL),  # your own, but for num_chunks
-    "log": with_dict(LEVEL, _LOG, "dict(level=..., ...)"),  # what is logged
+    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
+    "log": differing(with_dict(LEVEL, _LOG, "dict(level=..., ...)")),  # what is logged
     "max_ep_size": COUNT,  # largest expert-parallel size
     "num_microbatches": COUNT,  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other

@@ -11,7 +11,7 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "schedule sync flat_step seed compile cudnn_benchmark cudnn_deterministic model log max_ep_size "
+    "schedule sync flat_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model log max_ep_size "
     "num_microbatches TENSOR_SHAPE SEQ_LENGTH GLOBAL_BATCH_SIZE HIDDEN_SIZE"
 )
 
