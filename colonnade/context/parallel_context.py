@@ -245,11 +245,7 @@ class ParallelContext:
     def set_seed(self, seed: int) -> None:
         """Seed Python, torch and the stream of each axis; may be called again."""
         here = self._layout.coordinates(self._rank)
-        apart = [
-            f"{axis.name}={here[axis.name]}"
-            for axis in self._layout.axes
-            if axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE
-        ]
+        apart = [f"{axis.name}={here[axis.name]}" for axis in self._layout.axes if axis.seeded_apart]
         random.seed(seed)
         self.streams.clear()
         torch.manual_seed(derive_seed(seed, *apart))
