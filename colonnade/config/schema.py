@@ -1,6 +1,7 @@
 """The table of keys that Colonnade reads from a config: what each may hold, and (beside it) what it is for.
 
-A new key is one more entry here; checking and suggestions follow from it.
+A new key is one more entry here; checking and suggestions follow from it. All ranks must have the same values, which is
+compared at launch, but for keys in `differing(...)`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from colonnade.config.rules import (
     Section,
     any_of,
     choice,
+    differing,
     int_from,
     int_within,
     number_above,
@@ -191,7 +193,8 @@ KEYS: dict[str, Rule] = {
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "model": Rule("anything", ANYTHING.accepts, _MODEL),  # your own, but for num_chunks
+    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
     "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other
 }

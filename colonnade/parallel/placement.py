@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -157,11 +156,6 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
     for mode, shard in placement.shards.items():
         shape[shard.dim] *= sizes[mode]
     return tuple(shape)
-
-
-def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
-    """The number of elements of the whole tensor."""
-    return prod(logical_shape(parameter, placement, sizes))
 
 
 def _attach(parameter: Tensor, record: Placement) -> None:
