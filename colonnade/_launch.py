@@ -101,12 +101,13 @@ def _start(
     context = global_context if context is None else context
     context.load_config(config)
     context.verbose = verbose
+    chosen = _seed(context.config, seed)
     context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)
-        context.init_parallel_groups()
-        context.set_seed(_seed(context.config, seed))
+        context.init_parallel_groups(chosen)
+        context.set_seed(chosen)
         context.config.freeze()
     except BaseException:
         # A failed launch leaves nothing behind, so that the caller may correct the config and try again.

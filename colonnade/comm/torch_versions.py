@@ -34,6 +34,12 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+def forget_failed_start() -> None:
+    """After an `init_process_group` that failed: the next one names its group as it would have in a new process."""
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
+
+
 def is_alive(group: Any) -> bool:
     """Whether the group exists and was not destroyed."""
     return group in distributed_c10d._world.pg_map

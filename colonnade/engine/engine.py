@@ -17,7 +17,7 @@ from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
 from colonnade.engine.same_batch import SameBatch
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError, listed
@@ -45,9 +45,7 @@ class Engine:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._criterion = criterion
+        self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._schedule = schedule
         self._sync = sync
         self._stepper = stepper
@@ -61,6 +59,8 @@ class Engine:
         self.context = context
         self.accumulation = accumulation
         self.training = True
+        self.gives_loss = criterion is not None
+        """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
 
     # -- the loop -----------------------------------------------------------------------------------------
@@ -131,24 +131,25 @@ class Engine:
         self._end_step()
         return True
 
-    def train(self) -> None:
-        """Put the model into training mode."""
-        self.training = self.same_batch.training = True
-        self._model.train()
+    def train(self, mode: bool = True) -> None:
+        """Put the model into training mode, or with False into evaluation mode."""
+        self.training = self.same_batch.training = mode
+        self._model.train(mode)
 
     def eval(self) -> None:
         """Put the model into evaluation mode."""
-        self.training = self.same_batch.training = False
-        self._model.eval()
+        self.train(False)
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
         with self.context.waits.during("in the passes of the schedule"):
-            result = self._schedule.forward_back_step(self, data_iter, **kwargs)
-        if self._total_passes == before and not kwargs.get("forward_only", False):
-            self._end_schedule()
+            result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
+        if not kwargs.get("forward_only", False):
+            self.gives_loss = True
+            if self._total_passes == before:
+                self._end_schedule()
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:

@@ -23,8 +23,11 @@ class LoopWatch:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.unsummed = False
         self._model = weakref.ref(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._kept = list(model.parameters())  # as long as this lives, no other tensor gets one of these ids
+        named = list(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in named}
+        self._kept = [
+            parameter for _, parameter in named
+        ]  # as long as this lives, no other tensor gets one of these ids
         self._steps = 0
         # Not references to this object: it would never go.
         watch = weakref.ref(self)

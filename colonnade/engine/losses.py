@@ -58,7 +58,9 @@ class LossBook:
         if count is None:
             self._means += 1
         else:
-            self._count = self._count + torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+            number = torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+            # A negative one could hide in the sum of all; inf and nan stay what they are.
+            self._count = self._count + torch.where(number < 0, torch.nan, number)
 
     @property
     def counted(self) -> bool | None:
@@ -75,9 +77,10 @@ class LossBook:
         with self._context.waits.during("adding up the counts of the losses"):
             dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
-        divisor = torch.where(counted > 0, counted, means / self._accumulation)
-        # With nothing counted anywhere every gradient is zero, and stays it.
-        return self._context.layout.distinct_data / torch.where(divisor > 0, divisor, 1.0)
+        divisor = torch.where(counted == 0, means / self._accumulation, counted)
+        # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
+        divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
+        return self._context.layout.distinct_data / divisor
 
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""

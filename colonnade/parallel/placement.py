@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -65,14 +65,21 @@ class Placement:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", MappingProxyType(dict(self.modes)))
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two equal placements have in common. Its first part says all but the shape of the tensor."""
+        # In order: two shards of one dimension lie inside one another in the order they were given.
+        return tuple(self.modes.items()), self.shape
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
     def __hash__(self) -> int:
-        return hash((tuple(self.modes.items()), self.shape))
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # In order: two shards of one dimension lie inside one another in the order they were given.
-        return isinstance(other, Placement) and (
-            (tuple(self.modes.items()), self.shape) == (tuple(other.modes.items()), other.shape)
-        )
+        return isinstance(other, Placement) and self.key == other.key
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return Placement, (dict(self.modes), self.shape)
@@ -81,12 +88,12 @@ class Placement:
         """What the parameter is on `mode`."""
         return self.modes.get(mode, Replicate())
 
-    @property
+    @cached_property
     def shards(self) -> dict[ParallelMode, Shard]:
         """The modes that it is split over, in the order they were given (outermost first)."""
         return {mode: spec for mode, spec in self.modes.items() if isinstance(spec, Shard)}
 
-    @property
+    @cached_property
     def tied(self) -> Tied | None:
         """Where else in the pipeline it lives."""
         spec = self.modes.get(ParallelMode.PIPELINE)
@@ -149,11 +156,6 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
     for mode, shard in placement.shards.items():
         shape[shard.dim] *= sizes[mode]
     return tuple(shape)
-
-
-def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
-    """The number of elements of the whole tensor."""
-    return prod(logical_shape(parameter, placement, sizes))
 
 
 def _attach(parameter: Tensor, record: Placement) -> None:

@@ -39,8 +39,8 @@ class BucketStorage:
         Collective where the memory must grow; the same order on every rank.
         """
         options, transport = self._sum.options, self._transport(shared=True)
-        total = sum(local_part(self._sum.parameters[position]).nbytes for position in order) / _MB
-        cap, first = transport.sizes(total, self._group.size)
+        sizes = [local_part(self._sum.parameters[position]).nbytes for position in order]
+        cap, first = transport.sizes(sum(sizes) / _MB, self._group.size)
         cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
         buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
         if transport.on_demand(self._device) and self._sum.sharding is None:
