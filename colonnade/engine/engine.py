@@ -54,7 +54,7 @@ class Engine:
         self._book = LossBook(context, accumulation)
         self._passes = self._total_passes = 0
         self._failed = False
-        self._watch = LoopWatch(model, optimizer)
+        self._watch = LoopWatch(model, optimizer, context)
         self.context = context
         self.accumulation = accumulation
         self.training = True
