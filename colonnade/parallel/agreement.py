@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.comm.messages import message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -117,7 +118,7 @@ def _counts_by_stage(held: list[Held], stage: int, context: ParallelContext) -> 
     digest = int.from_bytes(names[:8], "big") >> 2
     lowest = torch.full((stages, 4), torch.iinfo(torch.int64).max, dtype=torch.int64)
     lowest[stage] = torch.tensor([len(held), -len(held), digest, -digest])
-    lowest = lowest.to(_device(context))
+    lowest = lowest.to(message_device(context.device))
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
     table = lowest.tolist()
     for at, (least, most, low, high) in enumerate(table):
@@ -147,7 +148,7 @@ def _contributions(held: list[Held], counts: list[int], stage: int, context: Par
 
 
 def _sum_over_world(rows: Tensor, context: ParallelContext) -> list[list[float]]:
-    rows = rows.to(_device(context))
+    rows = rows.to(message_device(context.device))
     dist.all_reduce(rows)
     return rows.tolist()
 
@@ -167,7 +168,3 @@ def _problems(totals: list[list[float]], counts: list[int], held: list[Held], st
         elif abs(found - expected) > 1e-6 * max(1.0, expected):
             problems.append(f"{name}: {found:g} elements found, {expected:g} expected; placed as {placement}")
     return problems
-
-
-def _device(context: ParallelContext) -> torch.device:
-    return context.device if dist.get_backend() == "nccl" else torch.device("cpu")
