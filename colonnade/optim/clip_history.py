@@ -18,6 +18,8 @@ from colonnade.optim.clip_method import (
     positive,
 )
 
+_MOST_STEPS = 1_000_000  # a window is sorted at every step
+
 
 def _fraction(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
@@ -26,8 +28,8 @@ def _fraction(name: str, value: float) -> float:
 
 
 def _steps(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is a number of steps from 1 on, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
+        raise ConfigError(f"{name} is a number of steps from 1 to {_MOST_STEPS}, not {value!r}")
     return value
 
 

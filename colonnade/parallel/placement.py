@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -181,11 +180,6 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
     for mode, shard in placement.shards.items():
         shape[shard.dim] *= sizes[mode]
     return tuple(shape)
-
-
-def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
-    """The number of elements of the whole tensor."""
-    return prod(logical_shape(parameter, placement, sizes))
 
 
 def _fits(rule: Rule, name: str, parameter: nn.Parameter) -> bool:

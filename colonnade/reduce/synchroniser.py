@@ -99,7 +99,7 @@ class Synchroniser:
         """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
 
         So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
-        After the last pass of a step, gradients are nobody's to change until `wait`.
+        After the last pass of a step, nobody may change gradients until `wait`.
         """
         if not self._last:
             self._end_pass()

@@ -24,7 +24,8 @@ class CrossEntropyLoss(nn.Module):
 
     Every rank of the tensor group gets the loss of the whole batch. Logits never travel: two small all-reduces of
     some numbers per sample do. Half-precision logits are summed in fp32. `reduction="sum_and_count"` gives (sum,
-    number of labels that count), from which the engine makes the mean over all ranks and micro-batches.
+    number of labels that count), from which the engine makes the mean over all ranks and micro-batches; it knows both of
+    a "mean" too.
     """
 
     def __init__(
@@ -72,7 +73,11 @@ class CrossEntropyLoss(nn.Module):
         count = (labels != self.ignore_index).sum()
         if self.reduction == "sum_and_count":
             return total, count
-        return total if self.reduction == "sum" else total / count
+        if self.reduction == "sum":
+            return total
+        mean = total / count
+        mean.sum_and_count = total, count  # type: ignore[attr-defined]  # the engine's mean is over the whole batch
+        return mean
 
     def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None) -> Tensor:
         """The loss of every sample."""

@@ -28,7 +28,7 @@ class _Norm(nn.Module):
         if whole is None:
             return None
         part = self.arrangement.take_along_hidden(whole.detach(), "outer")
-        return own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole.requires_grad)
+        return own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
 
     @property
     def _is_whole(self) -> bool:

@@ -93,12 +93,12 @@ class Sharding:
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:
     """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
-    axis = _replicas(context, settings.replicate)
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
-    left = _left_whole(model, roots)
-    shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
-    units = _Units(model, shard_modes, context, settings)
     with agreed_errors(context.device):
+        axis = _replicas(context, settings.replicate)
+        left = _left_whole(model, roots)
+        shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
+        units = _Units(model, shard_modes, context, settings)
         for root in roots:
             chosen, usual = _chosen(root, settings.wrap), _most(shard_modes, root)
             for module in [*_separate(root, shard_modes, usual), *chosen]:

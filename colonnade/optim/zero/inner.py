@@ -131,16 +131,17 @@ def _trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, name, OrderedDict())
     # Some make their state when they are built: a sample of it, of the new shapes.
-    sample: dict[str, Any] = next((held for held in optimizer.state.values() if held), {})
-    like = next((p for p, held in optimizer.state.items() if held), None)
+    held = [(p, state) for p, state in optimizer.state.items() if state]
+    like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
     for parameter in parameters:
         trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
     return trial
 
 
 def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
-    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape and value.numel():
-        return torch.full_like(parameter, float(local_part(value).flatten()[0]))
+    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
+        own = local_part(value).flatten()  # a rank may hold none of it
+        return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
     return torch.zeros(()) if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
 
 

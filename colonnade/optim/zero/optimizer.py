@@ -39,6 +39,8 @@ class ZeroOptimizer(Optimizer):
         check_elementwise(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.settings = settings
+        self.optimizer_class = type(optimizer)
+        """Whose state it keeps: checkpoints compare it."""
         self._original = optimizer
         # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks

@@ -22,6 +22,8 @@ class MicroBatch:
     label: Any = None
     weight: float = 1.0
     """Its share of the loss of the batch: all weights together are 1 for a mean."""
+    rows: int | None = None
+    """How many rows it has; None where no batch was given."""
 
 
 def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
@@ -39,7 +41,7 @@ def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
     pieces = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
-    return [MicroBatch(index, item, mark, size / rows) for index, (item, mark, size) in enumerate(pieces)]
+    return [MicroBatch(index, item, mark, size / rows, size) for index, (item, mark, size) in enumerate(pieces)]
 
 
 def join(pieces: Sequence[Any]) -> Any:
