@@ -187,7 +187,7 @@ KEYS: dict[str, Rule] = {
     "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
-    "check_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
+    "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
     "flat_step": BOOL,  # run the optimizer on flat buffers
     "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
     "seed": INT,  # seed of every random stream

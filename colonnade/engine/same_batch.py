@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from colonnade.comm.messages import message_device
 from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.schedule.base import FEED_ALIKE, rows_of
+from colonnade.engine.schedule.base import rows_of
+from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
 from colonnade.errors import GradientError, ScheduleError, listed
 
 _FORMS = ("", "a mean", "(sum, count)")
@@ -50,7 +51,7 @@ class SameBatch:
         self._context = context
         self._alone = context.world_size == 1
         shares = any(axis.data == "same" and axis.size > 1 for axis in context.layout.axes)
-        self._looks = shares and context.config.get("check_batches") is not False
+        self._looks = shares and context.config.get("compare_batches") is not False
         self._step = 0
         self.training = True
         self._clear()
@@ -121,7 +122,7 @@ class SameBatch:
             f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, but "
             f"were given different {what}: {theirs[1]} rows on rank {other}, {mine[1]} on rank {rank}"
             f"{'' if theirs[1] != mine[1] else ', of other content'}. {FEED_ALIKE}. Where the ranks of this axis are meant to "
-            f"get different ones, set check_batches=False in the config"
+            f"get different ones, set compare_batches=False in the config"
         )
 
 

@@ -112,7 +112,7 @@ def _legitimate() -> None:
     for parallel, config in (
         ({"data": 2}, {}),
         ({"sequence": 2}, {}),
-        ({"tensor": 2}, {"check_batches": False}),
+        ({"tensor": 2}, {"compare_batches": False}),
     ):
         with world(parallel=parallel, **config) as gpc:
             engine, own = start(gpc), dataset()[gpc.get_global_rank() :: 2]

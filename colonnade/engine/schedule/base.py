@@ -15,12 +15,6 @@ from colonnade.engine.schedule.executor.call import format_value
 from colonnade.engine.schedule.loss import Count
 from colonnade.errors import ScheduleError
 
-FEED_ALIKE = (
-    "Use colonnade.utils.get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA): a DistributedSampler without "
-    "num_replicas= and rank= gives every rank of the world samples of its own"
-)
-"""What to do where ranks that see the same data were given different batches."""
-
 StepResult = tuple[Any, Any, Tensor | None]
 """(output or None, label or None, loss or None)"""
 

@@ -12,6 +12,12 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from colonnade.errors import ScheduleError
 
+FEED_ALIKE = (
+    "Use colonnade.utils.get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA): a DistributedSampler without "
+    "num_replicas= and rank= gives every rank of the world samples of its own"
+)
+"""What to do where ranks that see the same data were given different batches."""
+
 
 @dataclass
 class MicroBatch:

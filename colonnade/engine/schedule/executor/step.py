@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
-from colonnade.engine.schedule.base import FEED_ALIKE
 from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
 from colonnade.engine.schedule.transfer.link import Incoming, Link
 from colonnade.engine.schedule.transfer.plan import peer_stage
 from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
