@@ -55,7 +55,7 @@ class Engine:
         """Told by whoever is given a batch; ranks that see the same data compare theirs now and then."""
         self._passes = self._total_passes = 0
         self._failed = False
-        self._watch = LoopWatch(model, optimizer)
+        self._watch = LoopWatch(model, optimizer, context)
         self.context = context
         self.accumulation = accumulation
         self.training = True

@@ -58,6 +58,8 @@ class Loop:
         self._test_loader, self._test_interval = test_loader, test_interval
         self.feed = Feed(loader, trainer.context)
         self._lengths = lengths = read_lengths(loader, self._context)
+        if test_loader is not None:
+            read_lengths(test_loader, self._context)  # what is wrong with it is said before the first step
         trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
         self._together = moves_together(lengths, self._context)
         self._counts_samples = speaks(self._context, pipeline=True)

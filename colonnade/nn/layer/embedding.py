@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.nn.layer.first_pass import gives
 from colonnade.nn.layer.linear import own
 from colonnade.nn.layer.spread import cut
 
@@ -49,7 +50,8 @@ class Embedding(nn.Module):
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.arrangement.embed(tokens, self.weight, self.num_embeddings, self.padding_idx)
+        here = self.arrangement
+        return gives(self, here, here.embed(tokens, self.weight, self.num_embeddings, self.padding_idx), here.outer)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.arrangement}"

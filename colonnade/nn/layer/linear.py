@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
+from colonnade.nn.layer.first_pass import gives, takes
 from colonnade.nn.layer.spread import Width, respread
 from colonnade.parallel.placement import Spec, place
 from colonnade.parallel.sources import note_source
@@ -70,12 +71,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         here = self.arrangement
-        if self.split == "row" and not self.input_is_parallel:
+        inside = self.split == "row" and self.input_is_parallel
+        takes(self, here, x, "inner" if inside else "outer", self.in_features, self.unit)
+        if self.split == "row" and not inside:
             x = respread(x, here.outer, here.inner, here.context, Width(self.in_features, self.unit, here.uneven))
         y = here.linear(x, self.weight, None if self.bias is None else self.bias.flatten(), self.split)
         if self.gather_output:
             y = respread(y, here.inner, here.outer, here.context, Width(self.out_features, self.unit, here.uneven))
-        return y
+        return gives(self, here, y, here.outer if self.gather_output else here.target(self.split))
 
     def extra_repr(self) -> str:
         parts = f"{self.parts} x " if self.parts > 1 else ""
