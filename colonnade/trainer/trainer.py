@@ -251,7 +251,7 @@ class Trainer:
             self._hooks.close()
             raise
 
-    def _together(self) -> AbstractContextManager[None]:
+    def _together(self) -> AbstractContextManager[Any]:
         return nullcontext() if alone(self.context) else agreed_errors(self.context.device)
 
     def _default_hooks(self) -> list[HookLike]:

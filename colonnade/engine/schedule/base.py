@@ -38,10 +38,14 @@ class BaseSchedule(ABC):
     _label_keys: tuple[str, ...] = ()
     """Which entry of a dict is its label."""
 
+    uses_batch = True
+    """Whether this rank computes with what it is given; a stage in the middle of a pipeline only reads along."""
+
     def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
         self.batch_size = 0
         self.device = torch.device("cpu")
+        self._same_batch: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -54,6 +58,7 @@ class BaseSchedule(ABC):
         takes_label = len(required_arguments(getattr(engine, "criterion", None))) > 1
         needed = required_arguments(getattr(engine, "model", None))
         self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
+        self._same_batch = getattr(engine, "same_batch", None)  # not the engine: it would never go
 
     @abstractmethod
     def forward_back_step(
@@ -76,9 +81,11 @@ class BaseSchedule(ABC):
             raise ScheduleError("this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)")
         batch = next(data_iter)
         data, label = self._take_apart(batch)
-        self.batch_size = _rows(data)
+        self.batch_size = rows_of(data)
         if to_gpu:
             data, label = move(data, self.device), move(label, self.device)
+        if self._same_batch is not None and self.uses_batch:
+            self._same_batch.see(data, label)
         return data, label
 
     def _take_apart(self, batch: Any) -> tuple[Any, Any]:
@@ -128,5 +135,6 @@ def move(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _rows(data: Any) -> int:
+def rows_of(data: Any) -> int:
+    """The rows (dimension 0) of the first tensor inside a nested value; 0 where there is none."""
     return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)

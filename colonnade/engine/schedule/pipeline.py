@@ -65,7 +65,7 @@ class PipelineSchedule(BaseSchedule):
         self._table: Table | None = None
         if table is not None:
             self._table = read_csv(table) if isinstance(table, (str, Path)) else parse_table(table)
-        self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
+        self.num_microbatches = _num_microbatches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
             raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
@@ -79,7 +79,7 @@ class PipelineSchedule(BaseSchedule):
     def table(self, num_ranks: int) -> Table:
         """The checked table for a pipeline of `num_ranks`; needs no process group."""
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
-        facts = check(table, num_micro_batches=self.num_microbatches)
+        facts = check(table, num_microbatches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
             raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
         return table
@@ -112,6 +112,8 @@ class PipelineSchedule(BaseSchedule):
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
         )
+        ends = self._executor.has_first_stage or self._executor.has_last_stage
+        self.uses_batch = ends or self._stage_data_func is not None
         self._switch_virtual_rank = _virtual_rank_switch(context, self._executor.facts.stage_ranks)
 
     def forward_back_step(
@@ -131,7 +133,7 @@ class PipelineSchedule(BaseSchedule):
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
-        micro_batches, label = self._micro_batches(executor, data_iter)
+        micro_batches, label = self._micro_batches(data_iter)
         with_loss = return_loss or not forward_only
         step = executor.run(
             micro_batches,
@@ -154,9 +156,8 @@ class PipelineSchedule(BaseSchedule):
             label = join([micro_batch.label for micro_batch in micro_batches])
         return join(step.outputs), label, loss
 
-    def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
-        needs_batch = executor.has_first_stage or executor.has_last_stage or self._stage_data_func is not None
-        if data_iter is None and not needs_batch:
+    def _micro_batches(self, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
+        if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
         pieces = cut_batch(data, label, self.num_microbatches)
@@ -194,11 +195,14 @@ def _transfer_group(context: ParallelContext) -> Any:
     return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
-def _num_micro_batches(given: int | None, table: Table | None) -> int:
+_MOST_MICROBATCHES = 1 << 16  # the table of passes has a row for each
+
+
+def _num_microbatches(given: int | None, table: Table | None) -> int:
     if table is not None and given is None:
-        return check(table).num_micro_batches
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ScheduleError(f"num_microbatches is a whole number from 1 on, not {given!r}")
+        return check(table).num_microbatches
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICROBATCHES:
+        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}")
     return given
 
 
