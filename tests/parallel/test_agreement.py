@@ -83,9 +83,17 @@ CASES = {
     "uneven": ({"tensor": 2}, uneven, ""),
     "tied": ({"pipeline": 4}, tied, ""),
     "replicated": ({"tensor": 2, "pipeline": 2}, lambda gpc: One(5), ""),
-    "uneven, not declared": ({"tensor": 2}, uneven_undeclared, "'w': (6, 2) torch.float32 on rank 0, (2, 2) torch.float32 on rank 1"),
+    "uneven, not declared": (
+        {"tensor": 2},
+        uneven_undeclared,
+        "'w': (6, 2) torch.float32 on rank 0, (2, 2) torch.float32 on rank 1",
+    ),
     "wrong whole": ({"tensor": 2}, wrong_whole, "w: 8 elements found, 14 expected"),
-    "sharded, not placed": ({"tensor": 2}, sharded_but_not_said, "'w': (3, 2) torch.float32 on rank 0, (1, 2) torch.float32 on rank 1"),
+    "sharded, not placed": (
+        {"tensor": 2},
+        sharded_but_not_said,
+        "'w': (3, 2) torch.float32 on rank 0, (1, 2) torch.float32 on rank 1",
+    ),
     "other names": ({"tensor": 2}, other_names, "do not have the same parameters"),
 }
 
