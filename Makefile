@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long bench check lint types layers clean
+.PHONY: help setup demo test long mutants bench check lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ test: check  ## everything: `make check`, then the slow tests
 
 long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
+
+mutants: $(READY)  ## change the package at random and see which changes no test notices: COUNT=50 SEED=0 JOBS=2
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py

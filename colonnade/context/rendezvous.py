@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from colonnade.errors import LaunchError, LayoutError
 from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
+_QUIET_SECONDS = 3.0
 _last_prefix = ""
 """The prefix of this process's last launch in the store."""
 
@@ -41,6 +44,8 @@ def join_world(
     timeout: float | None,
 ) -> bool:
     """Initialise torch.distributed unless it is; returns whether it was us, and so is ours to destroy."""
+    atexit.unregister(_wait_for_threads)  # once, however often the process launches
+    atexit.register(_wait_for_threads)
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
         if there != (rank, world_size):
@@ -83,6 +88,31 @@ def leave_world() -> None:
             time.sleep(0.002)
             left = store.add("colonnade/left", 0)
     dist.destroy_process_group()
+
+
+def _wait_for_threads() -> None:
+    """Before Python ends: let torch's threads finish what they are at, so that the exit status is not lost.
+
+    A thread of gloo may be the last to hold a tensor of a collective that is over, and needs Python to let go of it.
+    One that comes too late, when Python has begun to end, aborts the process: "terminate called without an active
+    exception". This thread sleeps and leaves Python to them; a thread that sleeps then too has nothing left to do, or
+    waits for another rank, which is not waited for here.
+    """
+    until = time.monotonic() + _QUIET_SECONDS
+    quiet = 0
+    while quiet < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+        quiet = 0 if any(_is_busy(task) for task in Path("/proc/self/task").glob("*")) else quiet + 1
+
+
+def _is_busy(task: Path) -> bool:
+    """Whether it is a thread of torch's that runs or could run. Without /proc none is seen."""
+    try:
+        # "<id> (<name>) <state> ...", with state S for one that sleeps
+        name, state = (task / "stat").read_text().split("(", 1)[1].rsplit(") ", 1)
+    except (OSError, IndexError, ValueError):  # it is gone
+        return False
+    return name.startswith("pt_") and not state.startswith("S")
 
 
 def default_backend() -> str:

@@ -12,6 +12,7 @@ from colonnade.comm.messages import agreed_errors
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.precision import Precision
@@ -27,7 +28,8 @@ from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.agreement import Placements, broadcast_shared
+from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
+from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -61,12 +63,14 @@ def initialize(
         scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
+        refuse_marks(built, context)
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
         agreement.require(numeric_settings())
         agreement.require(placements.alike())
     placements.check(agreement.sizes[1])
+    warn_of_repeated_work(built, context)
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
     with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
@@ -130,6 +134,7 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
         context = global_context
     if not context.is_launched:
         raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+    context.waits.begin("in initialize()")
     return context
 
 
@@ -143,6 +148,7 @@ def _apply_backend_flags(config: Config) -> None:
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
+    check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -150,6 +156,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    warn_of_batch_norm(built, context)
     return built.to(context.device)
 
 
@@ -165,9 +172,14 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
 
 def _compile(model: nn.Module, options: Any) -> None:
     """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if options:
-        for module in model if isinstance(model, nn.ModuleList) else [model]:
-            module.compile(**(options if isinstance(options, dict) else {}))
+    if not options:
+        return
+    given = dict(options) if isinstance(options, dict) else {}
+    for module in model if isinstance(model, nn.ModuleList) else [model]:
+        try:
+            module.compile(**given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

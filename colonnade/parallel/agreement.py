@@ -18,7 +18,7 @@ from colonnade.errors import PlacementError
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
-from colonnade.parallel.placement import Placement, logical_shape
+from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
 
 _BROADCAST_BYTES = 32 << 20
 _LARGE_PRIME = 2**61 - 1
@@ -46,6 +46,48 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
             known[placement] = holding(layout, placement, rank)
         found.append(Held(name, tensor, placement, known[placement]))
     return found
+
+
+_MARKS = {
+    "is_tensor_parallel": (ParallelMode.TENSOR, "place(parameter, {ParallelMode.TENSOR: Shard(dim)})"),
+    "pipeline_shared_module_pg": (
+        ParallelMode.PIPELINE,
+        "place(parameter, {ParallelMode.PIPELINE: Tied((first_stage, last_stage), 'its name')})",
+    ),
+    "moe_info": (ParallelMode.GLOBAL, "place(parameter, {ParallelMode.EXPERT: Shard(0)}), or use colonnade.nn.moe.MoE"),
+}
+"""Attributes by which Colossal-AI's layers say how a parameter lies: the mode where it matters, what to write here."""
+
+
+def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
+    """Refuse parameters that Colossal-AI's marks say are split or shared, and that have no placement.
+
+    They would be taken for replicas: overwritten by another rank's part, or not summed at all. The marks cannot be read
+    as placements, because they do not say along which dimension, or under which name.
+    """
+    for name, parameter in model.named_parameters():
+        for mark, (mode, write) in _MARKS.items():
+            if getattr(parameter, mark, None) and context.get_world_size(mode) > 1 and not is_placed(parameter):
+                raise PlacementError(
+                    f"{name} is marked {mark}, which is not read here: without a placement it would be a replica on "
+                    f"every rank. Write {write}."
+                )
+
+
+def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
+    """The parameters (name by id) that the ranks of `mode` do not share out: neither split nor owing them a sum."""
+    layout, rank = context.layout, context.get_global_rank()
+    ranks = set(layout.group_of(mode, rank))
+
+    def is_shared_out(placement: Placement) -> bool:
+        """Over `mode`, a part of it, or ranks of which some are its."""
+        return any(
+            len(ranks.intersection(layout.group_of(other, rank))) > 1
+            for other, spec in placement.modes.items()
+            if isinstance(spec, Shard) or (isinstance(spec, Replicate) and spec.owes == "sum")
+        )
+
+    return {id(held.tensor): held.name for held in held_tensors(model, context) if not is_shared_out(held.placement)}
 
 
 def check_placements(model: nn.Module, context: ParallelContext) -> None:
@@ -126,8 +168,9 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     problems = [_compare_weights(ranks, entries, context) for ranks, entries in twins.items()]
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
+            flat: Tensor | None = None
             for tensors in _batches([local_part(entry.tensor) for entry in entries]):
-                _broadcast(tensors, ranks, context)
+                flat = _broadcast(tensors, ranks, context, flat)
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -205,15 +248,19 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def _broadcast(tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext) -> None:
+def _broadcast(
+    tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext, used: Tensor | None
+) -> Tensor:
+    """By way of `used`, where that is large enough, else of new memory; returns it. The backend lets go of it late."""
     layout = FlatLayout(tensors)
-    flat = layout.allocate()
+    flat = used[: layout.numel] if used is not None and used.numel() >= layout.numel else layout.allocate()
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
     dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
     for view, tensor in zip(views, tensors, strict=True):
         tensor.copy_(view)
+    return flat if used is None or used.numel() < flat.numel() else used
 
 
 def _tie_key(entry: Held) -> str:

@@ -66,12 +66,16 @@ def group_plans(
     """
     entries = _by_parameter(plans, unsummed)
     grouped: Grouped = {}
+    read: dict[Any, SyncOptions] = {}
     for entry in entries:
-        chosen = SyncOptions.read({**options, **{key: value for key, (value, _) in entry.options.items()}})
+        given = tuple((key, value) for key, (value, _) in entry.options.items())
         sharded = shards is not None and id(entry.parameter) in shards.labels
-        if sharded and shards is not None and shards.bucket_mb is not None:
-            chosen = replace(chosen, bucket_mb=shards.bucket_mb)
-        grouped.setdefault((*_ranks_and_divisor(entry, context), chosen, sharded), []).append(entry)
+        if (given, sharded) not in read:
+            chosen = SyncOptions.read({**options, **dict(given)})
+            if sharded and shards is not None and shards.bucket_mb is not None:
+                chosen = replace(chosen, bucket_mb=shards.bucket_mb)
+            read[given, sharded] = chosen
+        grouped.setdefault((*_ranks_and_divisor(entry, context), read[given, sharded], sharded), []).append(entry)
     return grouped
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel import agreement
 from colonnade.parallel.agreement import broadcast_shared, check_placements
@@ -134,3 +135,42 @@ def _in_pieces() -> list[float]:
 
 def test_weights_are_made_equal_in_pieces():
     assert run_world(2, _in_pieces).values == [[1.0], [1.0]]
+
+
+def _marked(gpc: ParallelContext, mark: str, value: object, specs: dict) -> str:
+    """What initialize says of a model whose rank 0 alone marks a parameter, as the ancestor's layers do."""
+    model = One(4, 2)
+    if gpc.get_global_rank() == 0:
+        setattr(model.w, mark, value)
+    if specs:
+        place(model.w, specs)
+    try:
+        initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0].close()
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def _marks() -> dict[str, str]:
+    said = {}
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        said["tensor"] = _marked(gpc, "is_tensor_parallel", True, {})
+        said["placed"] = _marked(gpc, "is_tensor_parallel", True, {TENSOR: Shard(0)})
+        said["off"] = _marked(gpc, "is_tensor_parallel", False, {})
+        said["alone"] = _marked(gpc, "pipeline_shared_module_pg", object(), {})
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        said["experts"] = _marked(gpc, "moe_info", object(), {})
+    with launch({"parallel": {"pipeline": 2}, "num_microbatches": 2}, context=ParallelContext(), verbose=False) as gpc:
+        said["shared"] = _marked(gpc, "pipeline_shared_module_pg", object(), {})
+    return said
+
+
+def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
+    for rank, said in enumerate(run_world(2, _marks).values):
+        assert said["placed"] == said["off"] == said["alone"] == ""
+        assert "w is marked is_tensor_parallel" in said["tensor"]
+        assert "place(parameter, {ParallelMode.TENSOR: Shard(dim)})" in said["tensor"]
+        assert "w is marked moe_info" in said["experts"]
+        assert "w is marked pipeline_shared_module_pg" in said["shared"]
+        assert "ParallelMode.PIPELINE: Tied(" in said["shared"]
+        assert ("on rank 0" in said["shared"]) == (rank == 1)

@@ -121,6 +121,7 @@ def build_sync(
     """
     options = dict(options)
     waive = options.pop("waive", None) or ()
+    waive = (waive,) if isinstance(waive, str) else waive
     automatic = options.pop("automatic", True)
     rank = context.get_global_rank()
     demands = read_demands(model, context.layout, rank)
@@ -138,7 +139,9 @@ def build_sync(
             _refuse_by_hand(covered, shards)
         for handler in attached:
             handler.attach(context)
-        planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan()) for one in attached]
+        planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [
+            (one, one.plan_for(demands)) for one in attached
+        ]
         planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
         plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
         unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []

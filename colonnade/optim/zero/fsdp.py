@@ -342,14 +342,14 @@ def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | No
 
 def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
     """Refuse parameters that cannot be gathered together."""
-    spreads: dict[ShardModes | None, str] = {}
+    kinds: dict[ShardModes | None, str] = {}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in mine.items():
-        spreads.setdefault(shard_modes[id(parameter)], name)
+        kinds.setdefault(shard_modes[id(parameter)], name)
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
-    if len(spreads) > 1:
-        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in spreads.items() if key)
+    if len(kinds) > 1:
+        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in kinds.items() if key)
         raise PlacementError(
             f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
             f"experts into a module of their own."

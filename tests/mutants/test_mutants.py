@@ -1,0 +1,96 @@
+"""The tool that changes the package at random: what it changes, which tests it picks, and that its list is true."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.__main__ import choose, read_equivalent, unknown_equivalents
+from tests.mutants.changes import find_changes
+from tests.mutants.matching import Matching
+
+ROOT = Path(__file__).parents[2]
+
+
+def changed(text: str, folder: Path) -> set[str]:
+    """Every way in which the tool changes a module with this text."""
+    path = folder / "module.py"
+    path.write_text(text)
+    source = path.read_bytes()
+    results = [change.apply(source).decode() for change in find_changes(path, folder)]
+    for result in results:
+        ast.parse(result)
+    return set(results)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = a < b", {"x = a <= b"}),
+        ("x = (a) is not (b)", {"x = (a) is (b)"}),
+        ("x = a not  in b", {"x = a in b"}),
+        ("x = a and b and c", {"x = a or b and c", "x = a and b or c"}),
+        ("x = any(y)", {"x = all(y)"}),
+        ("x = a + b", {"x = a - b"}),
+        ("x -= a", {"x += a"}),
+        ("x = 'ä', a - b", {"x = 'ä', a + b"}),
+        ("x = 3", {"x = 4", "x = 2"}),
+        ("x = not (a)", {"x = (a)"}),
+        ("def f(x=True): pass", {"def f(x=False): pass"}),
+        ("def f(): return a", {"def f(): return None"}),
+        ("f(a)", {"pass"}),
+        ("x = a if b else c", {"x = a if not b else c"}),
+        ("x = (\n    a  # + is not it\n    + b\n)", {"x = (\n    a  # + is not it\n    - b\n)"}),
+    ],
+)
+def test_what_is_changed(text, expected, tmp_path):
+    assert changed(text, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""What 1 + 1 is."""',
+        "x: Literal[1, 2]",
+        "def f(x: Literal[1]) -> Literal[2]: ...",
+        "raise ValueError(1 + 1)",
+        "x = f'{1 + 1}'",
+        "x = SomeError(1)",
+        "x = zip(a, b, strict=True)",
+        "logger.info(1)",
+        "warnings.warn('a', stacklevel=2)",
+        "def __repr__(self): return 1 + 1",
+        "def reason() -> str: return 'several words' if a == 1 else 'none'",
+        "if TYPE_CHECKING: x = 1",
+        "x = a + 'text'",
+        "@decorated(1)\ndef f(): ...",
+    ],
+)
+def test_words_types_and_logging_are_left_alone(text, tmp_path):
+    assert changed(text, tmp_path) == set()
+
+
+def test_the_same_seed_chooses_the_same_changes():
+    places = ["colonnade/reduce"]
+    assert choose(places, 9, 3) == choose(places, 9, 3) != choose(places, 9, 4)
+    assert {change.line for change in choose(["colonnade/reduce/plan.py:1"], 0, 0)} <= {1}
+    with pytest.raises(SystemExit, match="there is no colonnade/nowhere"):
+        choose(["colonnade/nowhere"], 1, 0)
+
+
+def test_the_mirrored_test_comes_first_and_users_follow():
+    matching = Matching(ROOT)
+    tests = matching.tests_for("colonnade/reduce/uneven.py")
+    assert tests[0] == "tests/reduce/test_uneven.py"
+    assert "tests/reduce/test_synchroniser.py" in tests  # the module that uses it is tested there
+    assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
+    for module in (ROOT / "colonnade").rglob("*.py"):
+        assert matching.tests_for(str(module.relative_to(ROOT))), module
+
+
+def test_every_change_that_is_listed_as_equivalent_exists_and_has_a_reason():
+    entries = read_equivalent()
+    assert unknown_equivalents(entries) == []
+    assert all(len(entry["why"]) > 20 for entry in entries)
