@@ -71,9 +71,11 @@ def initialize(
         agreement.require(placements.alike())
     placements.check(agreement.sizes[1])
     warn_of_repeated_work(built, context)
-    broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
+    unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
     with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
+        if unequal is not None:
+            raise unequal
         plain = _build_optimizer(optimizer, built)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = shard_optimizer(plain, built, zero, config.get("flat_step"))
@@ -82,8 +84,8 @@ def initialize(
     if sharding is not None:
         sharding.guard(plain)
     sync, flat = _synchronise(built, chosen, handlers, context)
-    with agreed_errors(device):
-        stepper = Stepper(built, chosen, context, sync, clip, flat, scaler)
+    if isinstance(schedule, PipelineSchedule):
+        schedule.open_groups(context)
     with agreed_errors(device):
         engine = Engine(
             built,
@@ -91,7 +93,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=stepper,
+            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler),
             precision=precision,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
