@@ -148,7 +148,8 @@ def test_the_sums_of_a_counted_loss_fit_into_fp16():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 5))
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.5), nn.CrossEntropyLoss(), context=gpc)[0]
-        for step in range(8):
+        for step in range(12):
+            engine.zero_grad()
             x, y = torch.randn(4096, 4), torch.randint(5, (4096,))
             y[: 1 + 2000 * (step % 2)] = -100
             engine.execute_schedule(iter([(x, y)]))
