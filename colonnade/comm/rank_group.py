@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.messages import gather_any_length
+from colonnade.comm.messages import gather_in_pieces
 from colonnade.comm.sockets import HostSockets, connect, host_identity
 from colonnade.comm.torch_versions import PrefixStore, all_gather_flat, default_store, gloo_all_gather, timeout_of
 from colonnade.errors import GradientError, listed
@@ -106,7 +106,7 @@ class RankGroup:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One JSON value per rank, in group order. Collective, for start-up and rare events."""
-        return [json.loads(text) for text in gather_any_length(json.dumps(value).encode(), self.gather_bytes)]
+        return [json.loads(text) for text in gather_in_pieces(json.dumps(value).encode(), self.gather_bytes)]
 
     def close(self) -> None:
         if self.sockets is not None:

@@ -10,7 +10,7 @@ import enum
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colonnade.config.problems import KeyPath, Problem
@@ -30,13 +30,15 @@ def nothing(value: object) -> bool:
 class Rule:
     """What one value may be: one that `accepts` takes, or a dict of `section`, or a list of `items`.
 
-    `allows` completes the sentence "must be ...".
+    `allows` completes the sentence "must be ...". `may_differ`: ranks may have other values; all else is compared at
+    launch.
     """
 
     allows: str
     accepts: Callable[[Any], bool] = nothing
     section: Section | None = None
     items: Rule | None = None
+    may_differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ def _why_unknown(section: Section, key: object, value: object, close: str | None
     if section.keys and not isinstance(value, dict):
         return f"unknown key; allowed: {listed(section.keys)}, or a further one as {section.others.allows}"
     return None
+
+
+def differing(rule: Rule) -> Rule:
+    """The same rule, for a key whose value may differ between ranks."""
+    return replace(rule, may_differ=True)
 
 
 def any_of(*rules: Rule) -> Rule:

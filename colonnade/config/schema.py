@@ -1,6 +1,7 @@
 """The table of keys that Colonnade reads from a config: what each may hold, and (beside it) what it is for.
 
-A new key is one more entry here; checking and suggestions follow from it.
+A new key is one more entry here; checking and suggestions follow from it. All ranks must have the same values, which is
+compared at launch, but for keys in `differing(...)`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from colonnade.config.rules import (
     Section,
     any_of,
     choice,
+    differing,
     int_from,
     int_within,
     number_above,
@@ -185,12 +187,14 @@ KEYS: dict[str, Rule] = {
     "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
+    "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
     "flat_step": BOOL,  # run the optimizer on flat buffers
     "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "model": Rule("anything", ANYTHING.accepts, _MODEL),  # your own, but for num_chunks
+    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
     "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other
 }

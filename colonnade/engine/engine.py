@@ -16,7 +16,8 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.same_batch import SameBatch
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError, listed
@@ -44,27 +45,32 @@ class Engine:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._criterion = criterion
+        self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._schedule = schedule
         self._sync = sync
         self._stepper = stepper
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
+        self.same_batch = SameBatch(context)
+        """Told by whoever is given a batch; ranks that see the same data compare theirs now and then."""
         self._passes = self._total_passes = 0
         self._failed = False
-        self._watch = LoopWatch(model, optimizer)
+        self._watch = LoopWatch(model, optimizer, context)
         self.context = context
         self.accumulation = accumulation
         self.training = True
+        self.gives_loss = criterion is not None
+        """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
+        context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        return self._model(*args, **kwargs)
+        self.same_batch.see((args, kwargs))
+        with self.context.waits.during("in the forward pass"):
+            return self._model(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only.
@@ -122,27 +128,29 @@ class Engine:
             return False
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
         return True
 
-    def train(self) -> None:
-        """Put the model into training mode."""
-        self.training = True
-        self._model.train()
+    def train(self, mode: bool = True) -> None:
+        """Put the model into training mode, or with False into evaluation mode."""
+        self.training = self.same_batch.training = mode
+        self._model.train(mode)
 
     def eval(self) -> None:
         """Put the model into evaluation mode."""
-        self.training = False
-        self._model.eval()
+        self.train(False)
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
-        result = self._schedule.forward_back_step(self, data_iter, **kwargs)
-        if self._total_passes == before and not kwargs.get("forward_only", False):
-            self._end_schedule()
+        with self.context.waits.during("in the passes of the schedule"):
+            result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
+        if not kwargs.get("forward_only", False):
+            self.gives_loss = True
+            if self._total_passes == before:
+                self._end_schedule()
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
@@ -289,7 +297,8 @@ class Engine:
     def _watched_pass(self) -> Iterator[None]:
         """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
         try:
-            yield
+            with self.context.waits.during("in the backward pass"):
+                yield
         except BaseException:
             self._failed = True
             raise
@@ -315,9 +324,10 @@ class Engine:
             self._sync.prepare(self._passes == self.accumulation)
         self._total_passes = total
         self._sync.synchroniser.fail()
+        self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
 
     def _check_not_failed(self) -> None:
@@ -371,16 +381,16 @@ class Engine:
             )
 
     def _reduce(self) -> None:
+        self.same_batch.end_step(self._book.counted, whole=not self._failed)
         self._sync.set_scale(self._book.factor())
-        self._sync.finish()
+        with self.context.waits.during("summing the gradients"):
+            self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _clip_and_step(self) -> None:
-        self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False
         self._watch.unsummed = False
         self._watch.end_step()
         self._book.clear()
+        self.context.waits.end_step()

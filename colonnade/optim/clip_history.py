@@ -71,8 +71,8 @@ class ZClip(ClipMethod):
         # In the warm-up the plain mean and variance of all norms so far, afterwards the moving ones.
         weight = torch.where(warm, 1 / count, 1 - self.alpha)
         new_mean = mean + weight * (seen - mean)
-        spread = torch.where(warm, (seen - mean) * (seen - new_mean), (seen - new_mean).square())
-        self.remember(measured.finite, count=count, mean=new_mean, variance=variance + weight * (spread - variance))
+        squares = torch.where(warm, (seen - mean) * (seen - new_mean), (seen - new_mean).square())
+        self.remember(measured.finite, count=count, mean=new_mean, variance=variance + weight * (squares - variance))
 
 
 class _Windowed(ClipMethod):
@@ -134,8 +134,8 @@ class SkipOnSpike(_Windowed):
         norm, count = measured.norm, self.state["count"].clamp(max=self.window)
         filled, norms = self._filled(), self.state["norms"]
         mean = norms.sum() / count.clamp(min=1)
-        spread = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
-        high = (norm > mean + self.sigmas * spread.sqrt()) & (count >= max(2, self.window // 2))
+        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
+        high = (norm > mean + self.sigmas * squares.sqrt()) & (count >= max(2, self.window // 2))
         self._record(measured)
         return Verdict(divisor_to(norm, self.max_norm), high | (norm > self.bound))
 

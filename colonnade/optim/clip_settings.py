@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -16,14 +16,6 @@ Per = Literal["group", "layer", "parameter"]
 
 
 @dataclass(frozen=True)
-class GroupSettings:
-    """A named group of parameters: which ones (name patterns), and how they are clipped."""
-
-    group: ClipGroup
-    patterns: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class ClipSettings:
     """How to clip. `per` says what gets a norm of its own: each group, each layer, or each parameter."""
 
@@ -32,7 +24,7 @@ class ClipSettings:
     norm_type: float = 2.0
     nonfinite: NonFinite = "skip"
     per: Per = "group"
-    groups: tuple[GroupSettings, ...] = ()
+    groups: tuple[ClipGroup, ...] = ()
 
     @classmethod
     def read(cls, value: Any) -> ClipSettings | None:
@@ -69,14 +61,14 @@ class ClipSettings:
 
     def group_of(self, name: str) -> int:
         """The number of the group that a parameter is in; the last is "rest"."""
-        for number, settings in enumerate(self.groups):
-            if any(fnmatchcase(name, pattern) for pattern in settings.patterns):
+        for number, group in enumerate(self.groups):
+            if any(fnmatchcase(name, pattern) for pattern in group.patterns):
                 return number
         return len(self.groups)
 
     def clip_groups(self) -> list[ClipGroup]:
         """The named groups, and last the rest."""
-        return [*(settings.group for settings in self.groups), ClipGroup("rest" if self.groups else "all")]
+        return [*self.groups, ClipGroup("rest" if self.groups else "all")]
 
 
 def _method(method: Any, max_norm: Any) -> tuple[str, dict[str, Any]]:
@@ -87,9 +79,13 @@ def _method(method: Any, max_norm: Any) -> tuple[str, dict[str, Any]]:
     return name or "norm", options
 
 
-def _group(name: str, entry: Mapping[str, Any]) -> GroupSettings:
+def _group(name: str, entry: Mapping[str, Any]) -> ClipGroup:
     patterns = entry["params"]
-    chosen: Sequence[str] = [patterns] if isinstance(patterns, str) else list(patterns)
     own = entry.get("max_norm")
-    group = ClipGroup(name, None if own is None else float(own), entry.get("counted", True), entry.get("clipped", True))
-    return GroupSettings(group, tuple(chosen))
+    return ClipGroup(
+        name,
+        None if own is None else float(own),
+        entry.get("counted", True),
+        entry.get("clipped", True),
+        (patterns,) if isinstance(patterns, str) else tuple(patterns),
+    )

@@ -6,17 +6,17 @@ without one is replicated on every mode; a DTensor's is read from the DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import PlacementError
+from colonnade.errors import PlacementError, did_you_mean, listed
 
 Owes = Literal["auto", "sum", "nothing"]
 """What the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
@@ -51,6 +51,7 @@ class Tied:
 
 
 Spec = Shard | Replicate | Tied
+Rule = str | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,28 @@ def place(
     return parameter
 
 
+def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, Spec]]) -> nn.Module:
+    """Place every parameter that a rule names; the first rule that fits a parameter is its rule.
+
+    A rule is a pattern of the parameter's name ("*.weight") or a function of name and parameter. A rule that
+    fits nothing is an error: a slip in a pattern would leave parameters replicated without a word.
+    """
+    named = dict(module.named_parameters())
+    unused = dict.fromkeys(rules)
+    for name, parameter in named.items():
+        rule = next((rule for rule in rules if _fits(rule, name, parameter)), None)
+        if rule is not None:
+            unused.pop(rule, None)
+            place(parameter, rules[rule])
+    for rule in unused:
+        if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
+            raise PlacementError(
+                f"the rule {rule!r} fits no parameter; the names are {listed(list(named)[:20])}"
+                f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}"
+            )
+    return module
+
+
 def placement_of(parameter: Tensor) -> Placement:
     """The placement of a plain parameter; one that was never placed is replicated on every mode."""
     return getattr(parameter, _ATTRIBUTE, None) or _REPLICATED
@@ -159,9 +182,8 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
     return tuple(shape)
 
 
-def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
-    """The number of elements of the whole tensor."""
-    return prod(logical_shape(parameter, placement, sizes))
+def _fits(rule: Rule, name: str, parameter: nn.Parameter) -> bool:
+    return fnmatchcase(name, rule) if isinstance(rule, str) else rule(name, parameter)
 
 
 def _attach(parameter: Tensor, record: Placement) -> None:

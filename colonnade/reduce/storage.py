@@ -12,9 +12,8 @@ from colonnade.comm.memory import Memory, allocate
 from colonnade.comm.rank_group import RankGroup
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.bucket import Bucket
-from colonnade.reduce.buffer import Buffer
+from colonnade.reduce.buffer import Buffer, GradientShard
 from colonnade.reduce.options import HALVES
-from colonnade.reduce.owned import GradientShard
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports import TRANSPORTS, Transport
 

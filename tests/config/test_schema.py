@@ -17,7 +17,8 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "schedule sync flat_step seed compile cudnn_benchmark cudnn_deterministic model num_microbatches TENSOR_SHAPE"
+    "schedule sync compare_batches flat_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model "
+    "num_microbatches TENSOR_SHAPE"
 )
 
 

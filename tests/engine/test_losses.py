@@ -1,8 +1,9 @@
-"""A mean that leaves entries out is the mean over the whole batch, however the batch is spread."""
+"""A mean that leaves entries out is the mean over the whole batch, however it is spread; counts that are none are refused."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,10 +16,15 @@ from torch.nn import functional as F
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.losses import LossBook
+from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.loss import split_loss
+from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_gradients, run_world
+from colonnade.trainer.records import weigh
+from tests.engine.test_engine import numbers, start, world_of_one
 
 CLASSES = 5
 WEIGHT = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
@@ -136,3 +142,49 @@ def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog):
         engine.close()
     said = [record.message for record in caplog.records if "(sum, count)" in record.message]
     assert len(said) == 1
+
+
+WRONG = [
+    math.nan,
+    math.inf,
+    -1,
+    -0.5,
+    None,
+    "3",
+    torch.tensor(math.nan),
+    torch.tensor(-2),
+    torch.tensor([1.0, 2.0]),
+]
+
+
+@pytest.mark.parametrize("count", WRONG, ids=str)
+def test_a_count_that_is_no_count_is_refused(count):
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        loss = engine.criterion(engine(numbers(3, 4, seed=0)), numbers(3, 2, seed=1))
+        with pytest.raises(GradientError, match=r"the count of a loss .* a number from 0 on"):
+            engine.backward((loss, count))
+        engine.backward((loss, 3))  # nothing was counted or summed
+        engine.step()
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])
+def test_a_wrong_count_on_a_device_makes_the_step_not_finite(count):
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 2)
+        book.add(torch.tensor(9.0))
+        book.add(torch.tensor(count))
+        factor = book.factor()
+        assert factor is not None
+        assert not factor.isfinite()
+
+
+def test_a_batch_without_anything_to_count_weighs_nothing():
+    class Counted(BaseSchedule):
+        loss_count = torch.tensor(0.0)
+
+        def forward_back_step(self, *args, **kwargs): ...
+
+    total, weight = weigh(Counted(), torch.tensor(math.nan))
+    assert isinstance(total, Tensor)
+    assert (total.item(), float(weight)) == (0.0, 0.0)

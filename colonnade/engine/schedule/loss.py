@@ -7,6 +7,8 @@ wherever ranks, passes or micro-batches leave out unequally many.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
             raise GradientError(
                 f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}"
             )
-        return _scalar(loss[0]), loss[1]
+        return _scalar(loss[0]), _checked_count(loss[1])
     mean = _scalar(loss)
     counted = (getattr(mean, "sum_and_count", None) or _counted_mean(mean)) if implicit else None
     return counted if counted is not None else (mean, None)
@@ -116,6 +118,19 @@ _MEAN_OF_MEANS = (
 )
 
 
+def own_loss(output: Any) -> Any:
+    """The loss in the output of a model that makes its own, in either form; None if there is none.
+
+    It is `output["loss"]` or `output.loss`, or the output itself where that is one number, or the first of a tuple.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    if isinstance(output, (tuple, list)) and output and _is_number(output[0]):
+        return output if len(output) == 2 and _is_number(output[1]) else output[0]
+    return output if _is_number(output) else None
+
+
 class LossForm:
     """The form of the losses of one run: the first loss decides, and a later one of the other form is an error.
 
@@ -144,6 +159,23 @@ class LossForm:
             forms = {True: "(sum, count)", False: "a mean"}
             raise GradientError(f"the loss was {forms[not counted]} before and is {forms[counted]} now; use one form")
         self.counted = counted
+
+
+def _checked_count(count: Any) -> Count:
+    """Refuse what is no count. What lies on a device is not waited for: `LossBook` makes such a step not finite."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        if count.device.type != "cpu" or (count.isfinite() and count >= 0):
+            return count
+    elif isinstance(count, (int, float)) and math.isfinite(count) and count >= 0:
+        return count
+    raise GradientError(
+        f"the count of a loss given as (sum, count) is a number from 0 on, as an int, a float or a tensor of one element, "
+        f"not {count!r}; it is how many samples or tokens the sum is over"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _scalar(loss: Any) -> Tensor:

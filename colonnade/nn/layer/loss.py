@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange, gather_output, partition_input
+from colonnade.nn.layer.first_pass import takes
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of, wire
@@ -55,6 +56,7 @@ class CrossEntropyLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [batch, ..., classes] in the inner spread, labels [batch, ...] whole."""
         context, inner = self.arrangement.context, self.arrangement.inner
+        takes(self, self.arrangement, logits, "inner")
         mine = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
         if mine.shape != logits.shape[:-1]:
             raise ConfigError(

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.comm.messages import gather_any_length
+from colonnade.comm.messages import gather_in_pieces
 from colonnade.comm.rank_group import gloo_beside
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.zero.inner import trial_of
+from colonnade.optim.zero.inner import two_steps
 
 _ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
 
@@ -150,7 +150,7 @@ class RunOrder:
     def _refuse(self, at: int | None, event: Event | None) -> NoReturn:
         """Say what each rank was about to do where the first one parted. Collective."""
         mine = json.dumps([at, str(event)[:1000], self._said_step]).encode()
-        everyone = [json.loads(text) for text in gather_any_length(mine, self._gather_bytes)]
+        everyone = [json.loads(text) for text in gather_in_pieces(mine, self._gather_bytes)]
         first = min((place for place, *_ in everyone if place is not None), default=None)
         told = "another number of optimizer steps has been taken"
         if first is not None:
@@ -349,26 +349,14 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    name, numbers = type(optimizer).__name__, torch.Generator().manual_seed(0)
-    shape, device = (2 * mesh.size(-1), 4), mesh.device_type
-    specs = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    name, specs = type(optimizer).__name__, [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
 
-    def draw() -> Tensor:
-        return torch.randn(shape, generator=numbers, dtype=torch.float64).to(device)
+    def cut(tensor: Tensor) -> list[Any]:
+        return [distribute_tensor(tensor.clone(), mesh, specs, src_data_rank=None)]  # all have the same
 
-    def cut(tensor: Tensor) -> Any:
-        return distribute_tensor(tensor.detach().clone(), mesh, specs, src_data_rank=None)  # all have the same
-
-    whole = nn.Parameter(draw())
-    shards: Any = nn.Parameter(cut(whole))
     try:
-        trials = [trial_of(optimizer, [parameter]) for parameter in (whole, shards)]
-        for _ in range(2):
-            whole.grad = draw()
-            shards.grad = cut(whole.grad)
-            for trial in trials:
-                trial.step()
-        far = (shards.to_local() - cut(whole).to_local()).abs().max().item()
+        whole, (shards,) = two_steps(optimizer, (2 * mesh.size(-1), 4), cut, mesh.device_type)
+        far = (shards.to_local() - cut(whole)[0].to_local()).abs().max().item()
     except Exception as error:
         raise GradientError(
             f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "

@@ -169,7 +169,7 @@ class Executor:
             end()
 
     def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
-        expected = self.facts.num_micro_batches
+        expected = self.facts.num_microbatches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
         if self.has_last_stage and self.loss_fn is None and not forward_only:

@@ -1,0 +1,67 @@
+"""Leaving: a process that ends keeps its exit status, whatever torch's threads are still at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from colonnade.context import rendezvous
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import torch
+import torch.distributed as dist
+import colonnade
+
+colonnade.launch({}, verbose=False)
+here = torch.ones(1_000_000)
+for _ in range(100):  # nobody waits for these, so gloo's threads are the last to hold what they fill
+    dist.all_gather([torch.empty_like(here)], here, async_op=True)
+raise SystemExit(75)
+"""
+
+
+@pytest.mark.slow
+def test_no_thread_of_gloo_that_is_late_costs_the_exit_status():
+    command = [sys.executable, "-c", SCRIPT]
+    # Without the wait two of three abort.
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
+    ended = [(process.communicate(timeout=100)[1], process.returncode) for process in started]
+    assert [code for _, code in ended] == [75] * 3, ended
+
+
+@pytest.mark.parametrize(
+    ("stat", "busy"),
+    [
+        ("12 (pt_gloo_runloop) R 1 2", True),
+        ("12 (pt_gloo_runloop) D 1 2", True),
+        ("12 (pt_gloo_runloop) S 1 2", False),
+        ("12 (pt_x) (y) S 1 2", False),
+        ("12 (python) R 1 2", False),  # not torch's: nobody knows when it ends
+        ("", False),
+        (None, False),
+    ],
+)
+def test_which_threads_are_waited_for_at_the_end(tmp_path, stat, busy):
+    if stat is not None:
+        (tmp_path / "stat").write_text(stat)
+    assert rendezvous._is_busy(tmp_path) is busy
+
+
+def test_the_wait_at_the_end_ends_when_threads_are_quiet_and_after_three_seconds_at_most(monkeypatch):
+    begin = time.monotonic()
+    rendezvous._wait_for_threads()
+    assert time.monotonic() - begin < 2.5
+    seen = iter([True, True, False, True])
+    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(seen, False))
+    rendezvous._wait_for_threads()
+    assert next(seen, None) is None  # twice quiet, one after the other
+    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.05)
+    begin = time.monotonic()
+    rendezvous._wait_for_threads()
+    assert 0.05 <= time.monotonic() - begin < 2.5
