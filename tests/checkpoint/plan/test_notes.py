@@ -67,12 +67,14 @@ def write_notes(writer: StorageWriter, layers: int) -> None:
     for rank in range(RANKS):
         file = FileRecord(tensors_file(rank), FILE_SIZE, "0" * 64)
         item = ItemRecord("random", (rank,), random.value, len(random.tensors), file.name, "random")
-        note = RankNote(rank, [], list(texts), [end for stops in ends for end in stops[rank : rank + 2]], [item], file)
+        note = RankNote(
+            rank, [], "\n".join([*texts, ""]), [end for stops in ends for end in stops[rank : rank + 2]], [item], file
+        )
         if rank == 0:
             options = ItemRecord("optimizer/options/0", (0,), {"lr": 0.1}, 0, None, "optimizer/options/0")
             note.groups = [("digest", GroupRecord(0, tuple(shapes(layers)), options, "AdamW"))]
             for text, stop in whole:
-                note.outlines.append(text)
+                note.outlines += f"{text}\n"
                 note.spans += [0, stop]
         (writer.staged / f"rank-{rank:05d}.part").write_text(note.dump())
         with open(writer.staged / file.name, "wb") as empty:
