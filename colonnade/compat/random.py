@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.random import RandomStreams
 from colonnade.core import global_context
 
 _chosen = ExitStack()
@@ -31,10 +30,7 @@ def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) ->
     if not overwrite:
         streams.add(parallel_mode, seed)
         return
-    fresh = RandomStreams()
-    fresh.add(parallel_mode, seed)
-    mode = ParallelMode(parallel_mode).value
-    streams.load_state_dict({**streams.state_dict(), mode: fresh.state_dict()[mode]})
+    streams.load_state_dict({**streams.state_dict(), "seeds": {ParallelMode(parallel_mode).value: seed}})
 
 
 def reset_seeds() -> None:

@@ -57,8 +57,6 @@ def initialize(
     handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
-    context.waits.step = None
-    context.waits.at("in initialize()")
     config, device = context.config, context.device
     with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
         _apply_backend_flags(config)
@@ -66,7 +64,6 @@ def initialize(
         scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
-        refuse_marks(built, context)
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
@@ -137,6 +134,8 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
         context = global_context
     if not context.is_launched:
         raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+    context.waits.step = None
+    context.waits.at("in initialize()")
     return context
 
 
@@ -159,6 +158,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"{type(built).__name__}"
         )
     warn_of_batch_norm(built, context)
+    refuse_marks(built, context)
     return built.to(context.device)
 
 
