@@ -127,8 +127,8 @@ def check_torch(version: str) -> None:
 
 def _seed(config: Config, seed: int | None) -> int:
     """The argument, else the config's `seed`, else the default."""
-    chosen = config.get("seed", DEFAULT_SEED) if seed is None else seed
-    return int(chosen)
+    chosen = config.get("seed") if seed is None else seed
+    return DEFAULT_SEED if chosen is None else int(chosen)
 
 
 def _running_world() -> WorldAddress | None:

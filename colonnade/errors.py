@@ -68,7 +68,7 @@ class CheckpointError(ColonnadeError, RuntimeError):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name closest to `name`, or None when nothing is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
 
 

@@ -48,10 +48,10 @@ def test_the_config_is_frozen_after_launch():
 
 def test_the_seed_comes_from_the_argument_then_the_config_then_the_default():
     drawn = []
-    for config, seed in (({"seed": 5}, None), ({}, 5), ({"seed": 9}, 5), ({}, None)):
+    for config, seed in (({"seed": 5}, None), ({}, 5), ({"seed": 9}, 5), ({}, None), ({"seed": None}, None)):
         with launch(config, seed=seed, context=ParallelContext(), verbose=False):
             drawn.append(torch.rand(()).item())
-    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3] == drawn[4]
 
 
 def _by(name: str, port: int) -> tuple[int, int, int]:

@@ -194,6 +194,8 @@ POSITIVE = number_above(0)
 FRACTION = Rule("a number between 0 and 1", lambda value: _is_number(value) and 0 < value < 1)
 TEXT = Rule("a non-empty string", lambda value: isinstance(value, str) and value != "")
 TEXTS = Rule("a list of strings", _is_texts)
+SOME_TEXTS = Rule("a non-empty list of strings", lambda value: _is_texts(value) and len(value) > 0)
+LOSS_SCALE = Rule("a number from 2**-126 to 2**127", lambda value: _is_number(value) and 2**-126 <= value <= 2**127)
 # The order of a norm: sums of higher powers of small gradients leave the range of fp64.
 ORDER = Rule(
     "a number > 0 and <= 32, or inf or 'inf'",

@@ -14,10 +14,12 @@ from colonnade.config.rules import (
     DTYPE,
     FRACTION,
     INT,
+    LOSS_SCALE,
     NONE,
     ORDER,
     POSITIVE,
     SHAPE,
+    SOME_TEXTS,
     TEXT,
     TEXTS,
     Rule,
@@ -74,7 +76,7 @@ _PARALLEL = Section(
 
 _GROUP = Section(
     {
-        "params": any_of(TEXT, TEXTS),  # names of its parameters, as patterns
+        "params": any_of(TEXT, SOME_TEXTS),  # names of its parameters, as patterns
         "max_norm": any_of(POSITIVE, NONE),  # a limit of its own; None: clipped with the rest
         "counted": BOOL,  # whether it is part of the total norm
         "clipped": BOOL,  # whether it is clipped at all
@@ -105,12 +107,12 @@ _CLIP = Section(
 _FP16 = Section(
     {
         "mode": any_of(choice("torch", "apex", "naive"), AMP_MODE, NONE),  # kind of mixed precision
-        "init_scale": POSITIVE,  # loss scale to start from
+        "init_scale": LOSS_SCALE,  # loss scale to start from
         "growth_factor": number_above(1),  # the scale grows by this factor
         "backoff_factor": FRACTION,  # the scale shrinks by this factor after an overflow
         "growth_interval": COUNT,  # steps without overflow before the scale grows
-        "min_scale": any_of(POSITIVE, NONE),  # smallest loss scale
-        "max_scale": any_of(POSITIVE, NONE),  # largest loss scale
+        "min_scale": any_of(LOSS_SCALE, NONE),  # smallest loss scale
+        "max_scale": any_of(LOSS_SCALE, NONE),  # largest loss scale
         "hysteresis": COUNT,  # overflows before the scale shrinks
         "enabled": BOOL,  # False: as if fp16 were left out
         "dynamic_grad_scale": BOOL,  # whether the scale moves at all

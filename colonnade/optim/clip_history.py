@@ -62,7 +62,7 @@ class ZClip(ClipMethod):
         deviation = state["variance"].sqrt()
         z = (norm - state["mean"]) / (deviation + 1e-6)
         spike = (z > self.z_max) & ~warm
-        target = torch.where(spike, state["mean"] + self.z_max**2 * deviation / z, math.inf)
+        target = torch.where(spike, state["mean"] + self.z_max * self.z_max * deviation / z, math.inf)
         self._learn(measured, warm, torch.minimum(norm, target))
         return Verdict(divisor_to(norm, target.clamp(max=self.max_norm)))
 

@@ -64,8 +64,9 @@ class SyncOptions:
         for name in ("overlap", "shared_memory"):
             if getattr(self, name) not in (True, False, "auto"):
                 raise ConfigError(f'{name} is True, False or "auto", not {getattr(self, name)!r}')
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ConfigError(f"reduce_dtype is a floating point dtype, not {self.reduce_dtype}")
+        dtype = self.reduce_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"reduce_dtype is a floating point dtype, not {dtype!r}")
         if self.compress not in (None, *HALVES):
             raise ConfigError(f'compress is "bf16", "fp16" or None, not {self.compress!r}')
 

@@ -131,11 +131,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"clip_grad_norm": {"groups": {"a": "head.*"}}}, f"clip_grad_norm.groups.a = 'head.*'   {GROUP}"),
     (
         {"clip_grad_norm": {"groups": {"a": {"max_norm": 1}}}},
-        "clip_grad_norm.groups.a.params   is missing; it must be a non-empty string or a list of strings",
+        "clip_grad_norm.groups.a.params   is missing; it must be a non-empty string or a non-empty list of strings",
     ),
     (
         {"clip_grad_norm": {"groups": {"a": {"params": [None]}}}},
-        "clip_grad_norm.groups.a.params = [None]   must be a non-empty string or a list of strings",
+        "clip_grad_norm.groups.a.params = [None]   must be a non-empty string or a non-empty list of strings",
     ),
     (
         {"clip_grad_norm": {"groups": {"a": {"params": "*", "clipped": 1000}}}},
@@ -179,6 +179,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"fp16": {"growth_interval": 2**63}},
         f"fp16.growth_interval = {2**63}   is too large: no number of a config is above 2**63 - 1",
+    ),
+    ({"fp16": {"max_scale": 1e300}}, "fp16.max_scale = 1e+300   must be a number from 2**-126 to 2**127 or None"),
+    ({"fp16": {"init_scale": 0}}, "fp16.init_scale = 0   must be a number from 2**-126 to 2**127"),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": []}}}},
+        "clip_grad_norm.groups.a.params = []   must be a non-empty string or a non-empty list of strings",
     ),
     ({"fp16": True, "bf16": True}, "bf16   is on beside fp16: keep one"),
     ({"fp16": {}, "bf16": {}}, "bf16   is on beside fp16: keep one"),

@@ -243,7 +243,9 @@ def test_a_schedule_that_cannot_be_built_is_named():
         start(gpc)
 
 
-@pytest.mark.parametrize("options", [{"mode": "O2"}, {"backend": "nothing"}, {"level": 2}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "O2"}, {"backend": "nothing"}, {"level": 2}, {"options": "x"}, {"dynamic": "x"}]
+)
 def test_options_that_torch_compile_refuses_are_named(options):
     with (
         launch({"compile": options}, context=ParallelContext(), verbose=False) as gpc,

@@ -54,6 +54,8 @@ def test_zclip() -> None:
     found = [method(seen(norm)).divisor.item() for norm in norms]
     assert found == pytest.approx(zclip_divisors(norms, 10, 0.97, 2.5), rel=1e-9)
     assert max(found) > 2
+    never = ZClip(z_max=1e300, warmup=1)
+    assert [never(seen(norm)).divisor.item() for norm in norms] == [1.0] * 60
 
 
 def test_percentile_over_a_window() -> None:

@@ -128,6 +128,7 @@ def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_orde
         ({"bucket_mb": 0}, "more than 0"),
         ({"overlap": "yes"}, '"auto"'),
         ({"reduce_dtype": torch.int32}, "floating point"),
+        ({"reduce_dtype": 3}, "floating point dtype, not 3"),
         ({"compress": "bf61"}, "Did you mean 'bf16'"),
         ({"compress": "fp32"}, "allowed: bf16"),
         ({"compres": "bf16"}, "Did you mean 'compress'"),

@@ -287,6 +287,7 @@ def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
         ({"num_microbatches": None}, "num_microbatches is a whole number from 1 to 65536, not None"),
         ({"num_microbatches": 10**12}, "num_microbatches is a whole number from 1 to 65536, not 1000000000000"),
         ({"num_microbatches": 2, "order": "gpip"}, "Did you mean 'gpipe'"),
+        ({"num_microbatches": 2, "order": 3}, "no pipeline order 3; known: 1f1b"),
         ({"num_microbatches": 2, "num_chunks": 2}, "has 1 chunk"),
         ({"num_microbatches": 2, "loss_reduction": "max"}, "'mean' or 'sum', not 'max'"),
         ({"num_microbatches": 2, "data_process_func": lambda a, b, c: a}, "not 3 arguments"),
