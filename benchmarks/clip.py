@@ -23,7 +23,7 @@ from _measure import has_device, interleave, interleaved, report
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from colonnade.optim.blocks import Block
+from colonnade.optim.blocks import GradientBlock
 from colonnade.optim.clip_method import NormClip
 from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.flat_state import FlatBucket
@@ -65,9 +65,9 @@ class Ours:
         self.bucket = FlatBucket(layout, params, grad)
         self.optimizer = torch.optim.AdamW(params, fused=True, capturable=capturable)
         self.flat = FlatStep(self.optimizer, [self.bucket])
-        for param, view in zip(params, self.bucket.views, strict=True):
+        for param, view in zip(params, layout.views(grad), strict=True):
             param.grad = view
-        self.meter = Meter([Block(grad)])
+        self.meter = Meter([GradientBlock(grad)])
         self.policy = ClipPolicy(NormClip(1.0))
         self.free = Decision(
             torch.ones((), device=grad.device),

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from colonnade.logging import get_dist_logger as get_dist_logger
     from colonnade.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from colonnade.optim.clip import grad_norm as grad_norm
-    from colonnade.parallel.module_placement import place_module as place_module
     from colonnade.parallel.placement import Replicate as Replicate
     from colonnade.parallel.placement import Shard as Shard
     from colonnade.parallel.placement import Tied as Tied
     from colonnade.parallel.placement import place as place
+    from colonnade.parallel.placement import place_module as place_module
     from colonnade.parallel.placement import placement_of as placement_of
     from colonnade.parallel.split import split as split
     from colonnade.trainer.trainer import Trainer as Trainer
@@ -41,8 +41,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.engine.engine": "Engine",
         "colonnade.logging": "get_dist_logger",
         "colonnade.optim.clip": "clip_grad_norm_ grad_norm",
-        "colonnade.parallel.module_placement": "place_module",
-        "colonnade.parallel.placement": "Replicate Shard Tied place placement_of",
+        "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
         "colonnade.trainer.trainer": "Trainer",
     },

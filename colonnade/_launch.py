@@ -43,6 +43,10 @@ def launch(
     Rank, world size, host and port come from the arguments, else from torch.distributed if it is already
     initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is
     nccl where there is CUDA, gloo elsewhere.
+    `timeout`: the seconds that a rank waits for the others at most, in every collective; 1800 unless given, which leaves
+    room for a rank that writes a checkpoint or prepares data while the others wait. Where nothing long can be going on
+    (the agreements of `launch` itself) it is 120 at most. Long before that, a rank that has waited 8 seconds says where
+    the others are.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
     address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)
@@ -97,12 +101,13 @@ def _start(
     context = global_context if context is None else context
     context.load_config(config)
     context.verbose = verbose
+    chosen = _seed(context.config, seed)
     context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)
-        context.init_parallel_groups()
-        context.set_seed(_seed(context.config, seed))
+        context.init_parallel_groups(chosen)
+        context.set_seed(chosen)
         context.config.freeze()
     except BaseException:
         # A failed launch leaves nothing behind, so that the caller may correct the config and try again.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from colonnade._launch import (
     launch_from_slurm,
     launch_from_torch,
 )
+from colonnade.context import rendezvous
 from colonnade.context.environment import SLURM, WorldAddress, detect, override, read
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -115,6 +118,77 @@ def _bad(config: dict) -> str:
 def test_a_bad_config_is_refused_on_every_rank_before_anything_connects(config, part):
     for message in run_world(4, _bad, config, backend=None).values:
         assert part in message
+
+
+DIFFERING = [
+    ({"clip_grad_norm": 1.0}, {"clip_grad_norm": 2.0}, "'clip_grad_norm': 1.0 on rank 0, 2.0 on rank 1"),
+    ({"clip_grad_norm": 1.0}, {"clip_grad_norm": None}, "'clip_grad_norm': 1.0 on rank 0, nothing on rank 1"),
+    (
+        {"clip_grad_norm": {"max_norm": 1.0, "norm_type": 2}},
+        {"clip_grad_norm": {"max_norm": 1.0, "norm_type": "inf"}},
+        "'clip_grad_norm.norm_type': 2 on rank 0, 'inf' on rank 1",
+    ),
+    ({"fp16": True}, {"bf16": True}, "'fp16': True on rank 0, nothing on rank 1"),
+    ({}, {"gradient_accumulation": 2}, "'gradient_accumulation': nothing on rank 0, 2 on rank 1"),
+    ({"zero": 1}, {"zero": {"stage": 2}}, "'zero.stage': nothing on rank 0, 2 on rank 1"),
+    ({}, {"sync": {"shared_memory": False}}, "'sync.shared_memory': nothing on rank 0, False on rank 1"),
+    ({"parallel": {"tensor": 2}}, {}, "'parallel.tensor': 2 on rank 0, nothing on rank 1"),
+    ({"seed": 1}, {"seed": 2}, "'seed': 1 on rank 0, 2 on rank 1"),
+    ({"model": {"num_chunks": 1}}, {"model": {"num_chunks": 2}}, "'model.num_chunks': 1 on rank 0, 2 on rank 1"),
+]
+
+
+def _differ() -> list[str]:
+    rank, told = dist.get_rank(), []
+    for case in DIFFERING:
+        with pytest.raises(ConfigError) as error:
+            launch(case[rank], context=ParallelContext(), verbose=False)
+        told.append(str(error.value))
+    rendezvous.__version__ = f"0.{rank}"
+    with pytest.raises(LaunchError) as wrong:
+        launch({}, context=ParallelContext(), verbose=False)
+    rendezvous.__version__ = "0.1"
+    # What is not ours may differ, and so may what is logged.
+    launch(
+        {"DATA": f"/disk{rank}", "log": ["info", "debug"][rank], "model": {"cache": rank}},
+        context=ParallelContext(),
+        verbose=False,
+    ).destroy()
+    return [*told, str(wrong.value)]
+
+
+def test_configs_and_versions_that_differ_are_named_on_every_rank():
+    one, other = run_world(2, _differ).values
+    assert one == other
+    for message, (*_, part) in zip(one, [*DIFFERING, ("'colonnade': 0.0 on rank 0, 0.1 on rank 1",)], strict=True):
+        assert part in message
+        assert "the same" in message
+
+
+def _try_again(port: int, at_once: bool) -> list[float]:
+    """Rank 1 fails on its own; it comes back at once, or when rank 0 has given up."""
+    rank, context = int(os.environ["RANK"]), ParallelContext()
+    address = {"rank": rank, "world_size": 2, "host": "127.0.0.1", "port": port}
+    if rank == 1:
+        with pytest.raises(ConfigError):
+            launch({"gradient_clipping": 1.0}, **address, context=context, verbose=False)
+    if not at_once and rank == 0:
+        with pytest.raises(LaunchError):
+            launch({}, **address, context=context, verbose=False, timeout=1)
+    elif not at_once:
+        time.sleep(1.5)
+    sums = []
+    for _ in range(2):
+        with launch({}, **address, context=context, verbose=False, timeout=20):
+            value = torch.tensor([float(rank)])
+            dist.all_reduce(value)
+            sums.append(value.item())
+    return sums
+
+
+def test_a_launch_that_failed_on_one_rank_can_be_tried_again():
+    for at_once in (True, False):
+        assert run_world(2, _try_again, free_port(), at_once, backend=None).values == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_port_in_use_is_said():

@@ -36,7 +36,7 @@ def export_full(checkpoint: str | Path, file: str | Path) -> Path:
     with as_checkpoint_errors(f"exporting {checkpoint}"):
         source = find_checkpoint(checkpoint)
         manifest = verify(source)
-        reader = TensorReader(source)
+        reader = TensorReader(source, manifest)
         weights = [record for record in manifest.tensors if not record.state_name]
         entries = [_entry(name, record, reader) for record in weights for name in record.names]
         needed = sum(entry.size for entry in entries)

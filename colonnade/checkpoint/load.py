@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.collective import agreed, as_checkpoint_errors, gather_json
 from colonnade.checkpoint.format.manifest import Manifest
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.plan.load import LoadPlan
 from colonnade.checkpoint.plan.optimizer import OptimizerLoader, load_optimizer
-from colonnade.checkpoint.plan.tensors import locate_tensors
+from colonnade.checkpoint.plan.tensors import EXTRA_STATE, locate_tensors
 from colonnade.checkpoint.plan.values import RandomSource, SavedValues
 from colonnade.checkpoint.storage.folder import Found, published
 from colonnade.checkpoint.storage.verify import check_files, read_manifest
@@ -53,23 +55,67 @@ def load_checkpoint(
     """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
     tensors = locate_tensors(model, context, "loading")
     path, manifest, skipped = _newest_good(folder, step, content, context)
-    with agreed(context, f"loading {path}"):
+    with _all_or_nothing(context, path):
         plan = LoadPlan(tensors, manifest)
-    plan.check(gather_json(plan.note(), context), str(path))
-    with agreed(context, f"loading {path}"):
-        # Everything that may still fail is read and checked before the objects of this rank change.
-        reader = TensorReader(path)
+    notes = gather_json(plan.note(), context)
+    with _all_or_nothing(context, path):
+        # All that is read, and may fail, comes before the first object of any rank changes.
+        plan.check(notes, str(path))
+        reader = TensorReader(path, manifest)
         values = SavedValues(manifest, reader, context)
         states, plain = values.extras(extra)
+        takers = [_Taker(f"extra[{name!r}]", extra[name].state_dict, extra[name].load_state_dict) for name in states]
+        for name, module in model.named_modules():
+            key = f"model/{name}{'.' if name else ''}{EXTRA_STATE}"
+            if values.has(key):
+                states[key] = values.get(key)
+                takers.append(_Taker(f"the module {name}", module.get_extra_state, module.set_extra_state))
         state = OptimizerLoader(plan, reader, values).state_dict_for(optimizer) if optimizer is not None else None
-        plan.load_model(model, reader, values)
+        found = plan.read_tensors(reader, values)
+        streams = values.random_state()
+    _take_all(takers, list(states.values()), context, path)
+    with agreed(context, f"{path} was read, but loaded only in part; load again before you go on"):
+        plan.set_tensors(found)
         if state is not None:
             load_optimizer(optimizer, state)
-        for name, value in states.items():
-            extra[name].load_state_dict(value)
-        random = values.restore_random()
+        random = values.restore_random(*streams)
     get_dist_logger().info(f"loaded step {manifest.step} from {path}, saved on {manifest.layout}")
     return LoadedInfo(manifest.step, path, str(manifest.layout), values.same_layout, random, plain, skipped)
+
+
+@dataclass(frozen=True)
+class _Taker:
+    """An object of the user's that takes a state, and can give the one that it has."""
+
+    what: str
+    give: Callable[[], Any]
+    take: Callable[[Any], Any]
+
+
+def _take_all(takers: Sequence[_Taker], states: Sequence[Any], context: ParallelContext, path: Path) -> None:
+    """Give each its state; where one on some rank cannot take it, all get back what they had. Collective."""
+    before: list[Any] = []
+    try:
+        with _all_or_nothing(context, path):
+            for taker, state in zip(takers, states, strict=True):
+                with as_checkpoint_errors(f"{taker.what} does not take its state"):
+                    before.append(copy.deepcopy(taker.give()))
+                    taker.take(state)
+    except CheckpointError:
+        for taker, state in zip(takers, before, strict=False):
+            with suppress(Exception):  # what has just failed may fail again
+                taker.take(state)
+        raise
+
+
+@contextmanager
+def _all_or_nothing(context: ParallelContext, path: Path) -> Iterator[None]:
+    """`agreed`, for a block that leaves everything as it was if it fails: the error says so."""
+    try:
+        with agreed(context, f"loading {path}"):
+            yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n(nothing was loaded: all is as it was before)") from error
 
 
 def _newest_good(

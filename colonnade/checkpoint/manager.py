@@ -155,8 +155,9 @@ class CheckpointManager:
         """Load the newest good checkpoint, or that of `step`, whatever layout it was saved on. Collective.
 
         A damaged one is passed over for the last good one, with a warning; one that was asked for by its step is an
-        error. A checkpoint of another model is an error that lists what does not fit, and then nothing has been
-        loaded. Objects in `extra` get their state; plain values come back in the result.
+        error. A checkpoint of another model is an error that lists what does not fit. All of it is read before anything
+        changes: if it cannot be read on some rank, or an object does not take its state, nothing is loaded on any.
+        Objects in `extra` get their state; plain values come back in the result.
         """
         self.wait()
         return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify)

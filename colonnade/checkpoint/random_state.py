@@ -1,8 +1,9 @@
-"""Every random stream of a rank as one value: the context's (torch on each device, by mode) and Python's own."""
+"""Every random stream of a rank as one value: the context's (torch on each device, by mode), Python's and numpy's."""
 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,12 @@ from colonnade.context.parallel_context import ParallelContext
 def random_state(context: ParallelContext) -> dict[str, Any]:
     """Where every random stream of this rank stands."""
     version, numbers, gauss = random.getstate()
-    return {"streams": context.streams.state_dict(), "python": (version, torch.tensor(numbers), gauss)}
+    state = {"streams": context.streams.state_dict(), "python": (version, torch.tensor(numbers), gauss)}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (name, torch.tensor(keys.astype("int64")), *rest)
+    return state
 
 
 def set_random_state(state: Mapping[str, Any], context: ParallelContext) -> None:
@@ -22,6 +28,10 @@ def set_random_state(state: Mapping[str, Any], context: ParallelContext) -> None
     context.streams.load_state_dict(state["streams"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.tolist(), *rest))
 
 
 def why_not_here(state: Mapping[str, Any], context: ParallelContext) -> str | None:

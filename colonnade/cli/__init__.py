@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; an error of Colonnade's own is one message and exit code 2."""
+    """Run the command line and exit; an error of Colonnade's own, or a path that fails, is one message and exit code 2."""
     from colonnade.cli.app import build_app
     from colonnade.errors import ColonnadeError
 
     try:
         build_app()(args=arguments, prog_name="colonnade")
     except ColonnadeError as error:
-        sys.stderr.write(f"colonnade: {error}\n")
-        raise SystemExit(2) from None
+        told = str(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        told = f"{error.filename}: {error.strerror}. Give another path, or make this one usable."
+    sys.stderr.write(f"colonnade: {told}\n")
+    raise SystemExit(2)

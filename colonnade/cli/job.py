@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,8 @@ import typer
 from colonnade.errors import LaunchError, did_you_mean
 
 _MANY_PER_CORE = 8
+_LAST_PORT = 65535
+_MOST_PER_CORE, _MOST = 64, 1024
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,9 @@ class Job:
 def checked(job: Job) -> Job:
     """Return the job if it can be started; raise `LaunchError` with the next step if not."""
     _check_target(job)
-    _warn_of_many(job)
+    _check_number(job)
     _check_nodes(job)
-    if job.log_dir is not None and job.log_dir.exists() and not job.log_dir.is_dir():
-        raise LaunchError(f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.")
+    _make_log_dir(job)
     return job
 
 
@@ -52,7 +54,7 @@ def cores() -> int:
 def _check_target(job: Job) -> None:
     if job.is_module:
         top = job.target.partition(".")[0]
-        if importlib.util.find_spec(top) is None:
+        if not top or importlib.util.find_spec(top) is None:
             raise LaunchError(f"there is no module {top!r} to run. Is it installed, or is this another folder?")
         return
     script = Path(job.target)
@@ -65,7 +67,13 @@ def _check_target(job: Job) -> None:
     raise LaunchError(f"there is no script {job.target!r}, seen from {Path.cwd()}.{did_you_mean(job.target, known)}")
 
 
-def _warn_of_many(job: Job) -> None:
+def _check_number(job: Job) -> None:
+    most = max(_MOST, _MOST_PER_CORE * cores())
+    if job.nproc is not None and job.nproc > most:
+        raise LaunchError(
+            f"--nproc {job.nproc} is more than this machine can start: it has {cores()} cores, so give at most {most}, "
+            f"or use several machines with --nnodes."
+        )
     if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
         typer.echo(
             f"colonnade: {job.nproc} ranks share {cores()} cores; expect it to be slow to start, "
@@ -78,12 +86,27 @@ def _check_nodes(job: Job) -> None:
     if job.nnodes == 1:
         if job.node_rank not in (None, 0):
             raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.")
-        return
-    if job.node_rank is not None and not 0 <= job.node_rank < job.nnodes:
+    elif job.node_rank is not None and not 0 <= job.node_rank < job.nnodes:
         raise LaunchError(f"--node-rank {job.node_rank} must be 0 to {job.nnodes - 1} with --nnodes {job.nnodes}.")
-    _, _, port = (job.endpoint or "").rpartition(":")
-    if not port.isdigit():
+    if job.nnodes == 1 and job.endpoint is None:
+        return
+    host, _, port = (job.endpoint or "").rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port[:6]) <= _LAST_PORT:
         raise LaunchError(
-            f"--nnodes {job.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every machine, "
-            f"with a free port on one of them; got {job.endpoint!r}."
+            f"several machines meet at --rdzv-endpoint HOST:PORT, the same on every machine, "
+            f"with a free port on one of them (a port from 1 to {_LAST_PORT}); got {job.endpoint!r}."
         )
+
+
+def _make_log_dir(job: Job) -> None:
+    if job.log_dir is None:
+        return
+    if job.log_dir.exists() and not job.log_dir.is_dir():
+        raise LaunchError(f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.")
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=job.log_dir).close()
+    except OSError as error:
+        raise LaunchError(
+            f"--log-dir {job.log_dir} cannot be written: {error.strerror}. Give another folder."
+        ) from error

@@ -183,7 +183,6 @@ def _set_defaults(job: Job, nproc: int) -> None:
 def _folder(job: Job) -> Iterator[Path]:
     """Yield the folder of the logs; without --log-dir it is gone afterwards."""
     if job.log_dir is not None:
-        job.log_dir.mkdir(parents=True, exist_ok=True)
         yield job.log_dir.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="colonnade-logs-") as folder:

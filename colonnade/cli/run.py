@@ -30,7 +30,8 @@ def run(
     prefix_all: Annotated[bool, typer.Option("--prefix-all", help="Mark the lines of rank 0 too.")] = False,
     max_restarts: Annotated[int, typer.Option(min=0, help="Start all ranks again after a failure, this often.")] = 0,
     grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that ranks have after SIGTERM to finish their step and save.")
+        int,
+        typer.Option(min=0, max=86_400, help="Seconds that ranks have after SIGTERM to finish their step and save."),
     ] = 30,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines in the job; run this command on each.")] = 1,
     node_rank: Annotated[

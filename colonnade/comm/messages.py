@@ -1,17 +1,24 @@
-"""Small messages between ranks: texts, JSON values, and errors that all ranks raise together."""
+"""Small messages between ranks: texts, JSON values, what must be equal, and errors that all ranks raise together."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from colonnade.comm.torch_versions import all_gather_flat, default_store
-from colonnade.errors import ColonnadeError, listed
+from colonnade.errors import ColonnadeError, ConfigError, listed
+
+_NOBODY = torch.iinfo(torch.int64).max
+_DIFFERENCES_SHOWN = 8
+_SHORT = 248
+"""So many bytes of a text travel with its length."""
 
 
 def message_device(device: torch.device) -> torch.device:
@@ -20,37 +27,43 @@ def message_device(device: torch.device) -> torch.device:
 
 
 def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str]:
-    """Every rank's text, in rank order. Two collectives over the group; nothing is unpickled."""
-    where = message_device(device)
-    content = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(where)
-    size = torch.tensor([content.numel()], device=where)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    longest = max(int(other.item()) for other in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=where)
-    padded[: content.numel()] = content
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded, group=group)
-    return [bytes(other[: int(length.item())].tolist()).decode() for other, length in zip(everyone, sizes, strict=True)]
+    """Every rank's text, in rank order. One collective over the group, two where a text is long; nothing is unpickled."""
+
+    def gather(content: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(message_device(device))
+        everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+        all_gather_flat(everyone, mine, group=group)
+        return [bytes(row) for row in everyone.view(-1, mine.numel()).tolist()]
+
+    return [content.decode() for content in gather_in_pieces(text.encode(), gather)]
+
+
+def gather_in_pieces(content: bytes, gather: Callable[[bytes], list[bytes]]) -> list[bytes]:
+    """Every rank's bytes by a `gather` that takes as many from each: the lengths with what is short, then the rest."""
+    heads = gather((len(content).to_bytes(8, "little") + content[:_SHORT]).ljust(8 + _SHORT))
+    sizes = [int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(sizes) - _SHORT
+    rests = gather(content[_SHORT:].ljust(longest)) if longest > 0 else [b""] * len(heads)
+    return [(head[8:] + rest)[:size] for head, rest, size in zip(heads, rests, sizes, strict=True)]
 
 
 def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON. Two collectives over the group."""
+    """Every rank's value, in rank order, sent as JSON. One collective over the group, or two."""
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 
-def gather_numbers(number: int, device: torch.device) -> list[int]:
-    """Every rank's number (of 63 bits), in rank order. One collective over the world."""
+def gather_numbers(number: int, device: torch.device, group: Any = None) -> list[int]:
+    """Every rank's number (of 63 bits), in rank order. One collective over the group."""
     mine = torch.tensor([number], dtype=torch.int64, device=message_device(device))
-    everyone = mine.new_empty(dist.get_world_size())
-    all_gather_flat(everyone, mine)
+    everyone = mine.new_empty(dist.get_world_size(group))
+    all_gather_flat(everyone, mine, group=group)
     return everyone.tolist()
 
 
-def is_same_everywhere(number: int, device: torch.device) -> bool:
-    """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the world's size."""
+def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:
+    """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the group's size."""
     both = torch.tensor([number, -number], dtype=torch.int64, device=message_device(device))
-    dist.all_reduce(both, op=dist.ReduceOp.MIN)
+    dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
     return bool(both[0] == -both[1])
 
 
@@ -63,33 +76,143 @@ def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
     return {sender: store.get(f"colonnade/{key}/{sender}").decode() for sender in senders}
 
 
-@contextmanager
-def agreed_errors(device: torch.device) -> Iterator[None]:
-    """Run a start-up check that may fail on some ranks only; then raise on all of them, or on none.
+@dataclass(frozen=True)
+class Alike:
+    """Named texts that must be the same, in the same order, on all ranks that give the same `part`.
 
-    So no rank waits for one that has stopped. Collective over the world at the end of the block. The ranks
-    whose own check passed raise the error of the first rank that failed, with its number.
+    The error says "the ranks do not agree on `what` 'name'", two of the texts with their ranks, and `advice`. Where
+    the texts are long, `items` may hold short ones that stand for them; `shown` gives them when something differs.
     """
-    mine: ColonnadeError | None = None
+
+    what: str
+    items: Mapping[str, str]
+    advice: str
+    error: type[ColonnadeError] = ConfigError
+    part: int = 0
+    shown: Callable[[], Mapping[str, str]] | None = None
+
+
+@dataclass
+class Agreement:
+    """What this rank has in common with others, said before a block of `agreed_errors` ends.
+
+    `parts` has an entry for each `Alike` that the block requires: into how many parts it divides the ranks. After the
+    block, `sizes` tells for each how many items each part has.
+    """
+
+    parts: Sequence[int] = ()
+    tables: list[Alike] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+
+    def require(self, table: Alike) -> None:
+        """Raise on every rank, at the end of the block, where ranks differ in this."""
+        self.tables.append(table)
+
+
+@contextmanager
+def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = None) -> Iterator[Agreement]:
+    """Run start-up checks that may fail on some ranks only; then raise on all of them, or on none.
+
+    So no rank waits for one that has stopped. One collective at the end of the block, over the world (or `group`); it
+    also compares digests of what the block requires to be alike. The ranks whose own checks passed raise the error of
+    the first rank that failed, with its number. The block itself should not communicate: a rank that fails in it goes
+    straight to its end.
+    """
+    agreement = Agreement(parts)
+    mine: Exception | None = None
     try:
-        yield
-    except ColonnadeError as error:
+        yield agreement
+    except Exception as error:
         mine = error
-    failed = torch.tensor([int(mine is not None)], device=message_device(device))
-    dist.all_reduce(failed)
-    if not failed.item():
-        return
-    note = f"{type(mine).__name__}\n{mine}" if mine is not None else ""
-    notes = gather_texts(note, device)
+    try:
+        failed, differ = _compare(agreement, mine is not None, message_device(device), group)
+    except RuntimeError:
+        if mine is not None:  # a rank is gone, and what was wrong here matters more
+            raise mine from None
+        raise
+    if failed:
+        _raise_together(mine, device, group)
+    if differ:
+        _name_difference(agreement.tables, device, group)
+
+
+def _compare(agreement: Agreement, failed: bool, device: torch.device, group: Any) -> tuple[bool, bool]:
+    """(Whether any rank failed, whether any differ), by the least of each number: digests, and digests with a minus."""
+    rows = [[-int(failed)] + [_NOBODY] * 2, *([_NOBODY] * 3 for _ in range(sum(agreement.parts)))]
+    start = 1
+    for table, parts in zip(agreement.tables, agreement.parts, strict=not failed):
+        digest = _digest(json.dumps([*table.items.items()]))
+        rows[start + table.part] = [digest, -digest, len(table.items)]
+        start += parts
+    least = torch.tensor(rows, dtype=torch.int64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    (any_failed, *_), *found = least.tolist()
+    ends = [sum(agreement.parts[: at + 1]) for at in range(len(agreement.parts))]
+    agreement.sizes = [[row[2] for row in found[e - p : e]] for e, p in zip(ends, agreement.parts, strict=True)]
+    return any_failed < 0, any(low != -high and low != _NOBODY for low, high, _ in found)
+
+
+def _raise_together(mine: Exception | None, device: torch.device, group: Any) -> None:
+    notes = gather_texts(f"{type(mine).__name__}\n{mine}" if mine is not None else "", device, group)
     if mine is not None:
         raise mine
-    ranks = [rank for rank, text in enumerate(notes) if text.strip()]
-    kind, _, text = notes[ranks[0]].partition("\n")
-    raise _class_of(kind)(f"on rank {listed(ranks)} (this rank is {dist.get_rank()}): {text}")
+    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    failed = [(rank, text) for rank, text in zip(everyone, notes, strict=True) if text.strip()]
+    kind, _, text = failed[0][1].partition("\n")
+    where = f"on rank {listed(rank for rank, _ in failed)} (this rank is {dist.get_rank()})"
+    known = _class_of(kind)
+    raise (known or ColonnadeError)(f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}")
 
 
-def _class_of(name: str) -> type[ColonnadeError]:
-    return next((known for known in _subclasses(ColonnadeError) if known.__name__ == name), ColonnadeError)
+def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:
+    """Raise the same error on every rank. The texts travel only now, from one rank of each opinion."""
+    shown = [table.shown() if table.shown is not None else table.items for table in tables]
+    mine = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
+    digests = gather_numbers(_digest(mine), device, group)
+    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    speakers = {digest: everyone[digests.index(digest)] for digest in digests}
+    told = share_texts(f"alike/{_digest(repr(digests))}", mine, speakers.values())
+    opinions = {digest: json.loads(told[rank]) for digest, rank in speakers.items()}
+    for at, table in enumerate(tables):
+        for part in sorted({opinion[at][0] for opinion in opinions.values()}):
+            having = [(rank, opinions[digest][at]) for rank, digest in zip(everyone, digests, strict=True)]
+            problems = _differences(table.what, [(rank, items) for rank, (theirs, items) in having if theirs == part])
+            if problems:
+                lines = "\n  ".join(problems[:_DIFFERENCES_SHOWN])
+                raise table.error(f"the ranks do not agree on {lines}\n{table.advice}")
+
+
+def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]]) -> list[str]:
+    """A line for each name whose text is another on some rank than on the first."""
+    by_rank = [(rank, dict(items)) for rank, items in tables]
+    rank, first = by_rank[0]
+    found = []
+    for name in dict.fromkeys(name for _, items in by_rank for name in items):
+        text = first.get(name, "nothing")
+        apart = [(other, items.get(name, "nothing")) for other, items in by_rank if items.get(name, "nothing") != text]
+        if apart:
+            ranks = listed([other for other, _ in apart[:16]] + ["..."] * (len(apart) > 16))
+            found.append(
+                f"{what} {name!r}: {text} on rank {rank}, {apart[0][1]} on rank {apart[0][0]} "
+                f"(differing from rank {rank}: {ranks})"
+            )
+    if not found:
+        for other, items in by_rank:
+            moved = next((pair for pair in zip(first, items, strict=True) if pair[0] != pair[1]), None)
+            if moved is not None:
+                return [
+                    f"the order: {what} {moved[0]!r} on rank {rank} is in the place of {moved[1]!r} on rank {other}"
+                ]
+    return found
+
+
+def _digest(text: str) -> int:
+    """62 bits that tell two texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def _class_of(name: str) -> type[ColonnadeError] | None:
+    return next((known for known in _subclasses(ColonnadeError) if known.__name__ == name), None)
 
 
 def _subclasses(base: type[ColonnadeError]) -> Iterator[type[ColonnadeError]]:

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.messages import gather_in_pieces
 from colonnade.comm.sockets import HostSockets, connect, host_identity
 from colonnade.comm.torch_versions import PrefixStore, all_gather_flat, default_store, gloo_all_gather, timeout_of
 from colonnade.errors import GradientError, listed
 
-_Gather = Callable[[Tensor, Tensor], Any]
+Gather = Callable[[Tensor, Tensor], Any]
 
 
 class RankGroup:
@@ -36,7 +37,7 @@ class RankGroup:
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank()) if group is not None else 0
         self.sockets: HostSockets | None = None
-        self._gather = _cpu_gather(group, self.index, self.size) if group is not None else _gather_alone
+        self._gather = _cpu_gather(group) if group is not None else _gather_alone
         self._sent: tuple[bytes, Tensor, Any] | None = None
         self._log = log
         self._must_share = False
@@ -84,9 +85,7 @@ class RankGroup:
             self._sent = payload, torch.empty(0), None
             self._over_sockets(lambda sockets: sockets.send(payload))
             return
-        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        self._sent = payload, received, self._gather(received, own)
+        self._sent = payload, *self._begin(payload)
 
     def collect(self) -> list[bytes]:
         """The payloads of all ranks in group order, after `signal`; waits for the slowest rank."""
@@ -94,10 +93,7 @@ class RankGroup:
         (payload, received, work), self._sent = self._sent, None
         if self.sockets is not None:
             return self._over_sockets(lambda sockets: sockets.receive(payload))
-        if work is not None:
-            work.wait()
-        flat = bytes(received.tolist())
-        return [flat[i * len(payload) : (i + 1) * len(payload)] for i in range(self.size)]
+        return self._rows(received, work)
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Signal and collect at once."""
@@ -106,23 +102,25 @@ class RankGroup:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """`payload` of every rank (same length), by the group: for what may be too long for `signal`."""
-        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
-        work = self._gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        if work is not None:
-            work.wait()
-        return [bytes(row.tolist()) for row in received.view(self.size, -1)]
+        return self._rows(*self._begin(payload))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One JSON value per rank, in group order. Collective, for start-up and rare events."""
-        text = json.dumps(value).encode()
-        sizes = [int.from_bytes(size, "little") for size in self.gather_bytes(len(text).to_bytes(8, "little"))]
-        padded = self.gather_bytes(text.ljust(max(sizes)))
-        return [json.loads(data[:size]) for data, size in zip(padded, sizes, strict=True)]
+        return [json.loads(text) for text in gather_in_pieces(json.dumps(value).encode(), self.gather_bytes)]
 
     def close(self) -> None:
         if self.sockets is not None:
             self.sockets.close()
             self.sockets = None
+
+    def _begin(self, payload: bytes) -> tuple[Tensor, Any]:
+        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        return received, self._gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def _rows(self, received: Tensor, work: Any) -> list[bytes]:
+        if work is not None:
+            work.wait()
+        return [bytes(row) for row in received.view(self.size, -1).tolist()]
 
     def _over_sockets(self, act: Callable[[HostSockets], Any]) -> Any:
         assert self.sockets is not None
@@ -141,15 +139,20 @@ class RankGroup:
             ) from error
 
 
-def _cpu_gather(group: dist.ProcessGroup, index: int, size: int) -> _Gather:
+def gloo_beside(group: dist.ProcessGroup) -> Gather:
+    """A flat all-gather of CPU tensors, by connections of its own between the ranks of `group`. Collective."""
+    tokens: list[Any] = [None] * group.size()
+    dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
+    store = PrefixStore(f"colonnade/{tokens[0]}", default_store())
+    gloo = dist.ProcessGroupGloo(store, dist.get_group_rank(group, dist.get_rank()), group.size(), timeout_of(group))
+    return lambda received, own: gloo_all_gather(gloo, received, own)
+
+
+def _cpu_gather(group: dist.ProcessGroup) -> Gather:
     """A flat all-gather of CPU tensors over the ranks of `group`, which may be one for accelerators alone."""
     if "cpu:" in dist.get_backend_config(group):
         return lambda received, own: all_gather_flat(received, own, group=group, async_op=True)
-    tokens: list[Any] = [None] * size
-    dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
-    store = PrefixStore(f"colonnade/{tokens[0]}", default_store())
-    gloo = dist.ProcessGroupGloo(store, index, size, timeout_of(group))
-    return lambda received, own: gloo_all_gather(gloo, received, own)
+    return gloo_beside(group)
 
 
 def _gather_alone(received: Tensor, own: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others, unless `launch(timeout=)` says otherwise."""
+
+START_UP_TIMEOUT = timedelta(minutes=2)
+"""How long at most where all ranks are known to be there, and nobody has anything long to do."""
 
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
@@ -27,6 +32,12 @@ reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 def default_store() -> Any:
     """The key-value store of the world."""
     return distributed_c10d._get_default_store()
+
+
+def forget_failed_start() -> None:
+    """After an `init_process_group` that failed: the next one names its group as it would have in a new process."""
+    if not dist.is_initialized():
+        distributed_c10d._world.group_count = 0
 
 
 def is_alive(group: Any) -> bool:
@@ -44,12 +55,28 @@ def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
     """How long collectives of the group (the world by default) wait; torch's default where it does not tell."""
+    return next((backend.options._timeout for backend in _backends(group)), DEFAULT_TIMEOUT)
+
+
+def _backends(group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The backends of the group (the world by default) that tell their options, out of their wrappers for debugging."""
     group = group or dist.group.WORLD
-    for device in getattr(group, "_device_types", ()):
-        options = getattr(group._get_backend(device), "options", None) if group is not None else None
-        if options is not None:
-            return options._timeout
-    return DEFAULT_TIMEOUT
+    found = [group._get_backend(device) for device in getattr(group, "_device_types", ()) if group is not None]
+    found = [getattr(backend, "wrapped_pg", backend) for backend in found]
+    return [backend for backend in found if getattr(backend, "options", None) is not None]
+
+
+@contextmanager
+def waiting_at_most(limit: timedelta) -> Iterator[None]:
+    """In the block, collectives of the world wait no longer than `limit`."""
+    before = [(backend, backend.options._timeout) for backend in _backends()]
+    for backend, longest in before:
+        backend._set_default_timeout(min(limit, longest))
+    try:
+        yield
+    finally:
+        for backend, longest in before:
+            backend._set_default_timeout(longest)
 
 
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colonnade.config.problems import Problem, Source, config_error
-from colonnade.config.rules import check_value
+from colonnade.config.rules import NO_KEY, check_value
 from colonnade.config.schema import KEYS, REFUSED
 from colonnade.config.words import foreign_word, near_miss
 
@@ -21,8 +21,8 @@ def require_valid(values: Mapping[str, Any], source: Source) -> None:
 
 def _keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
     for key, value in values.items():
-        if not isinstance(key, str):
-            yield Problem((key,), "is no key: a key is a string", value)
+        if not isinstance(key, str) or not key:
+            yield Problem((key,), NO_KEY, value)
         elif value is None and key in KEYS:
             continue
         elif key in KEYS:
@@ -57,9 +57,18 @@ def _combinations(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _scales(fp16: Mapping[str, Any]) -> Iterator[Problem]:
-    low, high = fp16.get("min_scale"), fp16.get("max_scale")
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+    low, first, high = (
+        value if isinstance(value, (int, float)) else None
+        for value in (fp16.get("min_scale"), fp16.get("init_scale", 2**16), fp16.get("max_scale"))
+    )
+    if low is not None and high is not None and low > high:
         yield Problem(("fp16", "min_scale"), f"must not be above max_scale = {high}", low)
+    elif low is not None and first is not None and low > first:
+        text = f"must not be above init_scale = {first}: give a larger init_scale too"
+        yield Problem(("fp16", "min_scale"), text, low)
+    elif high is not None and first is not None and high < first:
+        text = f"must not be below init_scale = {first}: give a smaller init_scale too"
+        yield Problem(("fp16", "max_scale"), text, high)
 
 
 def _is_on(setting: Any) -> bool:

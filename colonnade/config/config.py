@@ -80,7 +80,10 @@ class Config(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._require_open(f"set {key!r}")
-        super().__setitem__(key, _adopted(value))
+        try:
+            super().__setitem__(key, _adopted(value))
+        except RecursionError:
+            raise ConfigError(f"{key!r} holds itself, or is nested too deeply: write its values out") from None
 
     def __delitem__(self, key: str) -> None:
         self._require_open(f"remove {key!r}")

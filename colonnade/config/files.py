@@ -87,7 +87,7 @@ def _is_setting(name: str, value: Any, module: str) -> bool:
         return False
     if isinstance(value, __future__._Feature):
         return False
-    # `from math import log` is no setting of ours; `def log()` is one, and wrong.
+    # `from re import compile` is no setting of ours; `def compile()` is one, and wrong.
     imported = inspect.isroutine(value) and getattr(value, "__module__", None) != module
     return not (imported and name in KEYS)
 

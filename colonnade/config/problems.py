@@ -71,7 +71,7 @@ def dotted(path: KeyPath) -> str:
     """Return a path as one writes it: `gradient_handler[0].type`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+        text += f"[{part}]" if isinstance(part, int) else f".{part or repr(part)}"
     return text.removeprefix(".")
 
 
@@ -91,5 +91,8 @@ def _told(problem: Problem) -> str:
 
 def shortened(value: object) -> str:
     """Return `value` as one line of limited length, for a message."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a value of the user's own, or an int of thousands of digits
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."

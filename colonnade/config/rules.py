@@ -7,14 +7,18 @@ are required, and what becomes of others. Below stand the kinds of values. `sche
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colonnade.config.problems import KeyPath, Problem
 from colonnade.config.words import is_ordinary, near
 from colonnade.errors import listed, nearest
+
+NO_KEY = "is no key: a key is a non-empty string"
+_LARGEST = 2**63 - 1  # what torch's own integers hold
 
 
 def nothing(value: object) -> bool:
@@ -26,13 +30,15 @@ def nothing(value: object) -> bool:
 class Rule:
     """What one value may be: one that `accepts` takes, or a dict of `section`, or a list of `items`.
 
-    `allows` completes the sentence "must be ...".
+    `allows` completes the sentence "must be ...". `may_differ`: ranks may have other values; all else is compared at
+    launch.
     """
 
     allows: str
     accepts: Callable[[Any], bool] = nothing
     section: Section | None = None
     items: Rule | None = None
+    may_differ: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Section:
 
 def check_value(rule: Rule, path: KeyPath, value: Any) -> Iterator[Problem]:
     """Yield every problem of `value`, which lies at `path`."""
-    if isinstance(value, dict) and rule.section is not None:
+    if _is_int(value) and abs(value) > _LARGEST:
+        yield Problem(path, "is too large: no number of a config is above 2**63 - 1", value)
+    elif isinstance(value, dict) and rule.section is not None:
         yield from _check_section(rule.section, path, value)
     elif isinstance(value, (list, tuple)) and rule.items is not None:
         for index, item in enumerate(value):
@@ -83,7 +91,7 @@ def _check_section(section: Section, path: KeyPath, values: dict[Any, Any]) -> I
 
 def _meant_key(section: Section, key: object) -> str | None:
     """The known key that an unknown one stands for, or None when it is a key of its own."""
-    if not isinstance(key, str):
+    if not isinstance(key, str) or not key:
         return None
     if key.lower() in section.renamed:
         return section.renamed[key.lower()]
@@ -94,8 +102,8 @@ def _meant_key(section: Section, key: object) -> str | None:
 
 def _why_unknown(section: Section, key: object, value: object, close: str | None) -> str | None:
     """Say what is wrong with a key that is not among the known ones; None when it may stay."""
-    if not isinstance(key, str):
-        return "is no key: a key is a string"
+    if not isinstance(key, str) or not key:
+        return NO_KEY
     if key in section.refused:
         return section.refused[key]
     if close is not None:
@@ -104,9 +112,14 @@ def _why_unknown(section: Section, key: object, value: object, close: str | None
         return None
     if section.others is None:
         return f"unknown key; allowed: {listed(section.keys)}"
-    if not isinstance(value, dict):
+    if section.keys and not isinstance(value, dict):
         return f"unknown key; allowed: {listed(section.keys)}, or a further one as {section.others.allows}"
     return None
+
+
+def differing(rule: Rule) -> Rule:
+    """The same rule, for a key whose value may differ between ranks."""
+    return replace(rule, may_differ=True)
 
 
 def any_of(*rules: Rule) -> Rule:
@@ -139,6 +152,11 @@ def int_from(low: int) -> Rule:
     return Rule(f"an int >= {low}", lambda value: _is_int(value) and value >= low)
 
 
+def int_within(low: int, high: int) -> Rule:
+    """An int from `low` to `high`; a bool is none."""
+    return Rule(f"an int from {low} to {high}", lambda value: _is_int(value) and low <= value <= high)
+
+
 def number_above(low: float) -> Rule:
     """A number greater than `low`; nan and bools are none."""
     return Rule(f"a number > {low:g}", lambda value: _is_number(value) and value > low)
@@ -167,11 +185,6 @@ def _is_shape(value: Any) -> bool:
     return all(_is_shape(item) if isinstance(item, (list, tuple)) else COUNT.accepts(item) for item in value)
 
 
-def _is_level(value: Any) -> bool:
-    names = ("debug", "info", "warning", "warn", "error", "critical")
-    return value.lower() in names if isinstance(value, str) else _is_int(value) and value >= 0
-
-
 ANYTHING = Rule("anything", lambda value: True)
 NONE = Rule("None", lambda value: value is None)
 BOOL = Rule("True or False", lambda value: isinstance(value, bool))
@@ -179,11 +192,16 @@ INT = Rule("an int", _is_int)
 COUNT = int_from(1)
 POSITIVE = number_above(0)
 FRACTION = Rule("a number between 0 and 1", lambda value: _is_number(value) and 0 < value < 1)
-TEXT = Rule("a string", lambda value: isinstance(value, str))
+TEXT = Rule("a non-empty string", lambda value: isinstance(value, str) and value != "")
 TEXTS = Rule("a list of strings", _is_texts)
-MEMBER = Rule("a member of an Enum", lambda value: isinstance(value, enum.Enum))
-COLLECTION = Rule("a list or dict", lambda value: isinstance(value, (list, tuple, dict)))
-# Known by the name of its type: configs are read where torch is not imported.
-DTYPE = Rule("a dtype", lambda value: type(value).__name__ == "dtype")
+# The order of a norm: sums of higher powers of small gradients leave the range of fp64.
+ORDER = Rule(
+    "a number > 0 and <= 32, or inf or 'inf'",
+    lambda value: value == "inf" or (_is_number(value) and (0 < value <= 32 or value == math.inf)),
+)
+# These two are known by the names of their types: configs are read where torch is not imported.
+AMP_MODE = Rule(
+    "a member of AMP_TYPE", lambda value: isinstance(value, enum.Enum) and type(value).__name__ == "AMP_TYPE"
+)
+DTYPE = Rule("a torch dtype", lambda value: f"{type(value).__module__}.{type(value).__name__}" == "torch.dtype")
 SHAPE = Rule("a list or tuple of ints >= 1", _is_shape)
-LEVEL = Rule("a level (debug, info, warning, error, critical, or a number)", _is_level)

@@ -1,21 +1,21 @@
 """The table of keys that Colonnade reads from a config: what each may hold, and (beside it) what it is for.
 
-A new key is one more entry here; checking and suggestions follow from it.
+A new key is one more entry here; checking and suggestions follow from it. All ranks must have the same values, which is
+compared at launch, but for keys in `differing(...)`.
 """
 
 from __future__ import annotations
 
 from colonnade.config.rules import (
+    AMP_MODE,
     ANYTHING,
     BOOL,
-    COLLECTION,
     COUNT,
     DTYPE,
     FRACTION,
     INT,
-    LEVEL,
-    MEMBER,
     NONE,
+    ORDER,
     POSITIVE,
     SHAPE,
     TEXT,
@@ -24,7 +24,9 @@ from colonnade.config.rules import (
     Section,
     any_of,
     choice,
+    differing,
     int_from,
+    int_within,
     number_above,
     number_from,
     only_dict,
@@ -70,11 +72,25 @@ _PARALLEL = Section(
     },
 )
 
+_GROUP = Section(
+    {
+        "params": any_of(TEXT, TEXTS),  # names of its parameters, as patterns
+        "max_norm": any_of(POSITIVE, NONE),  # a limit of its own; None: clipped with the rest
+        "counted": BOOL,  # whether it is part of the total norm
+        "clipped": BOOL,  # whether it is clipped at all
+    },
+    required=("params",),
+    renamed=_words(max_norm="max"),
+)
+_GROUP_FORM = "dict(params=<name patterns>, max_norm=..., counted=..., clipped=...)"
 _CLIP = Section(
     {
         "max_norm": any_of(number_from(0), NONE),  # largest global norm; 0: off, inf: only measure
-        "norm_type": any_of(number_above(0), choice("inf")),  # p of the norm
-        "groups": any_of(COLLECTION, NONE),  # parameters that are clipped apart
+        "norm_type": ORDER,  # p of the norm
+        # parameters that are clipped apart
+        "groups": Rule(
+            f"a dict of {_GROUP_FORM} by name or None", NONE.accepts, Section({}, others=only_dict(_GROUP, _GROUP_FORM))
+        ),
         "nonfinite": any_of(choice("skip", "raise", "propagate"), NONE),  # what to do when the norm is nan or inf
         "method": with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)"),  # how the threshold is found
         "per": choice("group", "layer", "parameter"),  # what gets a norm of its own
@@ -88,7 +104,7 @@ _CLIP = Section(
 
 _FP16 = Section(
     {
-        "mode": any_of(TEXT, MEMBER, NONE),  # kind of mixed precision
+        "mode": any_of(choice("torch", "apex", "naive"), AMP_MODE, NONE),  # kind of mixed precision
         "init_scale": POSITIVE,  # loss scale to start from
         "growth_factor": number_above(1),  # the scale grows by this factor
         "backoff_factor": FRACTION,  # the scale shrinks by this factor after an overflow
@@ -98,7 +114,6 @@ _FP16 = Section(
         "hysteresis": COUNT,  # overflows before the scale shrinks
         "enabled": BOOL,  # False: as if fp16 were left out
         "dynamic_grad_scale": BOOL,  # whether the scale moves at all
-        "verbose": BOOL,  # log changes of the scale
     },
     renamed=_words(
         init_scale="initial_scale loss_scale initial_scale_power scale",
@@ -107,6 +122,7 @@ _FP16 = Section(
         max_scale="max_loss_scale",
         mode="opt_level type",
     ),
+    refused={"verbose": "is not read: changes of the scale are not logged. Leave it out"},
 )
 _BF16 = Section({"master_weights": BOOL})  # keep fp32 weights for the optimizer
 
@@ -158,7 +174,6 @@ _SYNC = Section(
 )
 
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
-_LOG = Section({"level": LEVEL}, is_open=True)  # least level shown
 
 KEYS: dict[str, Rule] = {
     # how the ranks are divided into axes
@@ -172,24 +187,22 @@ KEYS: dict[str, Rule] = {
     "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
+    "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
     "flat_step": BOOL,  # run the optimizer on flat buffers
     "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "model": Rule("anything", ANYTHING.accepts, _MODEL),  # your own, but for num_chunks
-    "log": with_dict(LEVEL, _LOG, "dict(level=..., ...)"),  # what is logged
-    "max_ep_size": COUNT,  # largest expert-parallel size
-    "num_microbatches": COUNT,  # micro-batches per step of a pipeline
+    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
+    "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other
-    "SEQ_LENGTH": COUNT,  # sequence length; with the next two, gives the shape sent between stages
-    "GLOBAL_BATCH_SIZE": COUNT,  # samples per step on all ranks
-    "HIDDEN_SIZE": COUNT,  # width of the model
 }
 """Every top-level key that is ours. Under each of them None stands for "not set"."""
 
 REFUSED: dict[str, str] = {
     "torch_ddp": "is not read: torch DDP is never wrapped around a model. "
     "Write sync = dict(bucket_mb=..., overlap=...)",
+    "max_ep_size": "is not read. Write parallel = dict(expert=...), the number of ranks that experts are divided over",
 }
 """Keys that mean something elsewhere and nothing here, with what to write instead."""

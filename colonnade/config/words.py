@@ -16,9 +16,8 @@ from colonnade.config.problems import KeyPath, shortened
 # Real names within one edit of a key of ours: a user who writes one of these means it.
 _ORDINARY_WORDS = (
     "mode modes model models modal module node nodes size sizes resize cover type types seeds speed feed need zeros",
-    "zeroed hero async syncs synced schedules scheduler scheduled reschedule flat_steps last_step max_tp_size",
-    "max_pp_size max_dp_size max_sp_size max_cp_size HIDDEN_SIZES SEQ_LENGTHS TENSOR_SHAPES GLOBAL_BATCH_SIZES",
-    "Model Schedule Seed Sync Log Zero",
+    "zeroed hero async syncs synced schedules scheduler scheduled reschedule flat_steps last_step TENSOR_SHAPES",
+    "Model Schedule Seed Sync Zero",
 )
 _ORDINARY = frozenset(word for line in _ORDINARY_WORDS for word in line.split())
 _SHORTEST = 4  # below this nearly everything is one edit away

@@ -104,7 +104,7 @@ class _ByDigits(Partition):
         self.digits = inner
 
     def group_of(self, rank: int) -> Sequence[int]:
-        return spread(rank, [(digit, range(digit[1])) for digit in self.inner])
+        return ranks_with(rank, [(digit, range(digit[1])) for digit in self.inner])
 
     def position(self, rank: int) -> int:
         return _number(rank, self.inner)
@@ -162,7 +162,7 @@ class Listed(Partition):
         made = refine([digits], self._world_size)
         whole = sum(map(len, self._groups)) == self._world_size
         full = [(digit, range(digit[1])) for digit in digits]
-        if made is None or not whole or any(spread(group[0], full) != group for group in self._groups):
+        if made is None or not whole or any(ranks_with(group[0], full) != group for group in self._groups):
             return None
         return tuple(digits)
 
@@ -263,7 +263,7 @@ def joined(digits: Iterable[Digit]) -> list[Digit]:
     return found
 
 
-def spread(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:
+def ranks_with(rank: int, values: Iterable[tuple[Digit, Sequence[int]]]) -> Sequence[int]:
     """The ranks that have any of these values (ascending) in these digits (slowest first), and else are as `rank`."""
     base = rank
     steps: list[Sequence[int]] = []

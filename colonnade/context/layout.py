@@ -25,6 +25,11 @@ class Axis:
     mode: ParallelMode
     data: DataKind
 
+    @property
+    def seeded_apart(self) -> bool:
+        """Whether ranks along this axis draw different random numbers outside any stream."""
+        return self.data == "distinct" or self.mode is ParallelMode.PIPELINE
+
 
 class Layout:
     """The groups of every mode over a world of ranks.

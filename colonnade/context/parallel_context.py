@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from colonnade import logging as _logging
 from colonnade.comm.groups import ProcessGroups
 from colonnade.comm.messages import gather_json, is_same_everywhere
+from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, START_UP_TIMEOUT, waiting_at_most
+from colonnade.comm.waits import WaitWatch
 from colonnade.config import Config, load_config
+from colonnade.config.compared import compared_texts
 from colonnade.context.build import Build, run_initializers
 from colonnade.context.layout import Layout
 from colonnade.context.mesh import mesh_of
@@ -54,6 +58,7 @@ class ParallelContext:
     config: Config
     device: torch.device
     streams: RandomStreams
+    waits: WaitWatch
     world_size: int
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
@@ -90,17 +95,30 @@ class ParallelContext:
         self._build = run_initializers(self.config, world_size, rank)
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
-        self._timeout = timedelta(seconds=timeout) if timeout is not None else None
+        self.waits.open(rank, world_size, _logging.get_dist_logger().warning)
+        own = DEFAULT_TIMEOUT if self._owns_world else None  # else what torch gives a group
+        self._timeout = timedelta(seconds=timeout) if timeout else own
 
-    def init_parallel_groups(self) -> None:
-        """Create the process groups of every mode. Collective over the world."""
+    def init_parallel_groups(self, seed: int | None = None) -> None:
+        """Create the process groups of every mode, where all ranks have the same config. Collective over the world.
+
+        `seed` is what `set_seed` will be given, which must be the same on all ranks too.
+        """
+        # All ranks have joined, and nobody has anything long to do: who does not come now is lost.
+        with waiting_at_most(START_UP_TIMEOUT), self.waits.during("in launch()"):
+            self._create_groups(seed)
+
+    def _create_groups(self, seed: int | None) -> None:
         self._groups = groups = ProcessGroups(self._rank, self._timeout)
+        self._layout = Layout(self._axes, self._build.groups)
+        agree_on_layout(self._layout, self.device, self._settings(seed))
         adopted = False
         for hook in launch_hooks:
             adopted |= hook.adopt_groups(self._build, groups)
         self._build.refuse_waiting()
-        self._layout = Layout(self._axes, self._build.groups)
-        agree_on_layout(self._layout, self.device)
+        if adopted:
+            self._layout = Layout(self._axes, self._build.groups)
+            agree_on_layout(self._layout, self.device)
         # Where all ranks create alike, and in a world of our own, nobody need wait for groups that he is not in.
         alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
         for ranks in self._layout.rank_sets(self._rank if alone else None):
@@ -114,6 +132,7 @@ class ParallelContext:
 
     def destroy(self) -> None:
         """Leave the world and forget everything. Safe to call twice."""
+        self.waits.close()
         if self._groups is not None:
             self._groups.destroy()
         if self._owns_world:
@@ -236,16 +255,19 @@ class ParallelContext:
             self.device = torch.device("cuda", index)
 
     def set_seed(self, seed: int) -> None:
-        """Seed Python, torch and the stream of each axis; may be called again."""
+        """Seed torch, Python, numpy if it is there, and the stream of each axis; may be called again.
+
+        All of them as torch: alike on ranks that see the same data, others where data or stage differ.
+        """
         here = self._layout.coordinates(self._rank)
-        apart = [
-            f"{axis.name}={here[axis.name]}"
-            for axis in self._layout.axes
-            if axis.data == "distinct" or axis.mode is ParallelMode.PIPELINE
-        ]
-        random.seed(seed)
+        apart = [f"{axis.name}={here[axis.name]}" for axis in self._layout.axes if axis.seeded_apart]
+        own = derive_seed(seed, *apart)
+        torch.manual_seed(own)
+        random.seed(own)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(own % 2**32)
         self.streams.clear()
-        torch.manual_seed(derive_seed(seed, *apart))
         for axis in self._layout.axes:
             parts = sorted({*apart, f"{axis.name}={here[axis.name]}"})
             self.streams.add(axis.mode, derive_seed(seed, axis.mode.value, *parts))
@@ -272,6 +294,7 @@ class ParallelContext:
         self.config = load_config({})
         self.device = torch.device("cpu")
         self.streams = RandomStreams()
+        self.waits = WaitWatch()
         self.world_size = 1
         self.virtual_pipeline_parallel_size = None
         self.virtual_pipeline_parallel_rank = None
@@ -283,6 +306,13 @@ class ParallelContext:
         self._axes = world_axes(self.config, 1)
         self._build = run_initializers(self.config, 1, 0)
         self._layout = Layout(self._axes, self._build.groups)
+
+    def _settings(self, seed: int | None) -> dict[str, str]:
+        """What all ranks must have launched with, by key of the config."""
+        waiting = {f"parallel, {each.source}": "creates its groups itself" for each in self._build.waiting}
+        hooks = {"launch hooks": ", ".join(type(hook).__name__ for hook in launch_hooks)} if launch_hooks else {}
+        seeds = {"seed": str(seed)} if seed is not None else {}
+        return compared_texts(self.config) | seeds | waiting | hooks
 
     def _joined(self) -> ProcessGroups:
         if self._groups is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from colonnade.errors import LayoutError, did_you_mean, listed
 
@@ -57,14 +57,12 @@ class _OpenEnum(type):
         return isinstance(value, ParallelMode) or (isinstance(value, str) and value in cls._by_value)
 
 
-class _BuiltIn(NamedTuple):
-    value: str
-    data: DataKind
+class _BuiltIn(tuple[str, DataKind]):
+    """A member as the body of the class declares it; it is registered below, under the name it is given there."""
 
 
 def _built_in(value: str, data: DataKind) -> Any:
-    """Declare a member in the body of the class; it is registered below, under the name it is given there."""
-    return _BuiltIn(value, data)
+    return _BuiltIn((value, data))
 
 
 class ParallelMode(metaclass=_OpenEnum):
@@ -167,4 +165,4 @@ def _check_declaration(name: object, value: object, data: object) -> None:
 for _name, _declared in list(vars(ParallelMode).items()):
     if isinstance(_declared, _BuiltIn):
         delattr(ParallelMode, _name)  # members are looked up by the metaclass, users' and ours alike
-        ParallelMode.register(_name, _declared.value, _declared.data)
+        ParallelMode.register(_name, *_declared)

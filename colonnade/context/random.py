@@ -1,9 +1,12 @@
-"""Random streams: one generator state per mode, the same or different across the mode's ranks.
+"""Random streams: one per mode, the same or different across the mode's ranks.
 
 Outside any stream, ranks that see the same data draw the same numbers (a dropout on a replicated tensor
 must agree), and ranks that see distinct data, or hold another stage, draw different ones. Inside
 `with streams.use(ParallelMode.TENSOR)` the ranks of a tensor group draw different numbers too, which is
 what a dropout on a sharded tensor needs.
+
+The numbers inside follow from the mode's seed and one number that is drawn outside. So whoever puts torch's own
+generator back, as activation checkpointing does before it computes a layer again, gets the same numbers inside too.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,60 +26,52 @@ State = dict[str, Tensor]
 
 
 class RandomStreams:
-    """Generator states by mode. The state of the stream in use is torch's own global state."""
+    """The seed of each mode's stream on this rank."""
 
     def __init__(self) -> None:
-        self._states: dict[ParallelMode, State] = {}
-        self._using: ParallelMode | None = None
+        self._seeds: dict[ParallelMode, int] = {}
 
-    def add(self, mode: ParallelMode, seed: int) -> None:
-        """Start a stream for `mode` from `seed`."""
+    def add(self, mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
+        """Give `mode` a stream, or with `overwrite` another one."""
         mode = ParallelMode(mode)
-        if mode in self._states:
+        if mode in self._seeds and not overwrite:
             raise ContextError(f"{mode} already has a random stream; set_seed() of the context starts all of them anew")
-        outside = _state()
-        torch.manual_seed(seed)
-        self._states[mode] = _state()
-        _set_state(outside)
+        self._seeds[mode] = seed
 
     @contextmanager
     def use(self, mode: ParallelMode) -> Iterator[None]:
-        """Draw from the stream of `mode` inside the block; the outer stream is untouched, also on errors."""
+        """Draw from the stream of `mode` inside the block.
+
+        The outer stream moves on by one number, however many are drawn inside, also on errors. So ranks that draw
+        alike outside must enter alike.
+        """
         mode = ParallelMode(mode)
-        if mode not in self._states:
+        if mode not in self._seeds:
             raise ContextError(
-                f"{mode} has no random stream; streams: {listed(known.name for known in self._states)}. "
+                f"{mode} has no random stream; streams: {listed(known.name for known in self._seeds)}. "
                 f"Add one with streams.add({mode}, seed)."
             )
-        if mode is self._using:
-            yield
-            return
-        outside, before = _state(), self._using
-        _set_state(self._states[mode])
-        self._using = mode
+        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        outside = _state()
+        _set_seed(derive_seed(self._seeds[mode], drawn))
         try:
             yield
         finally:
-            self._states[mode] = _state()
-            self._using = before
             _set_state(outside)
 
-    def state_dict(self) -> dict[str, State]:
-        """All streams and the global one ("default"), as tensors, for a checkpoint of this rank."""
-        held = {mode.value: dict(state) for mode, state in self._states.items()}
-        return {"default": _state(), **held}
+    def state_dict(self) -> dict[str, Any]:
+        """The state of torch's own generators ("default") and the seeds of all streams, for a checkpoint of this rank."""
+        return {"default": _state(), "seeds": {mode.value: seed for mode, seed in self._seeds.items()}}
 
-    def load_state_dict(self, states: dict[str, State]) -> None:
-        """Put every stream back where it was saved."""
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        """Put everything back as it was saved."""
         _set_state(states["default"])
-        for value, state in states.items():
-            if value != "default":
-                self._states[ParallelMode(value)] = dict(state)
+        # Older checkpoints hold no seeds: the streams keep theirs.
+        self._seeds.update({ParallelMode(value): seed for value, seed in states.get("seeds", {}).items()})
 
     def clear(self) -> None:
         """Forget every stream."""
-        self._states.clear()
-        self._using = None
+        self._seeds.clear()
 
 
 def derive_seed(seed: int, *parts: object) -> int:
@@ -89,6 +85,12 @@ def _state() -> State:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def _set_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def _set_state(state: State) -> None:

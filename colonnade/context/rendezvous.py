@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
-import json
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.messages import gather_numbers, is_same_everywhere, share_texts
-from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, HashStore, PrefixStore, TCPStore, default_store
+from colonnade.comm.messages import Alike, agreed_errors
+from colonnade.comm.torch_versions import (
+    DEFAULT_TIMEOUT,
+    HashStore,
+    PrefixStore,
+    TCPStore,
+    default_store,
+    forget_failed_start,
+)
 from colonnade.context.layout import Layout
-from colonnade.errors import LaunchError, LayoutError, listed
-
-_launches = itertools.count()
+from colonnade.errors import LaunchError, LayoutError
+from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
 _QUIET_SECONDS = 3.0
+_last_prefix = ""
+"""The prefix of this process's last launch in the store."""
 
 
 def join_world(
@@ -55,6 +61,10 @@ def join_world(
             backend or default_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
         )
     except Exception as error:
+        forget_failed_start()
+        if rank == 0 and isinstance(store, PrefixStore):
+            with contextlib.suppress(RuntimeError):
+                store.underlying_store.set(_launch_key(), "")
         raise LaunchError(
             f"rank {rank} of {world_size} could not join the world at {host}:{port} with backend "
             f"{backend or default_backend()!r}: {error}"
@@ -110,27 +120,24 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
-def agree_on_layout(layout: Layout, device: torch.device) -> None:
-    """Refuse, on every rank, a layout that is not the same everywhere. Collective over the world."""
-    digest = layout.digest()
-    if is_same_everywhere(digest, device):
-        return
-    # Tables of the world travel only now, from one rank of each opinion, to name what differs.
-    digests = gather_numbers(digest, device)
-    speakers = sorted({digests.index(other) for other in digests})
-    mine = json.dumps({mode.value: list(layout.groups(mode)) for mode in layout.modes})
-    tables = {rank: json.loads(text) for rank, text in share_texts("layout", mine, speakers).items()}
-    modes = sorted({mode for table in tables.values() for mode in _differing_modes(tables[0], table)})
-    if not modes:
-        return
-    differing = [rank for rank, other in enumerate(digests) if tables[digests.index(other)] != tables[0]]
-    there = tables[digests.index(digests[differing[0]])]
-    raise LayoutError(
-        f"the ranks do not agree on the groups of mode {listed(repr(mode) for mode in modes)}: rank 0 says "
-        f"{tables[0].get(modes[0])}, rank {differing[0]} says {there.get(modes[0])} "
-        f"(differing from rank 0: {listed(differing)}). An initializer must return the groups of the whole world, "
-        f"the same on every rank; it must not depend on its own rank."
-    )
+def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str, str] | None = None) -> None:
+    """Refuse, on every rank, a layout, versions or settings that are not the same everywhere. Collective over the world."""
+    with agreed_errors(device, parts=(1, 1, 1)) as agreement:
+        agreement.require(Alike("config key", settings or {}, "Launch every rank with the same config and arguments."))
+        versions = {"torch": torch.__version__, "colonnade": __version__}
+        agreement.require(
+            Alike("the version of", versions, "Install the same versions wherever ranks run.", LaunchError)
+        )
+        agreement.require(
+            Alike(
+                "the groups of mode",
+                {"layout": str(layout.digest())},
+                "An initializer must return the groups of the whole world, the same on every rank; it must not depend on "
+                "its own rank.",
+                LayoutError,
+                shown=lambda: {mode.value: repr(layout.groups(mode)) for mode in layout.modes},
+            )
+        )
 
 
 def _store(rank: int, world_size: int, host: str | None, port: int | None, limit: timedelta) -> Any:
@@ -144,12 +151,46 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
-    try:
-        base = _within(limit, lambda: _connect(host, port, world_size, serves, limit))
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
-        raise LaunchError(_connection_help(rank, host, port, error)) from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"colonnade/{attempt}/{next(_launches)}", base)
+    until = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            base = _within(limit, lambda: _connect(host, port, world_size, serves, limit))
+            return PrefixStore(_prefix(base, rank, until), base)
+        except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
+            # Rank 0 may be leaving a launch that failed; it comes back with a store of its own.
+            if rank == 0 or not isinstance(error, _StoreLeft) or time.monotonic() > until:
+                raise LaunchError(_connection_help(rank, host, port, error)) from error
+
+
+class _StoreLeft(RuntimeError):
+    """The store went away while this rank waited for rank 0."""
+
+
+def _prefix(base: Any, rank: int, until: float) -> str:
+    """A prefix of its own for every launch and restart. Rank 0 makes it up; the others take one they have not used yet.
+
+    So ranks meet in a launch even if some have failed in another before, on their own.
+    """
+    global _last_prefix
+    if rank == 0:
+        _last_prefix = f"colonnade/{os.urandom(8).hex()}"
+        base.set(_launch_key(), _last_prefix)
+        return _last_prefix
+    while time.monotonic() < until:
+        try:
+            found = base.get(_launch_key()).decode()
+        except dist.DistNetworkError as error:
+            raise _StoreLeft(str(error)) from error
+        if found not in (_last_prefix, ""):
+            _last_prefix = found
+            return found
+        time.sleep(0.005)
+    raise TimeoutError("rank 0 did not launch again")
+
+
+def _launch_key() -> str:
+    """Where rank 0 says under which prefix the ranks of its launch meet; empty when it has given up."""
+    return f"colonnade/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/launch"
 
 
 def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedelta) -> TCPStore:
@@ -190,7 +231,3 @@ def _connection_help(rank: int, host: str, port: int, error: Exception) -> str:
         f"rank {rank} could not reach rank 0 at {host}:{port}: {error}. Is rank 0 running, and is the address "
         f"reachable from here?"
     )
-
-
-def _differing_modes(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [mode for mode in {**one, **other} if one.get(mode) != other.get(mode)]

@@ -97,8 +97,8 @@ def _fitting(named: dict[str, int], world_size: int) -> str:
     rest = prod(named.values())
     changes = []
     for name, size in named.items():
-        room, remainder = divmod(world_size, rest // size)
-        if size > 1 and room and not remainder:
-            best = min((d for d in range(1, room + 1) if room % d == 0), key=lambda d: (abs(d - size), d))
+        largest, remainder = divmod(world_size, rest // size)
+        if size > 1 and largest and not remainder:
+            best = min((d for d in range(1, largest + 1) if largest % d == 0), key=lambda d: (abs(d - size), d))
             changes.append(f"{name}={best}, or ")
     return "".join(changes)

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from colonnade.comm.messages import agreed_errors
+from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.engine import Engine
-from colonnade.engine.gradient_handler.sync import GradientSync, build_sync
+from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
+from colonnade.engine.start_up import alike_optimizer, check_tied, numeric_settings
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
@@ -24,7 +28,8 @@ from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
+from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.registry import ORDERS, SCHEDULE
@@ -51,53 +56,60 @@ def initialize(
     handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
-    _apply_backend_flags(context)
-    precision = Precision.read(context.config)
-    schedule = _build_schedule(context)
-    built = _build_model(model, context, schedule)
-    precision.apply(built, context.device)
-    _compile(built, context.config.get("compile"))
-    check_placements(built, context)
-    broadcast_shared(built, context)
-    config = context.config
-    zero = ZeroSettings.read(config.get("zero"))
+    config, device = context.config, context.device
+    with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
+        _apply_backend_flags(config)
+        precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
+        scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
+        schedule = _build_schedule(context)
+        built = _build_model(model, context, schedule)
+        refuse_marks(built, context)
+        precision.apply(built, device)
+        _compile(built, config.get("compile"))
+        placements = Placements(built, context)
+        agreement.require(numeric_settings())
+        agreement.require(placements.alike())
+    placements.check(agreement.sizes[1])
+    warn_of_repeated_work(built, context)
+    broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
-    chosen = _build_optimizer(optimizer, built)
+    with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
+        plain = _build_optimizer(optimizer, built)
+        agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
+        chosen = shard_optimizer(plain, built, zero, config.get("flat_step"))
+        handlers = build_handlers(_named_handlers(context), built, chosen, context)
+    check_tied(plain, built, context)
     if sharding is not None:
-        sharding.guard(chosen)
-    chosen = shard_optimizer(chosen, built, zero, config.get("flat_step"))
-    sync, flat = _synchronise(built, chosen, context)
-    engine = Engine(
-        built,
-        chosen,
-        precision.around(criterion, context.device),
-        context=context,
-        sync=sync,
-        stepper=Stepper(
+        sharding.guard(plain)
+    sync, flat = _synchronise(built, chosen, handlers, context)
+    with agreed_errors(device):
+        stepper = Stepper(built, chosen, context, sync, clip, flat, scaler)
+    with agreed_errors(device):
+        engine = Engine(
             built,
             chosen,
-            context,
-            sync,
-            ClipSettings.read(config.get("clip_grad_norm")),
-            flat,
-            precision.build_scaler(context.device),
-        ),
-        precision=precision,
-        schedule=schedule,
-        accumulation=int(config.get("gradient_accumulation") or 1),
-    )
+            precision.around(criterion, device),
+            context=context,
+            sync=sync,
+            stepper=stepper,
+            precision=precision,
+            schedule=schedule,
+            accumulation=int(config.get("gradient_accumulation") or 1),
+        )
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
 
-def _synchronise(model: nn.Module, optimizer: Any, context: ParallelContext) -> tuple[GradientSync, bool]:
+def _synchronise(
+    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], context: ParallelContext
+) -> tuple[GradientSync, bool]:
     """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
     config = context.config
-    options, named = dict(config.get("sync") or {}), _named_handlers(context)
+    options = dict(config.get("sync") or {})
     if not hasattr(optimizer, "shards_of"):
         flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-        return build_sync(model, optimizer, context, named, options, bucket_all=flat), flat
+        return build_sync(model, optimizer, context, handlers, options, bucket_all=flat), flat
     shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
-    sync = build_sync(model, optimizer, context, named, options, shards=shards)
+    sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
     optimizer.attach(sync.synchroniser, model)
     sync.before_pass = optimizer.wait
     get_dist_logger().info(
@@ -120,16 +132,21 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
         context = global_context
     if not context.is_launched:
         raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+    context.waits.begin("in initialize()")
     return context
 
 
-def _apply_backend_flags(context: ParallelContext) -> None:
-    torch.backends.cudnn.benchmark = bool(context.config.get("cudnn_benchmark", False))
-    torch.backends.cudnn.deterministic = bool(context.config.get("cudnn_deterministic", False))
+def _apply_backend_flags(config: Config) -> None:
+    """Set what the config sets; else the user's own settings stay."""
+    if config.get("cudnn_benchmark") is not None:
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark
+    if config.get("cudnn_deterministic") is not None:
+        torch.backends.cudnn.deterministic = config.cudnn_deterministic
 
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
+    check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -137,6 +154,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    warn_of_batch_norm(built, context)
     return built.to(context.device)
 
 
@@ -152,9 +170,14 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
 
 def _compile(model: nn.Module, options: Any) -> None:
     """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if options:
-        for module in model if isinstance(model, nn.ModuleList) else [model]:
-            module.compile(**(options if isinstance(options, dict) else {}))
+    if not options:
+        return
+    given = dict(options) if isinstance(options, dict) else {}
+    for module in model if isinstance(model, nn.ModuleList) else [model]:
+        try:
+            module.compile(**given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

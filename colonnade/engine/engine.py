@@ -16,8 +16,9 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import Count, split_loss
+from colonnade.engine.same_batch import SameBatch
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
+from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import GradientError, ScheduleError, listed
 
@@ -44,27 +45,33 @@ class Engine:
         accumulation: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._criterion = criterion
+        self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._schedule = schedule
         self._sync = sync
         self._stepper = stepper
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
+        self.same_batch = SameBatch(context)
+        """Told by whoever is given a batch; ranks that see the same data compare theirs now and then."""
         self._passes = self._total_passes = 0
         self._failed = False
-        self._watch = LoopWatch(model, optimizer)
+        self._watch = LoopWatch(model, optimizer, context)
         self.context = context
         self.accumulation = accumulation
         self.training = True
+        self.gives_loss = criterion is not None
+        """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
+        context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        return self._model(*args, **kwargs)
+        if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
+            self.same_batch.see((args, kwargs))
+        with self.context.waits.during("in the forward pass"):
+            return self._model(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only.
@@ -81,10 +88,12 @@ class Engine:
             self._sync.synchroniser.release()
 
     def backward(self, loss: Any) -> None:
-        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises."""
-        value, count = split_loss(loss)
+        """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises.
+
+        A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
+        """
+        value, count, self._schedule.loss_count = self._book.read(loss)
         self._book.add(count)
-        self._schedule.loss_count = count
         self._begin_pass()
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
@@ -120,27 +129,29 @@ class Engine:
             return False
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
         return True
 
-    def train(self) -> None:
-        """Put the model into training mode."""
-        self.training = True
-        self._model.train()
+    def train(self, mode: bool = True) -> None:
+        """Put the model into training mode, or with False into evaluation mode."""
+        self.training = self.same_batch.training = mode
+        self._model.train(mode)
 
     def eval(self) -> None:
         """Put the model into evaluation mode."""
-        self.training = False
-        self._model.eval()
+        self.train(False)
 
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
-        result = self._schedule.forward_back_step(self, data_iter, **kwargs)
-        if self._total_passes == before and not kwargs.get("forward_only", False):
-            self._end_schedule()
+        with self.context.waits.during("in the passes of the schedule"):
+            result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
+        if not kwargs.get("forward_only", False):
+            self.gives_loss = True
+            if self._total_passes == before:
+                self._end_schedule()
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
@@ -287,7 +298,8 @@ class Engine:
     def _watched_pass(self) -> Iterator[None]:
         """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
         try:
-            yield
+            with self.context.waits.during("in the backward pass"):
+                yield
         except BaseException:
             self._failed = True
             raise
@@ -313,9 +325,10 @@ class Engine:
             self._sync.prepare(self._passes == self.accumulation)
         self._total_passes = total
         self._sync.synchroniser.fail()
+        self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
 
     def _check_not_failed(self) -> None:
@@ -331,7 +344,7 @@ class Engine:
         self._sync.prepare(self._passes == self.accumulation)
 
     def _count_pass(self) -> None:
-        """Count one pass; with the last one of a step the counts of all losses are known."""
+        """Count one pass of a step."""
         if self._passes == self.accumulation:
             raise GradientError(
                 f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
@@ -340,8 +353,6 @@ class Engine:
         self._passes += 1
         self._total_passes += 1
         self._watch.unsummed = True
-        if self._passes == self.accumulation:
-            self._sync.set_scale(self._book.factor())
 
     def _end_schedule(self) -> None:
         """Count the pass of a schedule that runs its backward passes itself."""
@@ -371,15 +382,16 @@ class Engine:
             )
 
     def _reduce(self) -> None:
-        self._sync.finish()
+        self.same_batch.end_step(self._book.counted, whole=not self._failed)
+        self._sync.set_scale(self._book.factor())
+        with self.context.waits.during("summing the gradients"):
+            self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _clip_and_step(self) -> None:
-        self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False
         self._watch.unsummed = False
         self._watch.end_step()
         self._book.clear()
+        self.context.waits.end_step()

@@ -8,7 +8,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
+from colonnade.nn.layer.first_pass import FirstPass
 
 _LOOK_EVERY = 100
 """Steps between two looks at the model's parameters, after the first two."""
@@ -20,11 +22,15 @@ class LoopWatch:
     `unsummed`: there are gradients that were not summed over the ranks yet.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, context: ParallelContext) -> None:
         self.unsummed = False
+        self._first_pass = FirstPass(model, context)
         self._model = weakref.ref(model)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._kept = list(model.parameters())  # as long as this lives, no other tensor gets one of these ids
+        named = list(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in named}
+        self._kept = [
+            parameter for _, parameter in named
+        ]  # as long as this lives, no other tensor gets one of these ids
         self._steps = 0
         # Not references to this object: it would never go.
         watch = weakref.ref(self)
@@ -34,6 +40,8 @@ class LoopWatch:
 
     def end_step(self) -> None:
         """A step was made: now and then, see that the model still has its parameters."""
+        if self._steps == 0:
+            self._first_pass.close()
         self._steps += 1
         if self._steps <= 2 or self._steps % _LOOK_EVERY == 0:
             self.look()
@@ -49,6 +57,7 @@ class LoopWatch:
                 )
 
     def close(self) -> None:
+        self._first_pass.close()
         for handle in self._handles:
             handle.remove()
         self._kept = []

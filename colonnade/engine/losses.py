@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.schedule.loss import Count, LossForm
+from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, split_loss
 
 
 class LossBook:
@@ -23,6 +25,9 @@ class LossBook:
         self._context = context
         self._accumulation = accumulation
         self._form = LossForm()
+        self._watch = MeanWatch()
+        # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
+        self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0
         self._means = 0
         self.uneven = False
@@ -32,6 +37,15 @@ class LossBook:
         for axis in context.layout.axes:
             if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
                 self._share /= axis.size
+
+    def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
+        """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
+        value, count = split_loss(loss)
+        if isinstance(loss, Tensor) and (self._one_mean or count is None):
+            if not self._one_mean:
+                self._watch.look(loss)
+            return loss, None, count
+        return value, count, count
 
     def add(self, count: Count | None, *, here: bool = True) -> None:
         """Note one pass; all of a step are plain means, or all are (sum, count).
@@ -44,7 +58,14 @@ class LossBook:
         if count is None:
             self._means += 1
         else:
-            self._count = self._count + torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+            number = torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+            # A negative one could hide in the sum of all; inf and nan stay what they are.
+            self._count = self._count + torch.where(number < 0, torch.nan, number)
+
+    @property
+    def counted(self) -> bool | None:
+        """Whether the losses of this step are (sum, count); None before the first."""
+        return self._form.counted
 
     def factor(self) -> Tensor | None:
         """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
@@ -53,17 +74,20 @@ class LossBook:
         device = self._context.device
         mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
         totals = torch.stack(mine) * self._share
-        dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
+        with self._context.waits.during("adding up the counts of the losses"):
+            dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
-        divisor = torch.where(counted > 0, counted, means / self._accumulation)
-        # With nothing counted anywhere every gradient is zero, and stays it.
-        return self._context.layout.distinct_data / torch.where(divisor > 0, divisor, 1.0)
+        divisor = torch.where(counted == 0, means / self._accumulation, counted)
+        # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
+        divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
+        return self._context.layout.distinct_data / divisor
 
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""
         flag = torch.tensor([float(batch_here)], device=self._context.device)
-        dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
-        return bool(flag.item())
+        with self._context.waits.during("asking who has a batch"):
+            dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
+            return bool(flag.item())
 
     def clear(self) -> None:
         """Start the next step."""

@@ -31,7 +31,9 @@ class Precision:
     def read(cls, config: Mapping[str, Any]) -> Precision:
         """From the `fp16` and `bf16` keys."""
         fp16, bf16 = config.get("fp16"), config.get("bf16")
-        if fp16 and (not isinstance(fp16, Mapping) or fp16.get("enabled", True)):
+        if isinstance(fp16, Mapping) and (not fp16.get("enabled", True) or fp16.get("mode", "any") is None):
+            fp16 = None
+        if fp16:
             settings = dict(fp16) if isinstance(fp16, Mapping) else {}
             return cls(torch.float16, {key: value for key, value in settings.items() if value is not None})
         if bf16:
@@ -49,6 +51,7 @@ class Precision:
             return
         if not self.master_weights:
             model.to(self.dtype)
+        _check_castable(model, self.dtype)
         for module in model if isinstance(model, nn.ModuleList) else [model]:
             _autocast_module(module, device.type, self.dtype)
 
@@ -115,6 +118,17 @@ class LossScaler:
         self._good_steps.copy_(state["good_steps"])
 
 
+def _check_castable(model: nn.Module, dtype: torch.dtype) -> None:
+    """Refuse a model in float64: autocast leaves that as it is, so the config would have no effect."""
+    floating = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    if floating and all(found is torch.float64 for found in floating.values()):
+        key = "bf16" if dtype is torch.bfloat16 else "fp16"
+        raise ConfigError(
+            f"{key} has no effect on this model: {next(iter(floating))} and all its other parameters are float64, which "
+            f"autocast leaves as they are. Pass model.float(), or leave {key} out."
+        )
+
+
 def _autocast_module(module: nn.Module, device_type: str, dtype: torch.dtype) -> nn.Module:
     """Let the module's forward pass run under autocast.
 
@@ -143,7 +157,7 @@ def _autocast(forward: Callable[..., Any], device_type: str, dtype: torch.dtype)
 
 
 def _scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled", "verbose")}
+    options = {key: value for key, value in settings.items() if key not in ("mode", "enabled")}
     if options.pop("hysteresis", 1) != 1:
         raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step")
     return options

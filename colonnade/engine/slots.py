@@ -69,6 +69,6 @@ def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) 
         if number not in used:
             pattern = group.patterns[0]
             raise ConfigError(
-                f"clip_grad_norm: group {group.group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
+                f"clip_grad_norm: group {group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
                 f"rank.{did_you_mean(pattern, names)}"
             )

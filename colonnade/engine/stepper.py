@@ -33,8 +33,7 @@ from colonnade.reduce.synchroniser import Synchroniser
 class Stepper:
     """Owns the optimizer step of an engine; `flat` as `wants_flat` decided it.
 
-    An optimizer with `step_divided` (a sharded one) measures and steps itself: it has the methods of `BucketStep`, and
-    `use_slots`.
+    An optimizer with `step_divided` (a sharded one) steps itself; its `use_slots` gives the `BucketStep` that measures.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class Stepper:
             )
             self._norm_type = clip.norm_type
         slot_of = partial(_slot_of, self._slots)
-        self._step: Any = optimizer
         if hasattr(optimizer, "step_divided"):
-            optimizer.use_slots(held, slot_of)
+            self._step, self._stepped = optimizer.use_slots(held, slot_of), optimizer
         else:
             # On a GPU reading all of the gradient costs less than a collective that joins parts.
             everywhere = all(entry.holding.count == context.world_size for entry in held)
             whole = everywhere and context.world_size > 1 and context.device.type == "cuda"
             self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
+            self._stepped = self._step
         self._synchroniser = sync.synchroniser
         self._ride()
         self.last: Decision | None = None
@@ -87,12 +86,12 @@ class Stepper:
             self.skips.last, self.skips.flag = False, None
             if verdict is not None:
                 self.skips.note(verdict)
-            self._step.step_divided(None, verdict)
+            self._stepped.step_divided(None, verdict)
             return
         self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
         divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
-        self._step.step_divided(divisor, self.last.found_inf)
+        self._stepped.step_divided(divisor, self.last.found_inf)
         if self.scaler is not None:
             self.scaler.update(self.last.nonfinite)  # a spike that is dropped says nothing about the scale
 
@@ -127,7 +126,7 @@ class Stepper:
         self._step.release()
 
     def close(self) -> None:
-        self._step.close()
+        self._stepped.close()
 
     def _decide(self, policy: ClipPolicy) -> Decision:
         vector = self._step.measure(self._norm_type, policy.slots, self._context.device)

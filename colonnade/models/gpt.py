@@ -55,9 +55,9 @@ class GPT(nn.Sequential):
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))
         self._over, self._here = over, here
 
-    def parts(self) -> tuple[type[TokenEmbedding], type[Block], type[Head], type[LanguageModelLoss]]:
+    def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
         """The classes that the model is made of."""
-        return TokenEmbedding, Block, Head, LanguageModelLoss
+        return TokenEmbedding, TransformerBlock, Head, LanguageModelLoss
 
     def feed_forward(self, at: int, hidden: int, here: Arrangement) -> nn.Module:
         """The feed-forward layer of block `at`."""
@@ -68,7 +68,7 @@ class GPT(nn.Sequential):
         return self.parts()[-1](ignore_index, over=self._over, context=self._here.context)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a feed-forward layer, each behind a norm and beside a residual connection."""
 
     def __init__(self, attention: nn.Module, feed_forward: nn.Module, hidden: int, dropout: float, here: Arrangement):

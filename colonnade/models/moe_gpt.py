@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.models.gpt import GPT, Block, Head, LanguageModelLoss, TokenEmbedding
+from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding, TransformerBlock
 from colonnade.nn.layer import Arrangement
 from colonnade.nn.moe import MoE, TopKRouter
 
@@ -37,7 +37,7 @@ class MoEGPT(GPT):
         self._experts, self._every, self._router = experts, every, router or {}
         super().__init__(vocabulary, length, hidden, heads, layers, **options)
 
-    def parts(self) -> tuple[type[TokenEmbedding], type[Block], type[Head], type[LanguageModelLoss]]:
+    def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
         return CarryingEmbedding, CarryingBlock, CarryingHead, MoELoss
 
     def feed_forward(self, at: int, hidden: int, here: Arrangement) -> nn.Module:
@@ -55,7 +55,7 @@ class CarryingEmbedding(TokenEmbedding):
         return x, torch.zeros((), device=x.device)
 
 
-class CarryingBlock(Block):
+class CarryingBlock(TransformerBlock):
     """A block that adds its auxiliary loss, if it has one, to those of the blocks before."""
 
     def forward(self, carried: Carried) -> Carried:  # type: ignore[override]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.models.gpt import Block
+from colonnade.models.gpt import TransformerBlock
 from colonnade.nn.layer import (
     MLP,
     Classifier,
@@ -53,7 +53,7 @@ class ViT(nn.Sequential):
         blocks = nn.Sequential()
         for _ in range(layers):
             attention = SelfAttention(hidden, heads, over=over, arrangement=here)
-            blocks.append(Block(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
+            blocks.append(TransformerBlock(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
         embedding = PatchEmbedding(size, patch, channels, hidden, dropout, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=Pool(hidden, classes, context)))
         self._after = arrange(context, sequence_split=False)

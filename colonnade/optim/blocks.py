@@ -32,7 +32,7 @@ UNIT = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class GradientBlock:
     """A local gradient, the `count` ranks that hold the same elements, this rank's `index`, and its slot.
 
     A slot is what gets a norm of its own: a clip group, a layer, a parameter.
@@ -76,7 +76,7 @@ def bucket_blocks(
     *,
     absent: Collection[int] = (),
     alone: Collection[int] = (),
-) -> list[Block]:
+) -> list[GradientBlock]:
     """The blocks of a flat gradient bucket: neighbours with equal (count, index) and slot become one block.
 
     `absent` are the indices without a gradient this step. `alone` are those that another holder may keep in
@@ -95,7 +95,7 @@ def bucket_blocks(
         else:
             runs.append((index, index))
     return [
-        Block(buffer[layout.spans[first].start : padded(layout.spans[last].stop, layout.dtype)], *keys[first])
+        GradientBlock(buffer[layout.spans[first].start : padded(layout.spans[last].stop, layout.dtype)], *keys[first])
         for first, last in runs
     ]
 
@@ -132,8 +132,11 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def check_order(p: float) -> float:
-    """A norm order: a positive number or inf."""
-    order = float(p)
-    if not order > 0 or math.isnan(order):
-        raise GradientError(f"the order of a gradient norm is a number above 0 or inf, not {p!r}")
+    """A norm order: a positive number, or inf; sums of powers above the 32nd of small gradients vanish in fp64."""
+    try:
+        order = float(p)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not 0 < order <= 32 and order != math.inf:
+        raise GradientError(f"the order of a gradient norm is a number above 0 and up to 32, or inf, not {p!r}")
     return order

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
-from colonnade.optim.blocks import Block, bucket_blocks
+from colonnade.optim.blocks import GradientBlock, bucket_blocks
 from colonnade.optim.flat_state import FlatBucket
 from colonnade.optim.flat_step import FlatStep, why_not
 from colonnade.optim.norm import Meter, powsums
@@ -45,7 +45,7 @@ class OwnedBucket(ABC):
         """The places of the members that take no part in this step."""
 
     @abstractmethod
-    def blocks(self, absent: Sequence[int]) -> list[Block]:
+    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         """This rank's part of the norm."""
 
     @abstractmethod
@@ -80,7 +80,7 @@ class WholeBucket(OwnedBucket):
         grads = self._bucket.grads
         return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
 
-    def blocks(self, absent: Sequence[int]) -> list[Block]:
+    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
         if len(absent) == len(self.entries):
             return []
@@ -137,7 +137,7 @@ class ShardedBucket(OwnedBucket):
                 part.grad = grad
         return places
 
-    def blocks(self, absent: Sequence[int]) -> list[Block]:
+    def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         if self._layout is None:
             return []
         size = len(self._values.bucket.sum.ranks)
@@ -287,17 +287,17 @@ class BucketStep:
         ]
         return self._absent
 
-    def _blocks(self, absent: Sequence[Sequence[int]]) -> list[Block]:
+    def _blocks(self, absent: Sequence[Sequence[int]]) -> list[GradientBlock]:
         return [
             block for bucket, missing in zip(self._buckets, absent, strict=True) for block in bucket.blocks(missing)
         ]
 
-    def _loose_block(self, entry: Held) -> Block:
+    def _loose_block(self, entry: Held) -> GradientBlock:
         """A gradient of no bucket; a DTensor's comes as the parameter lies, sums that were pending included."""
         gradient = local_part(entry.tensor.grad, entry.tensor)  # type: ignore[arg-type]
         gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
         count, index = (1, 0) if self.measures_whole else (entry.holding.count, entry.holding.index)
-        return Block(gradient, count, index, self._slot_of(entry))
+        return GradientBlock(gradient, count, index, self._slot_of(entry))
 
     def _take_flat(self) -> bool:
         """Whether the flat step can be taken now; it is made anew when the buckets, or the groups, are others.

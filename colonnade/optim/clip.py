@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import Block, check_order
+from colonnade.optim.blocks import GradientBlock, check_order
 from colonnade.optim.clip_method import divisor_to, positive
 from colonnade.optim.norm import powsums, reduce_norms
 from colonnade.parallel.demand import Holding, holding
@@ -36,7 +37,9 @@ def clip_grad_norm_(
 
     In a launched context every element of the model's gradient counts once, whatever its placement, and
     every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
-    context it is torch's function. `foreach` is accepted and has no effect: there is one way here.
+    context it is torch's function; ranks outside a DTensor's mesh must then hold copies of it. If they do not, as in a
+    pipeline, the norm is NaN, and an error that says why with `error_if_nonfinite`.
+    `foreach` is accepted and has no effect: there is one way here.
     """
     held = _as_list(parameters)
     limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
@@ -65,10 +68,21 @@ def grad_norm(
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
     blocks = _blocks(held, known, shared)
-    vector = powsums(blocks, norm_type, device=_device(held, known))
-    norms = reduce_norms(vector, norm_type, whole=not shared)
+    vector, copies = powsums(blocks, norm_type, 2, device=_device(held, known)), None
+    told = _identity(held, vector[1]) if shared and known is None else vector[:0]
+    vector = torch.cat([vector, told])
+    norms = reduce_norms(vector, norm_type, riders=len(told), whole=not shared)
     total = norms.total()
+    if len(told):
+        copies = _are_copies(vector[-len(told) :])
+        total = torch.where(copies, total, torch.nan)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
+        if copies is not None and not bool(copies):
+            raise GradientError(
+                "ranks at the same place of their DTensors' meshes hold different gradients: they are stages of a pipeline, "
+                "or gradients are not averaged yet. Average them first; for a pipeline pass context=, a launched "
+                "context, which knows the stages"
+            )
         raise GradientError(
             f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
             f"error_if_nonfinite=False goes on regardless"
@@ -76,7 +90,7 @@ def grad_norm(
     return total
 
 
-def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[Block]:
+def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -> list[GradientBlock]:
     known: dict[Placement, Holding] = {}
     blocks = []
     for parameter in held:
@@ -94,7 +108,8 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
             count, index = known[placement].count, known[placement].index
         elif shared:
             count, index = _holders_by_mesh(placed), None
-        blocks.append(Block(local_part(parameter.grad), count, index))
+        everywhere = is_dtensor(placed) and placed.device_mesh.size() == dist.get_world_size()  # type: ignore[attr-defined]
+        blocks.append(GradientBlock(local_part(parameter.grad), count, index, 0 if everywhere else 1))
     return blocks
 
 
@@ -107,6 +122,25 @@ def _holders_by_mesh(placed: Any) -> int:
     # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
     shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
     return max(1, world // shards)
+
+
+def _identity(held: list[Tensor], measured: Tensor) -> Tensor:
+    """What this rank tells the others: where on its meshes it is, and what it measured of the gradients for which ranks
+    elsewhere are taken to hold copies. Zeros in everybody else's places, and where every mesh is the whole world."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    gradients: list[Any] = [parameter.grad for parameter in held if parameter.grad is not None]
+    told = measured.new_zeros(2, world)
+    if any(is_dtensor(gradient) and gradient.device_mesh.size() < world for gradient in gradients):
+        places = [gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None for gradient in gradients]
+        told[0, rank], told[1, rank] = 1 + crc32(repr(places).encode()), measured
+    return told.flatten()
+
+
+def _are_copies(told: Tensor) -> Tensor:
+    """Whether ranks at the same place of their meshes measured the same, as a boolean on the device."""
+    places, order = told.view(2, -1)[0].sort()
+    measured = told.view(2, -1)[1][order]
+    return ~((places[1:] == places[:-1]) & (measured[1:] != measured[:-1])).any()
 
 
 def _device(held: list[Tensor], context: ParallelContext | None) -> torch.device | None:

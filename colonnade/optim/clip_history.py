@@ -18,6 +18,8 @@ from colonnade.optim.clip_method import (
     positive,
 )
 
+_MOST_STEPS = 1_000_000  # a window is sorted at every step
+
 
 def _fraction(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
@@ -26,8 +28,8 @@ def _fraction(name: str, value: float) -> float:
 
 
 def _steps(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is a number of steps from 1 on, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
+        raise ConfigError(f"{name} is a number of steps from 1 to {_MOST_STEPS}, not {value!r}")
     return value
 
 
@@ -69,8 +71,8 @@ class ZClip(ClipMethod):
         # In the warm-up the plain mean and variance of all norms so far, afterwards the moving ones.
         weight = torch.where(warm, 1 / count, 1 - self.alpha)
         new_mean = mean + weight * (seen - mean)
-        spread = torch.where(warm, (seen - mean) * (seen - new_mean), (seen - new_mean).square())
-        self.remember(measured.finite, count=count, mean=new_mean, variance=variance + weight * (spread - variance))
+        squares = torch.where(warm, (seen - mean) * (seen - new_mean), (seen - new_mean).square())
+        self.remember(measured.finite, count=count, mean=new_mean, variance=variance + weight * (squares - variance))
 
 
 class _Windowed(ClipMethod):
@@ -132,8 +134,8 @@ class SkipOnSpike(_Windowed):
         norm, count = measured.norm, self.state["count"].clamp(max=self.window)
         filled, norms = self._filled(), self.state["norms"]
         mean = norms.sum() / count.clamp(min=1)
-        spread = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
-        high = (norm > mean + self.sigmas * spread.sqrt()) & (count >= max(2, self.window // 2))
+        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
+        high = (norm > mean + self.sigmas * squares.sqrt()) & (count >= max(2, self.window // 2))
         self._record(measured)
         return Verdict(divisor_to(norm, self.max_norm), high | (norm > self.bound))
 

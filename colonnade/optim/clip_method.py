@@ -119,7 +119,12 @@ class ClipMethod(ABC):
 
 def positive(name: str, value: float) -> float:
     """A setting that must be above 0 (inf allowed)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not value > 0
+        or (isinstance(value, int) and value >= 2**63)
+    ):
         raise ConfigError(f"{name} is a number above 0 (inf measures only), not {value!r}")
     return float(value)
 

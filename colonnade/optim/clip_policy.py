@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +25,7 @@ NonFinite = Literal["skip", "raise", "propagate"]
 
 @dataclass(frozen=True)
 class ClipGroup:
-    """A named set of slots.
+    """A named set of slots: those of the parameters whose names fit one of `patterns`.
 
     `counted`: its gradients are part of the total norm. `clipped`: its gradients are divided. With a
     `max_norm` of its own it is clipped by its own norm, else by the total norm and the clip method.
@@ -35,6 +35,7 @@ class ClipGroup:
     max_norm: float | None = None
     counted: bool = True
     clipped: bool = True
+    patterns: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:
@@ -103,11 +104,6 @@ class ClipPolicy:
         if self.nonfinite == "raise":
             self._reports.append(HostCopy(norms.nonfinite))
         return Decision(total, divisor, found_inf, norms, bad)
-
-    def group_norms(self, norms: Norms) -> dict[str, Tensor]:
-        """The norm of every named group, counted or not."""
-        values = norms.over(self._masks.on(norms.sums.device).members).unbind(0)
-        return {group.name: value for group, value in zip(self.groups, values, strict=True)}
 
     def raise_pending(self) -> None:
         """With "raise": report non-finite gradients of earlier steps, as far as the host knows of them.

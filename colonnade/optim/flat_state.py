@@ -40,28 +40,9 @@ class FlatBucket:
                 f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements"
             )
 
-    @property
-    def views(self) -> list[Tensor]:
-        """The gradient of every member."""
-        return self.layout.views(self.grad)
-
     def rebind(self, grad: Tensor | None) -> None:
         """The gradient lies elsewhere now; None: nowhere."""
         self.grad = grad if grad is not None else torch.empty(0)
-
-    def collect(self) -> list[int]:
-        """Copy gradients that were put elsewhere into the bucket; returns the members without a gradient.
-
-        For callers whose hooks replace `.grad`; call it before the norm is measured.
-        """
-        absent = []
-        for index, (param, view) in enumerate(zip(self.members, self.views, strict=True)):
-            if param.grad is None:
-                absent.append(index)
-            elif param.grad.data_ptr() != view.data_ptr():
-                view.copy_(param.grad)
-                param.grad = view
-        return absent
 
 
 JOINED = 1 << 26
@@ -124,21 +105,6 @@ class BucketState:
             self.moments[name] = torch.zeros_like(self.params)
             self._views[name] = self.bucket.layout.views(self.moments[name])
         return self.moments[name]
-
-    def absent(self) -> list[int]:
-        """The places of the members without a gradient; a gradient outside the bucket is an error."""
-        places = []
-        for index, (param, view) in enumerate(zip(self.bucket.members, self.bucket.views, strict=True)):
-            grad = param.grad
-            if grad is None:
-                places.append(self.first + index)
-            elif grad is not view and grad.data_ptr() != view.data_ptr():
-                raise GradientError(
-                    f"the gradient of shape {tuple(grad.shape)} at place {index} of its bucket is not the "
-                    "bucket's own, so it was neither measured nor would it be stepped on; write into .grad "
-                    "in place, or call collect() on the bucket before the norm is measured"
-                )
-        return places
 
     def reclaim(self) -> None:
         """Bring parameters that were given other memory (`p.data = ...`, weights that were swapped) back, with their values."""

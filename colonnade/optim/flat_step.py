@@ -80,7 +80,7 @@ class FlatStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._state = FlatState(optimizer, join_neighbours(buckets) if join else buckets, self._group_of)
         self._plan = _Plan(None, [], None)
-        self._asked: tuple[Tensor, Tensor, Collection[int] | None] = (torch.ones(1), torch.zeros(()), None)
+        self._asked: tuple[Tensor, Tensor, Collection[int]] = (torch.ones(1), torch.zeros(()), ())
         # Not a reference to this object: a step that nobody takes any more must be able to go, with its memory.
         loaded = weakref.WeakMethod(self._loaded)
         self._hooks = [
@@ -94,13 +94,12 @@ class FlatStep:
         """The flat parameter buffers, in the order of the buckets; neighbours in one gradient buffer share one."""
         return [state.params for state in self._state.buckets]
 
-    def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] | None = None) -> None:
+    def step(self, divisor: Tensor, found_inf: Tensor, absent: Collection[int] = ()) -> None:
         """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
 
-        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. A parameter whose `.grad` is None takes no
-        part, as in torch; `absent`, if given, has their places (counted through all buckets) and saves a look
-        at every parameter. The optimizer's step hooks run around it. In a captured graph, only a learning rate
-        in a device tensor can change.
+        Both are device tensors, `found_inf` fp32 and exactly 0 or 1. The parameters at the places `absent` (counted
+        through all buckets) have no gradient and take no part, as in torch. The optimizer's step hooks run around it. In
+        a captured graph, only a learning rate in a device tensor can change.
         """
         self._asked = (divisor, found_inf, absent)
         if _is_watched(self.optimizer):
@@ -144,10 +143,8 @@ class FlatStep:
                 "parameters were added to the optimizer after its flat step was made; make a new FlatStep"
             )
 
-    def _planned(self, absent: Collection[int] | None) -> _Plan:
+    def _planned(self, absent: Collection[int]) -> _Plan:
         """The launches for the parameters that have a gradient now; the last ones if nothing changed."""
-        if absent is None:
-            absent = [place for bucket in self._state.buckets for place in bucket.absent()]
         key = (sorted(absent), self._state.names())
         if key != self._plan.key:
             present = [place for place, group in enumerate(self._group_of) if group >= 0]

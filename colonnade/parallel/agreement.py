@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.comm.messages import Alike, agreed_errors, is_same_everywhere, message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
-from colonnade.parallel.placement import Placement, logical_numel
+from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
 
 _BROADCAST_BYTES = 32 << 20
+_LARGE_PRIME = 2**61 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,35 +48,192 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
     return found
 
 
-def check_placements(model: nn.Module, context: ParallelContext) -> None:
-    """For every parameter: local elements / |H|, summed over the world, must be the whole's number of elements.
+_MARKS = {
+    "is_tensor_parallel": (ParallelMode.TENSOR, "place(parameter, {ParallelMode.TENSOR: Shard(dim)})"),
+    "pipeline_shared_module_pg": (
+        ParallelMode.PIPELINE,
+        "place(parameter, {ParallelMode.PIPELINE: Tied((first_stage, last_stage), 'its name')})",
+    ),
+    "moe_info": (ParallelMode.GLOBAL, "place(parameter, {ParallelMode.EXPERT: Shard(0)}), or use colonnade.nn.moe.MoE"),
+}
+"""Attributes by which Colossal-AI's layers say how a parameter lies: the mode where it matters, what to write here."""
 
-    Two small collectives over the world (the first finds the number of parameters of each stage). Every rank
-    raises the same error, which names the parameter where this rank knows its name.
+
+def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
+    """Refuse parameters that Colossal-AI's marks say are split or shared, and that have no placement.
+
+    They would be taken for replicas: overwritten by another rank's part, or not summed at all. The marks cannot be read
+    as placements, because they do not say along which dimension, or under which name.
     """
-    held = held_tensors(model, context)
-    stage = context.get_local_rank(ParallelMode.PIPELINE)
-    counts = _counts_by_stage(held, stage, context)
-    totals = _sum_over_world(_contributions(held, counts, stage, context), context)
-    problems = _problems(totals, counts, held, stage)
-    if problems:
-        raise PlacementError(
-            "placements do not add up (the sum over ranks of local elements / number of holders must be the number "
-            "of elements of the whole tensor):\n  " + "\n  ".join(problems[:12])
+    for name, parameter in model.named_parameters():
+        for mark, (mode, write) in _MARKS.items():
+            if getattr(parameter, mark, None) and context.get_world_size(mode) > 1 and not is_placed(parameter):
+                raise PlacementError(
+                    f"{name} is marked {mark}, which is not read here: without a placement it would be a replica on "
+                    f"every rank. Write {write}."
+                )
+
+
+def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelMode) -> dict[int, str]:
+    """The parameters (name by id) that the ranks of `mode` do not share out: neither split nor owing them a sum."""
+    layout, rank = context.layout, context.get_global_rank()
+    ranks = set(layout.group_of(mode, rank))
+
+    def is_shared_out(placement: Placement) -> bool:
+        """Over `mode`, a part of it, or ranks of which some are its."""
+        return any(
+            len(ranks.intersection(layout.group_of(other, rank))) > 1
+            for other, spec in placement.modes.items()
+            if isinstance(spec, Shard) or (isinstance(spec, Replicate) and spec.owes == "sum")
         )
 
+    return {id(held.tensor): held.name for held in held_tensors(model, context) if not is_shared_out(held.placement)}
 
-def broadcast_shared(model: nn.Module, context: ParallelContext) -> None:
-    """Make weights and buffers equal on all their holders: the first holder's. Collective over the world."""
+
+def check_placements(model: nn.Module, context: ParallelContext) -> None:
+    """Refuse, on every rank, ranks of a stage with other parameters, and placements that do not add up. Collective."""
+    with agreed_errors(context.device, parts=[context.pipeline_parallel_size]) as agreement:
+        placements = Placements(model, context)
+        agreement.require(placements.alike())
+    placements.check(agreement.sizes[0])
+
+
+class Placements:
+    """The parameters of a model as this rank has them; an impossible placement is said at once."""
+
+    def __init__(self, model: nn.Module, context: ParallelContext) -> None:
+        self._context, self._stage = context, context.get_local_rank(ParallelMode.PIPELINE)
+        sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
+        self._held = held_tensors(model, context)
+        self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
+
+    def alike(self) -> Alike:
+        """What all ranks of a pipeline stage must have in common: each parameter's whole shape, dtype and kind."""
+        return Alike(
+            "parameter",
+            {
+                entry.name: f"{tuple(shape)} {entry.tensor.dtype}{'' if entry.tensor.requires_grad else ' frozen'}"
+                for entry, shape in zip(self._held, self._shapes, strict=True)
+            },
+            "Ranks of one pipeline stage that do not have the same parameters, in the same order, cannot train together. Every "
+            "rank of a stage builds the same modules. Shapes are those of the whole: where each rank holds a part, say so with "
+            "place(parameter, {mode: Shard(dim)}), and give shape=<whole shape> where the parts are uneven.",
+            PlacementError,
+            part=self._stage,
+        )
+
+    def check(self, counts: Sequence[int]) -> None:
+        """For every parameter: local elements / |H|, summed over the world, must be the whole's number of elements.
+
+        `counts`: how many parameters each stage has. One small collective over the world. Every rank raises the same error,
+        which names the parameter where this rank knows its name.
+        """
+        start = sum(counts[: self._stage])
+        rows = torch.zeros((sum(counts), 2), dtype=torch.float64)
+        ranks_of_stage = self._context.world_size // len(counts)
+        for at, (entry, shape) in enumerate(zip(self._held, self._shapes, strict=True), start):
+            # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
+            stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
+            share = local_part(entry.tensor).numel() / entry.holding.count
+            rows[at] = torch.tensor([share * stages, prod(shape) / ranks_of_stage], dtype=torch.float64)
+        rows = rows.to(message_device(self._context.device))
+        dist.all_reduce(rows)
+        problems = []
+        for at, (found, expected) in enumerate(rows.tolist()):
+            here = start <= at < start + len(self._held)
+            name = self._held[at - start].name if here else f"a parameter of another stage (number {at})"
+            placement = self._held[at - start].placement if here else "?"
+            if abs(found - expected) > 1e-6 * max(1.0, expected):
+                problems.append(f"{name}: {found:g} elements found, {expected:g} expected; placed as {placement}")
+        if problems:
+            raise PlacementError(
+                "placements do not add up (the sum over ranks of local elements / number of holders must be the number "
+                "of elements of the whole tensor):\n  " + "\n  ".join(problems[:12])
+            )
+
+
+def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool = False) -> None:
+    """Make weights and buffers equal on all their holders: the first holder's. Collective over the world.
+
+    With `compare`, holders that see the same data and were seeded alike must have equal weights before, bit for bit:
+    others are parts of a parameter that nobody placed, which would be overwritten here.
+    """
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
     for entry in sorted(held, key=_tie_key):
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)
-    context.ensure_groups(ranks for ranks, _ in batches)
+    twins = _seeded_alike(held, context) if compare else {}
+    context.ensure_groups([*(ranks for ranks, _ in batches), *twins])
+    if compare and any(axis.size > 1 and not axis.seeded_apart for axis in context.layout.axes):
+        with agreed_errors(context.device):
+            _require_equal(twins, context)
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
+            flat: Tensor | None = None
             for tensors in _batches([local_part(entry.tensor) for entry in entries]):
-                _broadcast(tensors, ranks, context)
+                flat = _broadcast(tensors, ranks, context, flat)
+
+
+def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[int, ...], list[Held]]:
+    """Parameters by those of their holders that `launch` gave the same seed as this rank, where there are several."""
+    layout = context.layout
+    apart = [axis.name for axis in layout.axes if axis.seeded_apart]
+    here = layout.coordinates(context.get_global_rank())
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found: dict[tuple[int, ...], list[Held]] = {}
+    for entry in held:
+        ranks = entry.holding.ranks
+        if ranks not in known:
+            known[ranks] = tuple(r for r in ranks if all(layout.coordinates(r)[name] == here[name] for name in apart))
+        if len(known[ranks]) > 1 and isinstance(entry.tensor, nn.Parameter):
+            found.setdefault(known[ranks], []).append(entry)
+    return dict(sorted(found.items()))
+
+
+def _require_equal(twins: dict[tuple[int, ...], list[Held]], context: ParallelContext) -> None:
+    errors = []
+    for ranks, entries in twins.items():
+        group, bits = context.group_of_ranks(ranks), _bits([local_part(entry.tensor) for entry in entries])
+        if not is_same_everywhere(torch.initial_seed() % _LARGE_PRIME, context.device, group):
+            continue
+        try:
+            with agreed_errors(context.device, parts=[1], group=group) as agreement:
+                sums = {entry.name: f"{each:x}" for entry, each in zip(entries, bits, strict=True)}
+                shown = partial(_shown, entries, sums)
+                advice = _how_to_place(ranks, context)
+                agreement.require(Alike("the weights of", sums, advice, PlacementError, shown=shown))
+        except PlacementError as error:
+            errors.append(error)  # raised when this rank has told every group
+    if errors:
+        raise errors[0]
+
+
+def _how_to_place(ranks: Sequence[int], context: ParallelContext) -> str:
+    modes = [mode for mode in context.layout.modes if context.is_initialized(mode)]
+    mode = next((mode for mode in reversed(modes) if context.get_ranks_in_group(mode) == list(ranks)), None)
+    return (
+        "These ranks were seeded alike, and a parameter that is not placed is one that they all hold whole. If each holds a "
+        f"part of its own, say so: place(parameter, {{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}) where it is "
+        "made. If they start apart on purpose and are all to get the weights of the first, set compare_weights=False in the "
+        "config."
+    )
+
+
+@torch.no_grad()
+def _bits(tensors: Sequence[Tensor]) -> list[int]:
+    """For each tensor the sum of its bytes as numbers of 64 bits: read once on its device, with one copy to the host."""
+    sums = []
+    for tensor in tensors:
+        raw = tensor.detach().reshape(-1).view(torch.uint8)
+        if raw.storage_offset() % 8 or raw.numel() % 8:
+            raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+        sums.append(raw.view(torch.int64).sum())
+    return [number % 2**64 for number in torch.stack(sums).tolist()]
+
+
+def _shown(entries: Sequence[Held], sums: dict[str, str]) -> dict[str, str]:
+    first = {entry.name: local_part(entry.tensor).detach().flatten()[:3].double().tolist() for entry in entries}
+    return {name: f"{[round(value, 6) for value in first[name]]} ... (checksum {sums[name]})" for name in first}
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -90,79 +250,20 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield batch
 
 
-def _broadcast(tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext) -> None:
+def _broadcast(
+    tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext, used: Tensor | None
+) -> Tensor:
+    """By way of `used`, where that is large enough, else of new memory; returns it. The backend lets go of it late."""
     layout = FlatLayout(tensors)
-    flat = layout.allocate()
+    flat = used[: layout.numel] if used is not None and used.numel() >= layout.numel else layout.allocate()
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
     dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
     for view, tensor in zip(views, tensors, strict=True):
         tensor.copy_(view)
+    return flat if used is None or used.numel() < flat.numel() else used
 
 
 def _tie_key(entry: Held) -> str:
     return entry.placement.tied.key if entry.placement.tied is not None else ""
-
-
-def _counts_by_stage(held: list[Held], stage: int, context: ParallelContext) -> list[int]:
-    """How many parameters each stage has; refuses ranks of one stage whose parameters have other names."""
-    stages = context.get_world_size(ParallelMode.PIPELINE)
-    names = hashlib.sha256("\n".join(entry.name for entry in held).encode()).digest()
-    digest = int.from_bytes(names[:8], "big") >> 2
-    lowest = torch.full((stages, 4), torch.iinfo(torch.int64).max, dtype=torch.int64)
-    lowest[stage] = torch.tensor([len(held), -len(held), digest, -digest])
-    lowest = lowest.to(_device(context))
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    table = lowest.tolist()
-    for at, (least, most, low, high) in enumerate(table):
-        if least != -most or low != -high:
-            raise PlacementError(
-                f"the ranks of pipeline stage {at} do not have the same parameters: between {least} and {-most} of them, "
-                f"or other names. This rank (stage {stage}) has {len(held)}. Every rank of a stage builds the same modules."
-            )
-    return [row[0] for row in table]
-
-
-def _contributions(held: list[Held], counts: list[int], stage: int, context: ParallelContext) -> Tensor:
-    """Rows (elements / holders, expected / ranks that have it, expected squared / the same) of the whole model."""
-    rows = torch.zeros((sum(counts), 3), dtype=torch.float64)
-    start = sum(counts[:stage])
-    sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
-    ranks_of_stage = context.world_size // len(counts)
-    for at, entry in enumerate(held):
-        expected = logical_numel(entry.tensor, entry.placement, sizes)
-        stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
-        share = local_part(entry.tensor).numel() / entry.holding.count
-        # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
-        rows[start + at] = torch.tensor(
-            [share * stages, expected / ranks_of_stage, expected**2 / ranks_of_stage], dtype=torch.float64
-        )
-    return rows
-
-
-def _sum_over_world(rows: Tensor, context: ParallelContext) -> list[list[float]]:
-    rows = rows.to(_device(context))
-    dist.all_reduce(rows)
-    return rows.tolist()
-
-
-def _problems(totals: list[list[float]], counts: list[int], held: list[Held], stage: int) -> list[str]:
-    start = sum(counts[:stage])
-    problems = []
-    for at, (found, expected, squares) in enumerate(totals):
-        here = start <= at < start + counts[stage]
-        name = held[at - start].name if here else f"a parameter of another stage (number {at})"
-        placement = held[at - start].placement if here else "?"
-        if abs(squares - expected**2) > 1e-6 * max(1.0, expected**2):
-            problems.append(
-                f"{name}: ranks expect wholes of different sizes ({placement}); give place(..., shape=<whole shape>) "
-                f"where shards are uneven"
-            )
-        elif abs(found - expected) > 1e-6 * max(1.0, expected):
-            problems.append(f"{name}: {found:g} elements found, {expected:g} expected; placed as {placement}")
-    return problems
-
-
-def _device(context: ParallelContext) -> torch.device:
-    return context.device if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from colonnade.context.grid import Digit, joined, refine, spread
+from colonnade.context.grid import Digit, joined, ranks_with, refine
 from colonnade.context.layout import Axis, Layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
@@ -87,7 +87,7 @@ class _Step:
     def ranks(self, layout: Layout, rank: int) -> Sequence[int]:
         """The ranks that it reaches from `rank`; none if the rank is in no group of the mode."""
         if self.digits is not None:
-            return spread(rank, [(digit, self.values or range(digit[1])) for digit in self.digits])
+            return ranks_with(rank, [(digit, self.values or range(digit[1])) for digit in self.digits])
         return layout.group_of(self.mode, rank) if layout.has(self.mode, rank) else ()
 
 
@@ -111,7 +111,7 @@ class _Reach:
 
 def _once(layout: Layout, placement: Placement, question: Any, answer: Callable[[], Any]) -> Any:
     """The answer, worked out once for a layout; the shape of a tensor does not matter to it."""
-    key = (tuple(placement.modes.items()), question)
+    key = (placement.key[0], question)
     if key not in layout.derived:
         layout.derived[key] = answer()
     return layout.derived[key]
@@ -141,7 +141,7 @@ def _walk(layout: Layout, placement: Placement, rank: int, steps: list[_Step]) -
     """The reach of a rank, found rank by rank, for modes whose groups cross the axes or each other."""
     stage, stages = _stages(layout, placement, rank)
     axes = [(digit, stages if digit == stage else range(digit[1])) for digit in layout.grid.digits.values()]
-    holders = set(spread(rank, axes[::-1]))
+    holders = set(ranks_with(rank, axes[::-1]))
     for mode in placement.shards:
         at = layout.local_rank(mode, rank)
         holders &= {group[at] for group in layout.groups(mode) if at < len(group)}
@@ -267,7 +267,7 @@ def _count(region: Region) -> int:
 
 def _ranks(region: Region, rank: int) -> tuple[int, ...]:
     values = [(digit, found if isinstance(found, Sequence) else sorted(found)) for digit, found in region.items()]
-    return tuple(spread(rank, sorted(values, key=lambda item: item[0], reverse=True)))
+    return tuple(ranks_with(rank, sorted(values, key=lambda item: item[0], reverse=True)))
 
 
 def _is_distinct(axis: Axis, placement: Placement) -> bool:

@@ -39,7 +39,7 @@ class FlatLayout:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.dtype, self.device = _common(tensors)
         # Shapes and strides only: the tensors themselves would keep memory that they are about to leave.
-        self._like = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        self._shapes = [(tensor.shape, _dense_stride(tensor)) for tensor in tensors]
         step = max(1, ALIGN_BYTES // self.dtype.itemsize)
         self.spans: list[Span] = []
         end = 0
@@ -54,8 +54,10 @@ class FlatLayout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """One view of `buffer` per tensor, with the tensor's shape and (if dense) its memory format."""
+        first = buffer.storage_offset()
         return [
-            view_like(buffer[span.start : span.stop], like) for span, like in zip(self.spans, self._like, strict=True)
+            buffer.as_strided(shape, stride, first + span.start)
+            for span, (shape, stride) in zip(self.spans, self._shapes, strict=True)
         ]
 
     def gaps(self, buffer: Tensor) -> list[Tensor]:
@@ -84,19 +86,19 @@ def flattened(tensor: Tensor) -> Tensor:
 
 def view_like(flat: Tensor, like: Tensor) -> Tensor:
     """View a 1-d piece with the shape of `like`; dense tensors (channels-last too) keep their strides."""
-    if like.is_contiguous() or not _is_dense(like):
-        return flat.view(like.shape)
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return flat.as_strided(like.shape, _dense_stride(like), flat.storage_offset())
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory without holes or overlaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Its strides if the elements fill one block of memory, in any order of dimensions; else those of a contiguous one."""
+    strides = tensor.stride()
+    if not tensor.is_contiguous():
+        expected = 1
+        for stride, size in sorted((s, n) for s, n in zip(strides, tensor.shape, strict=True) if n > 1):
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return strides
 
 
 def _common(tensors: Sequence[Tensor]) -> tuple[torch.dtype, torch.device]:

@@ -6,16 +6,17 @@ without one is replicated on every mode; a DTensor's is read from the DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
+from fnmatch import fnmatchcase
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import PlacementError
+from colonnade.errors import PlacementError, did_you_mean, listed
 
 Owes = Literal["auto", "sum", "nothing"]
 """What the raw gradient still owes over a mode. "auto" is: a sum where ranks see distinct data, else nothing."""
@@ -50,6 +51,7 @@ class Tied:
 
 
 Spec = Shard | Replicate | Tied
+Rule = str | Callable[[str, nn.Parameter], bool]
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,21 @@ class Placement:
     def __post_init__(self) -> None:
         object.__setattr__(self, "modes", MappingProxyType(dict(self.modes)))
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two equal placements have in common. Its first part says all but the shape of the tensor."""
+        # In order: two shards of one dimension lie inside one another in the order they were given.
+        return tuple(self.modes.items()), self.shape
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
     def __hash__(self) -> int:
-        return hash((tuple(self.modes.items()), self.shape))
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # In order: two shards of one dimension lie inside one another in the order they were given.
-        return isinstance(other, Placement) and (
-            (tuple(self.modes.items()), self.shape) == (tuple(other.modes.items()), other.shape)
-        )
+        return isinstance(other, Placement) and self.key == other.key
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return Placement, (dict(self.modes), self.shape)
@@ -81,12 +90,12 @@ class Placement:
         """What the parameter is on `mode`."""
         return self.modes.get(mode, Replicate())
 
-    @property
+    @cached_property
     def shards(self) -> dict[ParallelMode, Shard]:
         """The modes that it is split over, in the order they were given (outermost first)."""
         return {mode: spec for mode, spec in self.modes.items() if isinstance(spec, Shard)}
 
-    @property
+    @cached_property
     def tied(self) -> Tied | None:
         """Where else in the pipeline it lives."""
         spec = self.modes.get(ParallelMode.PIPELINE)
@@ -120,6 +129,28 @@ def place(
     return parameter
 
 
+def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, Spec]]) -> nn.Module:
+    """Place every parameter that a rule names; the first rule that fits a parameter is its rule.
+
+    A rule is a pattern of the parameter's name ("*.weight") or a function of name and parameter. A rule that
+    fits nothing is an error: a slip in a pattern would leave parameters replicated without a word.
+    """
+    named = dict(module.named_parameters())
+    unused = dict.fromkeys(rules)
+    for name, parameter in named.items():
+        rule = next((rule for rule in rules if _fits(rule, name, parameter)), None)
+        if rule is not None:
+            unused.pop(rule, None)
+            place(parameter, rules[rule])
+    for rule in unused:
+        if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
+            raise PlacementError(
+                f"the rule {rule!r} fits no parameter; the names are {listed(list(named)[:20])}"
+                f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}"
+            )
+    return module
+
+
 def placement_of(parameter: Tensor) -> Placement:
     """The placement of a plain parameter; one that was never placed is replicated on every mode."""
     return getattr(parameter, _ATTRIBUTE, None) or _REPLICATED
@@ -151,9 +182,8 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
     return tuple(shape)
 
 
-def logical_numel(parameter: Tensor, placement: Placement, sizes: Mapping[ParallelMode, int]) -> int:
-    """The number of elements of the whole tensor."""
-    return prod(logical_shape(parameter, placement, sizes))
+def _fits(rule: Rule, name: str, parameter: nn.Parameter) -> bool:
+    return fnmatchcase(name, rule) if isinstance(rule, str) else rule(name, parameter)
 
 
 def _attach(parameter: Tensor, record: Placement) -> None:

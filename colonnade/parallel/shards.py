@@ -37,7 +37,8 @@ class FlatShard:
 class ShardedOptimizer(Protocol):
     """An optimizer each of whose ranks keeps the state of some elements of a parameter.
 
-    `param_groups` hold the model's parameters on every rank, as in torch. No method is collective.
+    `param_groups` hold the model's parameters on every rank, as in torch. No method is collective. If it shards another
+    optimizer, `optimizer_class` may say which, so that its checkpoints load into that one too.
     """
 
     param_groups: list[dict[str, Any]]

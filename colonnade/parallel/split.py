@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colonnade.errors import ScheduleError, did_you_mean, listed
+from colonnade.parallel.chain import Layers, cloned, compare_with_stages, require_chain
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
-Layers = Sequence[tuple[str, nn.Module]]
-"""Layers in the order in which they are called, with their names in the model."""
 
 
 class Stage(nn.Module):
@@ -77,7 +76,7 @@ class Split:
 
 def split(
     model: nn.Module | Sequence[nn.Module],
-    at: Sequence[str] | None = None,
+    at: str | Sequence[str] | None = None,
     num_stages: int | None = None,
     balance: Literal["parameters", "time"] = "parameters",
     sample: Any = None,
@@ -88,6 +87,9 @@ def split(
     returns: its layers, or their names, in the order in which they are called. `at` names the first layer of each
     stage but the first. `balance="time"` measures forward and backward of each layer on `sample`, a batch's data.
     A list of modules is taken as stages that you made yourself. No parameter is copied.
+
+    What the model's forward() does between its layers is in no stage. With a `sample` the stages must give what the
+    model gives; without one the model must be seen to call its layers one after another, or it is refused.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         stages = list(model)
@@ -100,10 +102,14 @@ def split(
     one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential
     layers = _sequential_layers(model) if one_value else _declared_layers(model)
     _check_covered(model, layers)
+    if sample is None:
+        require_chain(model, layers)
     if at is not None:
-        firsts = _given_cuts(layers, at, num_stages)
+        firsts = _given_cuts(layers, [at] if isinstance(at, str) else at, num_stages)
     else:
         firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
+    if sample is not None:
+        compare_with_stages(model, Stage(layers, one_value), lambda module: call_layer(module, cloned(sample)))
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 
@@ -134,7 +140,7 @@ def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a Sequential, with those of plain Sequentials inside it, unless something hooks on to one."""
     for name, layer in model._modules.items():
         assert layer is not None
-        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer)
         if type(layer) is nn.Sequential and not hooked and len(layer):
             yield from _flat(layer, f"{prefix}{name}.")
         else:

@@ -15,8 +15,7 @@ from torch import Tensor
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.buffer import Buffer
-from colonnade.reduce.owned import GradientShard, OwnedSpan
+from colonnade.reduce.buffer import Buffer, GradientShard, OwnedSpan
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports.base import Transport
 

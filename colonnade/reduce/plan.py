@@ -43,26 +43,44 @@ class _Entry:
     options: dict[str, tuple[Any, str]]
 
 
-def plan_sums(
+Grouped = dict[tuple[tuple[int, ...], float, SyncOptions, bool], list[_Entry]]
+"""Parameters by (ranks, divisor, options, whether they are sharded)."""
+
+
+def plan_sums(plans: Iterable[Plan], context: ParallelContext, options: Mapping[str, Any]) -> list[Sum]:
+    """The sums that these plans come to. Collective over the world: groups that do not exist yet are made."""
+    return make_sums(group_plans(plans, context, options), context)
+
+
+def group_plans(
     plans: Iterable[Plan],
     context: ParallelContext,
     options: Mapping[str, Any],
     unsummed: Iterable[tuple[str, nn.Parameter]] = (),
     shards: Shards | None = None,
-) -> list[Sum]:
-    """The sums that these plans come to. Collective over the world: groups that do not exist yet are made.
+) -> Grouped:
+    """What these plans come to, as this rank sees it.
 
     `options` hold where a handler was given no others. `unsummed` are parameters that owe nothing and are to lie in
     buckets all the same.
     """
     entries = _by_parameter(plans, unsummed)
-    grouped: dict[Any, list[_Entry]] = {}
+    grouped: Grouped = {}
+    read: dict[Any, SyncOptions] = {}
     for entry in entries:
-        chosen = SyncOptions.read({**options, **{key: value for key, (value, _) in entry.options.items()}})
+        given = tuple((key, value) for key, (value, _) in entry.options.items())
         sharded = shards is not None and id(entry.parameter) in shards.labels
-        if sharded and shards is not None and shards.bucket_mb is not None:
-            chosen = replace(chosen, bucket_mb=shards.bucket_mb)
-        grouped.setdefault((*_ranks_and_divisor(entry, context), chosen, sharded), []).append(entry)
+        if (given, sharded) not in read:
+            chosen = SyncOptions.read({**options, **dict(given)})
+            if sharded and shards is not None and shards.bucket_mb is not None:
+                chosen = replace(chosen, bucket_mb=shards.bucket_mb)
+            read[given, sharded] = chosen
+        grouped.setdefault((*_ranks_and_divisor(entry, context), read[given, sharded], sharded), []).append(entry)
+    return grouped
+
+
+def make_sums(grouped: Grouped, context: ParallelContext, shards: Shards | None = None) -> list[Sum]:
+    """The sums, with their groups. Collective over the world: groups that do not exist yet are made."""
     # Every rank asks for its sets at the same moment, whether it has sums or not.
     context.ensure_groups(ranks for ranks, *_ in grouped if len(ranks) > 1)
     return [

@@ -17,9 +17,12 @@ Log = Callable[[str], None]
 
 
 def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGroup]:
-    """One per set of ranks, connected where shared memory is wanted. Collective, in the order of ranks."""
+    """One per set of ranks, connected where shared memory is wanted. Collective, in the order of ranks.
+
+    What is wrong in one group is raised when the others were gone through, where ranks that know of no problem take part.
+    """
     _check_parameters(sums)
-    groups = {}
+    groups, problems = {}, []
     for ranks in sorted({one.ranks for one in sums}):
         mine = [one for one in sums if one.ranks == ranks]
         groups[ranks] = group = RankGroup(ranks, mine[0].group, log)
@@ -27,20 +30,30 @@ def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGrou
         sharing = [one.options for one in mine if one.options.shared_memory is not False]
         if group.alone or not on_cpu or not sharing:
             continue
-        group.share_memory(must=any(options.shared_memory is True for options in sharing))
+        try:
+            group.share_memory(must=any(options.shared_memory is True for options in sharing))
+        except GradientError as error:
+            problems.append(error)
         compressed = [options.compress for options in sharing if options.compress is not None]
         if group.sockets is not None and compressed:
             log(f"compress={compressed[0]} is not used in shared memory, where nothing is sent")
+    if problems:
+        for group in groups.values():
+            group.close()
+        raise problems[0]
     return groups
 
 
 def check_alike(sums: Sequence[Sum], groups: Mapping[tuple[int, ...], RankGroup]) -> None:
     """Raise on every rank when the ranks of a group have other parameters or options. Collective."""
+    problems = []
     for ranks, group in sorted(groups.items()):
         table = [line for one in sums if one.ranks == ranks for line in _described(one)]
         digest = hashlib.blake2b(json.dumps([text for _, text in table]).encode(), digest_size=16).digest()
         if len(set(group.gather_bytes(digest))) > 1:
-            raise GradientError(_difference(group, group.gather_objects(table)))
+            problems.append(_difference(group, group.gather_objects(table)))
+    if problems:
+        raise GradientError(problems[0])
 
 
 def _check_parameters(sums: Sequence[Sum]) -> None:

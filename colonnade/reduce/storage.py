@@ -12,9 +12,8 @@ from colonnade.comm.memory import Memory, allocate
 from colonnade.comm.rank_group import RankGroup
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.bucket import Bucket
-from colonnade.reduce.buffer import Buffer
+from colonnade.reduce.buffer import Buffer, GradientShard
 from colonnade.reduce.options import HALVES
-from colonnade.reduce.owned import GradientShard
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports import TRANSPORTS, Transport
 
@@ -39,8 +38,8 @@ class BucketStorage:
         Collective where the memory must grow; the same order on every rank.
         """
         options, transport = self._sum.options, self._transport(shared=True)
-        total = sum(local_part(self._sum.parameters[position]).nbytes for position in order) / _MB
-        cap, first = transport.sizes(total, self._group.size)
+        sizes = [local_part(self._sum.parameters[position]).nbytes for position in order]
+        cap, first = transport.sizes(sum(sizes) / _MB, self._group.size)
         cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
         buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
         if transport.on_demand(self._device) and self._sum.sharding is None:

@@ -24,7 +24,7 @@ from colonnade.reduce.records import Sum
 from colonnade.reduce.riders import Riders
 from colonnade.reduce.start_up import Log, check_alike, open_groups
 from colonnade.reduce.sum_state import SumState
-from colonnade.reduce.uneven import Agreement, explain, settle
+from colonnade.reduce.uneven import GroupNotes, explain, finish_uneven
 
 _log: Log = logging.getLogger("colonnade").info
 
@@ -50,8 +50,8 @@ class Synchroniser:
         check_alike(sums, self.groups)
         self.parameters = {id(parameter) for one in sums for parameter in one.parameters}
         self._states = [SumState(one, self.groups[one.ranks]) for one in sums]
-        self._agreements = [
-            Agreement(group, [state for state in self._states if state.group is group])
+        self._group_notes = [
+            GroupNotes(group, [state for state in self._states if state.group is group])
             for _, group in sorted(self.groups.items())
         ]
         self._state_of: dict[int, SumState] = {}
@@ -99,7 +99,7 @@ class Synchroniser:
         """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.
 
         So whatever ranks say to each other before `wait` or the next pass comes at the same place on all of them.
-        After the last pass of a step, gradients are nobody's to change until `wait`.
+        After the last pass of a step, nobody may change gradients until `wait`.
         """
         if not self._last:
             self._end_pass()
@@ -151,7 +151,7 @@ class Synchroniser:
             self._drop()
         else:
             for state, report in pairs:
-                self._settle(state, report)
+                self._finish_uneven(state, report)
             self._hand_over()
             self._learn(pairs)
         self._step, self.scale = self._step + 1, None
@@ -229,9 +229,9 @@ class Synchroniser:
                 self._state_of[id(bucket)].start(bucket, early=False)
 
     def _finish_buckets(self) -> None:
-        sharing = [agreement for agreement in self._agreements if agreement.group.sockets is not None]
-        for agreement in sharing:
-            agreement.resolve()  # from here on all ranks' gradients are in their memory
+        sharing = [notes for notes in self._group_notes if notes.group.sockets is not None]
+        for notes in sharing:
+            notes.resolve()  # from here on all ranks' gradients are in their memory
         for bucket in self.buckets:
             if bucket.keeps_gradients:
                 bucket.finish(1.0 if self.scale is None else self.scale)
@@ -257,7 +257,7 @@ class Synchroniser:
             said = self.riders.begin()
             if said is not None:
                 self._log(said)
-        states = [state for agreement in self._agreements for state in agreement.states]
+        states = [state for notes in self._group_notes for state in notes.states]
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
             deviates = self._failed or notes != [own for own, _ in self._seen]
@@ -281,10 +281,10 @@ class Synchroniser:
         self, states: Sequence[SumState], meanwhile: Callable[[], None] = lambda: None
     ) -> list[tuple[SumState, list[bytes]]]:
         """All ranks' notes about each sum, from them."""
-        for agreement in self._agreements:
-            agreement.announce(self._step)
+        for notes in self._group_notes:
+            notes.announce(self._step)
         meanwhile()
-        reports = [report for agreement in self._agreements for report in agreement.resolve()]
+        reports = [report for notes in self._group_notes for report in notes.resolve()]
         return list(zip(states, reports, strict=True))
 
     def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
@@ -298,13 +298,13 @@ class Synchroniser:
         if carrier is not None:
             self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
 
-    def _settle(self, state: SumState, report: list[bytes]) -> None:
+    def _finish_uneven(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
             for bucket in state.buckets:
                 bucket.absent = frozenset()
             return
         scale = 1.0 if self.scale is None else self.scale
-        for position, ranks in settle(state, report, scale / state.sum.divisor).items():
+        for position, ranks in finish_uneven(state, report, scale / state.sum.divisor).items():
             if (id(state), position) not in self._reported:
                 self._reported.add((id(state), position))
                 self._log(explain(state.sum, position, ranks, self._step))
@@ -364,24 +364,26 @@ class Synchroniser:
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:
                 for index, parameter in enumerate(bucket.parameters):
-                    self._hook(parameter, self._on_gradient, at, index)
+                    self._hook(parameter, Synchroniser._on_gradient, at, index)
                 continue
             for position in bucket.large:
                 index = bucket.positions.index(position)
-                self._hook(bucket.parameters[index], self._on_large, at, index)
+                self._hook(bucket.parameters[index], Synchroniser._on_large, at, index)
             bucket.left = bucket.firings
-            self._hook(bucket.parameters[bucket.last], self._on_last, at, bucket.last)
+            self._hook(bucket.parameters[bucket.last], Synchroniser._on_last, at, bucket.last)
 
-    def _hook(self, parameter: nn.Parameter, method: Callable[[int, int], None], at: int, index: int) -> None:
+    def _hook(
+        self, parameter: nn.Parameter, act: Callable[[Synchroniser, int, int], None], at: int, index: int
+    ) -> None:
         if not parameter.requires_grad:
             return
         # Not a reference to this object: a synchroniser that nobody holds any more must be able to go.
-        weak = weakref.WeakMethod(method)
+        weak = weakref.ref(self)
 
         def call(_: Tensor) -> None:
             alive = weak()
             if alive is not None:
-                alive(at, index)
+                act(alive, at, index)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(call))
 

@@ -29,7 +29,7 @@ from colonnade.reduce.transports.collective import Collective
 from colonnade.reduce.transports.local import Local
 
 
-class Agreement:
+class GroupNotes:
     """The notes of one group of ranks, for all its sums one after another."""
 
     def __init__(self, group: RankGroup, states: Sequence[SumState]) -> None:
@@ -67,7 +67,7 @@ class Agreement:
             )
 
 
-def settle(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
+def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:
     """Finish the parameters that `reports` (all ranks' notes) remark on, after the buckets are summed.
 
     Returns position -> global ranks that had no gradient while others did. Collective.

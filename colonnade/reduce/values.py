@@ -11,7 +11,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.bucket import Bucket
-from colonnade.reduce.owned import OwnedSpan
+from colonnade.reduce.buffer import OwnedSpan
 
 
 class BucketValues:

@@ -97,15 +97,15 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
         return Difference(
             name, float("inf"), float("inf"), False, f"shape {tuple(found.shape)}, not {tuple(truth.shape)}"
         )
-    apart = (found.detach().cpu() - truth.detach().cpu()).abs()
-    largest = float(apart.max()) if apart.numel() else 0.0
+    distance = (found.detach().cpu() - truth.detach().cpu()).abs()
+    largest = float(distance.max()) if distance.numel() else 0.0
     size = float(truth.detach().norm())
-    relative = float(apart.norm()) / size if size else largest
+    relative = float(distance.norm()) / size if size else largest
     return Difference(name, relative, largest, relative <= rtol)
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Part:
     """One rank's part of one tensor: where it belongs, and its elements in fp64 on the CPU."""
 
     name: str
@@ -115,35 +115,35 @@ class _Piece:
 
 
 def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:
-    mine = [_piece(entry, read(entry.tensor), context) for entry in held_tensors(model, context)]  # type: ignore[arg-type]
+    mine = [_part(entry, read(entry.tensor), context) for entry in held_tensors(model, context)]  # type: ignore[arg-type]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    pieces: dict[str, list[_Piece]] = {}
-    for piece in itertools.chain.from_iterable(everyone):
-        pieces.setdefault(piece.name, []).append(piece)
-    return {name: _assemble(name, parts) for name, parts in pieces.items()}
+    by_name: dict[str, list[_Part]] = {}
+    for part in itertools.chain.from_iterable(everyone):
+        by_name.setdefault(part.name, []).append(part)
+    return {name: _assemble(name, parts) for name, parts in by_name.items()}
 
 
-def _piece(entry: Held, tensor: Tensor, context: ParallelContext) -> _Piece:
+def _part(entry: Held, tensor: Tensor, context: ParallelContext) -> _Part:
     place = part_indices(context.layout, entry.placement, context.get_global_rank())
     # A clone, as a view would take all that it is a view of along.
     content = local_part(tensor).to("cpu", torch.float64, copy=True).contiguous()
-    return _Piece(entry.name, context.get_global_rank(), place, content)
+    return _Part(entry.name, context.get_global_rank(), place, content)
 
 
-def _assemble(name: str, pieces: list[_Piece]) -> Tensor:
+def _assemble(name: str, parts: list[_Part]) -> Tensor:
     """Join the parts; two ranks that hold the same part must hold the same bits."""
-    by_place: dict[tuple[tuple[int, int], ...], _Piece] = {}
-    for piece in pieces:
-        key = tuple(sorted((dim, at) for dim, (at, _) in piece.place.items()))
-        first = by_place.setdefault(key, piece)
-        if not torch.equal(first.content, piece.content):
-            raise ParityError(f"{name}: ranks {first.rank} and {piece.rank} hold the same part with different values")
-    sizes = {dim: parts for dim, (_, parts) in pieces[0].place.items()}
+    by_place: dict[tuple[tuple[int, int], ...], _Part] = {}
+    for part in parts:
+        key = tuple(sorted((dim, at) for dim, (at, _) in part.place.items()))
+        first = by_place.setdefault(key, part)
+        if not torch.equal(first.content, part.content):
+            raise ParityError(f"{name}: ranks {first.rank} and {part.rank} hold the same part with different values")
+    sizes = {dim: count for dim, (_, count) in parts[0].place.items()}
     return _join(by_place, sorted(sizes), sizes, {})
 
 
-def _join(by_place: dict[Any, _Piece], dims: list[int], sizes: dict[int, int], chosen: dict[int, int]) -> Tensor:
+def _join(by_place: dict[Any, _Part], dims: list[int], sizes: dict[int, int], chosen: dict[int, int]) -> Tensor:
     if not dims:
         return by_place[tuple(sorted(chosen.items()))].content
     dim, rest = dims[0], dims[1:]

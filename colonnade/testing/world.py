@@ -185,7 +185,7 @@ class _World:
         for rank in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ranks[rank].process.pid or 0, STACK_SIGNAL)
-        stacks = _settled([self.spec.file(rank, "stack") for rank in running])
+        stacks = _full_texts([self.spec.file(rank, "stack") for rank in running])
         for rank, text in zip(running, stacks, strict=True):
             stack = _without_guard(text) or _why_no_stack(self.ranks[rank].process.pid)
             self.outcomes[rank] = Outcome(rank, kind, time.monotonic(), stack=stack)
@@ -201,7 +201,7 @@ class _World:
             rank.process.join(max(0.0, end - time.monotonic()))
 
 
-def _settled(files: list[Path], seconds: float = 2.0) -> list[str]:
+def _full_texts(files: list[Path], seconds: float = 2.0) -> list[str]:
     """Read files that are being written once all have text and have stopped growing, or time is up."""
     end, before = time.monotonic() + seconds, [-1] * len(files)
     while time.monotonic() < end:

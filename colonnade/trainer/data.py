@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.format.values import is_stateful
@@ -13,6 +16,7 @@ from colonnade.checkpoint.random_state import random_state, set_random_state
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
+from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler
 
 NO_BATCH = object()
@@ -43,9 +47,25 @@ class Lengths:
         return ", ".join(shown) + (", ..." if len(self.of_rank) > 8 else "")
 
 
+@dataclass(frozen=True)
+class Place:
+    """How far a run is in an epoch: the batches that each rank has learnt from, and the samples of all ranks together.
+
+    The samples hold for any size of a batch, any accumulation and any number of ranks; None where they are not known.
+    """
+
+    batches: int = 0
+    samples: int | None = 0
+
+
 def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
-    """Ask every rank. Collective; refuses, on all ranks, loaders that cannot work together."""
-    lengths = Lengths(tuple(gather_json(_length(loader), context)))
+    """Ask every rank. Collective; refuses, on all ranks, what is no loader and loaders that cannot work together."""
+    wrong = _what_else(loader)
+    told = gather_json([wrong, None if wrong else _length(loader)], context)
+    for rank, (problem, _) in enumerate(told):
+        if problem:
+            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}")
+    lengths = Lengths(tuple(length for _, length in told))
     if lengths.longest == 0:
         raise ConfigError(
             "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?"
@@ -65,6 +85,22 @@ def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
     """
     by_itself = context.world_size == context.data_parallel_size
     return bool(_other_distinct(context)) or (not lengths.known and not by_itself)
+
+
+def _what_else(loader: Any) -> str | None:
+    """What was given in place of a loader, and what to do; None if it may be one."""
+    if isinstance(loader, Tensor):
+        return (
+            f"a tensor of shape {tuple(loader.shape)}, of which every row would be a batch; for one batch give [batch]"
+        )
+    if isinstance(loader, Mapping):
+        return f"a {type(loader).__name__}; for one batch give [batch]"
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        kind = type(loader).__name__
+        return f"a {kind}, which gives single samples; colonnade.utils.get_dataloader(dataset, batch_size=...) makes batches"
+    if isinstance(loader, str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        return f"a {type(loader).__name__}; colonnade.utils.get_dataloader makes one of a dataset"
+    return None
 
 
 def _length(loader: Any) -> int | None:
@@ -110,17 +146,16 @@ class Feed:
         self._began: dict[str, Any] | None = None
         self._before_ahead: Any = None
         self._loaded: Any = None
-        self._samples: int | None = None
 
-    def open(self, epoch: int, batches: int, then: Any = None) -> Iterator[Any]:
-        """The batches of `epoch` after the first `batches`; the random streams are left at `then`, if given."""
+    def open(self, epoch: int, place: Place, then: Any = None) -> Iterator[Any]:
+        """The batches of `epoch` after `place`; the random streams are left at `then`, if given."""
         _set_epoch(self.loader, epoch)
-        if batches == 0:
+        if place.batches == 0:
             self._began, self._before_ahead = self._streams(), None
             return iter(self.loader)
         then = then if then is not None else random_state(self._context)
         self._put_back()
-        iterator = self._continued(epoch, batches)
+        iterator = self._continued(epoch, place)
         if self._before_ahead is not None:
             set_random_state(self._before_ahead, self._context)
             iterator = chain(list(islice(iterator, 1)), iterator)
@@ -132,40 +167,53 @@ class Feed:
         """A batch is about to be fetched before the step before it is made: with the random streams as they are now."""
         self._before_ahead = random_state(self._context)
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """What it takes to go on after `batches` of this epoch: the same on every rank, for any number of ranks."""
+    def after(self, place: Place, batches: int) -> Place:
+        """The place that many batches later."""
         step = self._samples_per_batch()
-        return {"batches": batches, "samples": batches * step if step else None}
+        samples = place.samples + batches * step if place.samples is not None and step else None
+        return Place(place.batches + batches, samples)
+
+    def batches_behind(self, place: Place) -> int:
+        """How many whole batches of this loader lie before a place, which may be one of another size of batches."""
+        step = self._samples_per_batch()
+        return place.batches if place.samples is None or not step else place.samples // step
+
+    def inside_batch(self, place: Place) -> int:
+        """How many samples of its next batch lie before a place."""
+        step = self._samples_per_batch()
+        return (place.samples or 0) % step if step else 0
 
     def own_state(self) -> dict[str, Any]:
         """What it takes on this rank alone: random streams at the start of the epoch, the loader's own state."""
         own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if is_stateful(self.loader) else own
 
-    def load_state_dict(self, state: dict[str, Any], own: dict[str, Any] | None) -> int:
-        """Take both up again; `own` is None where the layout is another. Returns the batches that are behind."""
+    def load_state_dict(self, place: Place, own: dict[str, Any] | None) -> Place:
+        """Go on at `place`; `own` is None where the layout is another. Returns the place where this loader can begin."""
         self._began = own["began"] if own else None
         self._before_ahead = own.get("ahead") if own else None
         self._loaded = own.get("loader") if own else None
-        step = self._samples_per_batch()
-        if state["samples"] is None or not step:
-            return int(state["batches"])
-        self._samples = int(state["samples"])
-        return self._samples // step
+        again = self.inside_batch(place)
+        if place.samples is None or not again or _keeps_place(self.loader) or self._loaded is not None:
+            return place
+        get_dist_logger().warning(
+            f"{again} of the {place.samples} samples that this epoch has had are read again: this loader can only begin "
+            f"at a whole batch. A loader of colonnade.utils.get_dataloader can begin anywhere.",
+            ranks=[0],
+        )
+        return replace(place, samples=place.samples - again)
 
-    def _continued(self, epoch: int, batches: int) -> Iterator[Any]:
+    def _continued(self, epoch: int, place: Place) -> Iterator[Any]:
         if self._loaded is not None:
             self.loader.load_state_dict(self._loaded)
             self._loaded = None
             return iter(self.loader)
-        if _keeps_place(self.loader):
+        if _keeps_place(self.loader) and place.samples is not None:
             sampler = self.loader.sampler
-            at = batches * self._samples_per_batch()
-            at, self._samples = self._samples or at, None  # of another number of ranks: no whole number of batches
-            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": at})
+            sampler.load_state_dict({**sampler.state_dict(), "epoch": epoch, "position": place.samples})
             return iter(self.loader)
         iterator = iter(self.loader)
-        for _ in islice(iterator, batches):
+        for _ in islice(iterator, self.batches_behind(place)):
             pass
         return iterator
 

@@ -27,7 +27,7 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
     """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective."""
     hooks, engine = trainer._hooks, trainer.engine
     lengths = read_lengths(loader, trainer.context)
-    with_loss = engine.criterion is not None
+    with_loss = engine.gives_loss or any(hook.needs_loss for hook in hooks.hooks)
     hooks.call("before_test")
     hooks.call("before_test_epoch")
     trainer.time("start", "Test-epoch")

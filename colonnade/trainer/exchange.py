@@ -36,6 +36,7 @@ class Exchange:
 
     def __init__(self, context: ParallelContext) -> None:
         self._group = None if alone(context) else _host_group(context)
+        self._waits = context.waits
 
     def start(self, numbers: Sequence[float]) -> Callable[[], list[float]]:
         """Begin to add up; what it returns waits for the sums over all ranks. Collective, in the same order on all."""
@@ -45,7 +46,8 @@ class Exchange:
         work = dist.all_reduce(values, group=self._group, async_op=True)
 
         def sums() -> list[float]:
-            work.wait()
+            with self._waits.during("waiting for the others beside the steps"):
+                work.wait()
             return [float(value) for value in values.tolist()]
 
         return sums

@@ -57,15 +57,17 @@ class Loop:
         self._context = trainer.context
         self._test_loader, self._test_interval = test_loader, test_interval
         self.feed = Feed(loader, trainer.context)
-        lengths = read_lengths(loader, self._context)
+        self._lengths = lengths = read_lengths(loader, self._context)
+        if test_loader is not None:
+            read_lengths(test_loader, self._context)  # what is wrong with it is said before the first step
         trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
-        # Ranks that run out go on without batches, where the engine can do that; else all must have equally many.
-        self._even = moves_together(lengths, self._context) or _divides(lengths, self._engine.accumulation)
+        self._together = moves_together(lengths, self._context)
         self._counts_samples = speaks(self._context, pipeline=True)
         # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
         self._lag = 1 if self._context.device.type == "cuda" else 0
         waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
-        self._ahead = waits and self._even and not is_stateful(loader)
+        self._may_ask_ahead = waits and not is_stateful(loader)
+        self._even = self._ahead = False
         self._waiting: deque[Draft] = deque()
         self._question: _Question | None = None
         self._told: tuple[_Question, list[float]] | None = None
@@ -97,7 +99,7 @@ class Loop:
     def _train(self) -> None:
         trainer = self._trainer
         self._call("before_train")
-        if self.resumed is not None and (trainer._steps_in_epoch == 0 or trainer.epoch_done):
+        if self.resumed is not None and (trainer._place.batches == 0 or trainer.epoch_done):
             set_random_state(self._load_hook_states(), self._context)
         while not self._is_over():
             if not trainer.epoch_done:
@@ -130,7 +132,7 @@ class Loop:
         ended = self._train_batches(then)
         self._agree()
         trainer.epoch_done = ended
-        if ended and trainer._steps_in_epoch == 0:
+        if ended and trainer._place.batches == 0:
             raise ConfigError(f"epoch {trainer.cur_epoch} had no batches on any rank; there is nothing to train on")
         self.settle()
         trainer.time("stop", "Train-epoch")
@@ -140,6 +142,11 @@ class Loop:
 
     def _train_batches(self, then: Any) -> bool:
         """Learn from every batch of the epoch; whether the loop came to its end."""
+        # Ranks that run out go on without batches, where the engine can do that; else all must have equally many.
+        place = self._trainer._place
+        whole = _divides(self._lengths, self.feed.batches_behind(place), self._engine.accumulation)
+        self._even = self._together or (whole and not self.feed.inside_batch(place))
+        self._ahead = self._may_ask_ahead and self._even
         fetched = self._fetched(then)
         batches = self._even_batches(fetched) if self._even else self._engine.batches(fetched, self._no_batch)
         # Closed at once: what the engine keeps while ranks may run out must not outlive the loop.
@@ -176,7 +183,7 @@ class Loop:
         trainer.step_done = stepped
         if stepped:
             trainer._cur_step += 1
-            trainer._steps_in_epoch += 1
+            trainer._place = self.feed.after(trainer._place, self._engine.accumulation)
             trainer._book.end_step(trainer.cur_step, trainer.cur_epoch, self._rate(), self._engine.grad_norm)
         self._hooks.call("after_train_iter", output, label, loss)
         if stepped:
@@ -216,7 +223,7 @@ class Loop:
         """The batches of the loader; its error is held, and looks like its end."""
         trainer = self._trainer
         try:
-            yield from self.feed.open(trainer.cur_epoch, trainer._steps_in_epoch * self._engine.accumulation, then)
+            yield from self.feed.open(trainer.cur_epoch, trainer._place, then)
         except Exception as error:
             told = TrainerError(
                 f"the training data loader failed in epoch {trainer.cur_epoch}, after step {trainer.cur_step}: "
@@ -318,5 +325,6 @@ def _steps(lengths: Lengths, accumulation: int) -> int | None:
     return -(-lengths.longest // accumulation) if lengths.longest is not None else None
 
 
-def _divides(lengths: Lengths, accumulation: int) -> bool:
-    return lengths.known and lengths.equal and (lengths.longest or 0) % accumulation == 0
+def _divides(lengths: Lengths, behind: int, accumulation: int) -> bool:
+    """Whether every rank has as many batches after the first `behind`, and they make whole steps."""
+    return lengths.known and lengths.equal and ((lengths.longest or 0) - behind) % accumulation == 0

@@ -28,7 +28,8 @@ def weigh(schedule: BaseSchedule, loss: Tensor | None) -> Weight:
         weight: Tensor | float = float(schedule.batch_size or 1)
     else:
         weight = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
-    return loss.detach().double().reshape(()) * weight, weight
+    value = loss.detach().double().reshape(()) * weight
+    return (torch.where(weight > 0, value, 0.0) if isinstance(weight, Tensor) else value), weight  # 0 / 0: NaN
 
 
 @dataclass(frozen=True)

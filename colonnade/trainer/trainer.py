@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from typing import Any, Literal
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import CheckpointError, ConfigError, listed
 from colonnade.logging import DistributedLogger, get_dist_logger
+from colonnade.trainer.data import Place
 from colonnade.trainer.evaluation import predict, run_test
 from colonnade.trainer.exchange import Exchange, alone
 from colonnade.trainer.hooks.base import BaseHook
@@ -67,7 +69,8 @@ class Trainer:
         """The last batch's (sum of the loss, weight), where this rank has its loss."""
         self.returns_output = True
         """Whether hooks get outputs and labels."""
-        self._cur_epoch = self._cur_step = self._steps_in_epoch = 0
+        self._cur_epoch = self._cur_step = 0
+        self._place = Place()
         self._hooks = HookList(self, [])
         self._exchange = Exchange(self.context)
         self._book = RecordBook()
@@ -153,7 +156,7 @@ class Trainer:
                 "epoch": self.cur_epoch,
                 "step": self.cur_step,
                 "epoch_done": self.epoch_done,
-                "data": loop.feed.state_dict(self._steps_in_epoch * self.engine.accumulation),
+                "data": asdict(self._place),
             },
             "hooks": hooks,
             "data": loop.feed.own_state(),
@@ -171,10 +174,10 @@ class Trainer:
                 f"CheckpointManager before fit."
             )
         place = extra["trainer"]
-        batches = loop.feed.load_state_dict(place["data"], extra.get("data") if info.same_layout else None)
         self.cur_epoch = place["epoch"]
         self._cur_step = place["step"]
-        self._steps_in_epoch = batches // self.engine.accumulation
+        own = extra.get("data") if info.same_layout else None
+        self._place = loop.feed.load_state_dict(Place(**place["data"]), own)
         self.epoch_done = place["epoch_done"]
         self.engine.load_extra_state(extra)
         loop.resumed = (extra["hooks"], random_state(self.context))
@@ -188,7 +191,7 @@ class Trainer:
 
     @cur_epoch.setter
     def cur_epoch(self, epoch: int) -> None:
-        self._cur_epoch, self._steps_in_epoch, self.epoch_done = epoch, 0, False
+        self._cur_epoch, self._place, self.epoch_done = epoch, Place(), False
 
     @property
     def cur_step(self) -> int:
@@ -248,11 +251,11 @@ class Trainer:
             self._hooks.close()
             raise
 
-    def _together(self) -> AbstractContextManager[None]:
+    def _together(self) -> AbstractContextManager[Any]:
         return nullcontext() if alone(self.context) else agreed_errors(self.context.device)
 
     def _default_hooks(self) -> list[HookLike]:
-        return [{"type": "LossHook"}] if self.engine.criterion is not None else []
+        return [{"type": "LossHook"}] if self.engine.gives_loss else []
 
     def _run(self, loop: Loop) -> None:
         self.failed = self.stopping = self._wants_exit = False

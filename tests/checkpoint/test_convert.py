@@ -66,8 +66,10 @@ def test_the_newest_good_checkpoint_is_found(tmp_path):
 
 def test_a_manifest_reads_as_json(four_ranks):
     content = json.loads((four_ranks / "step-00000001" / MANIFEST).read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["layout"]["axes"] == [["data", 1, "data"], ["pipeline", 2, "pipe"], ["tensor", 2, "tensor"]]
     tie = next(tensor for tensor in content["tensors"] if tensor["label"] == "tie:wte" and not tensor["slot"])
     assert tie["names"] == ["embed.weight", "head.weight"]
-    assert [block["offset"] for block in tie["blocks"]] == [[0, 0], [5, 0]]
+    (part,) = tie["parts"]
+    assert (part["offset"], part["shape"], part["key"]) == ([0, 0], [10, 6], "model/tie:wte")
+    assert content["cuts"][part["cut"]] == {"stops": [5, 10], "files": [0, 1]}

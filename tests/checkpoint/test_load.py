@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def test_weights_and_optimizer_go_through_every_layout_with_the_same_bits(tmp_pa
 def _draw(context: ParallelContext) -> list[float]:
     with context.streams.use(ParallelMode.TENSOR):
         inside = torch.rand(1).item()
-    return [inside, torch.rand(1).item(), random.random()]
+    return [inside, torch.rand(1).item(), random.random(), numpy.random.standard_normal()]
 
 
 def save_draw_load_draw(folder: Path) -> tuple[list[float], list[float], str]:
@@ -77,6 +78,7 @@ def save_draw_load_draw(folder: Path) -> tuple[list[float], list[float], str]:
     with launched(way) as context, CheckpointManager(folder, context) as manager:
         built = build(way, context, 0)
         random.seed(context.get_global_rank())
+        numpy.random.seed(context.get_global_rank())
         _draw(context)
         manager.save(1, built.model)
         before = _draw(context)
@@ -290,6 +292,78 @@ def test_what_cannot_be_loaded_is_said_before_anything_is_changed(saved, how, me
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.parametrize("other", [torch.optim.RAdam, torch.optim.Adamax])
+def test_the_state_of_another_class_of_optimizer_is_refused(tmp_path, other):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        before = model.weight.clone()
+        with pytest.raises(CheckpointError, match=f"state of AdamW, and this is {other.__name__}.*optimizer=None"):
+            manager.load(model, other(model.parameters()))
+        assert torch.equal(model.weight, before)
+        manager.load(model, type("AdamW", (torch.optim.AdamW,), {})(model.parameters(), foreach=True))
+        assert manager.load(model).step == 1
+
+
+class Breaks:
+    """Takes a state and then raises."""
+
+    def __init__(self, value: int = 0, breaks: bool = True, key: str = "value") -> None:
+        self.value, self.breaks, self.key = value, breaks, key
+
+    def state_dict(self) -> dict[str, int]:
+        return {self.key: self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state[self.key]
+        if self.breaks and self.value in (1, 5):
+            raise ValueError("out of order")
+
+
+def _everything(folder: Path) -> tuple[CheckpointManager, nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """A saved step 1, and objects that have gone on since."""
+    model = nn.Sequential(nn.Linear(3, 2), Counted())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    extra = {"good": Breaks(1, False), "bad": Breaks(1)}
+    manager = CheckpointManager(folder, ParallelContext(), verify=False)
+    for step in (1, 2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        model[1].calls = {"n": step}
+        extra["good"].value = extra["bad"].value = step
+        optimizer.param_groups[0]["lr"] = 0.1 * step
+        if step == 1:
+            manager.save(1, model, optimizer, extra)
+    return manager, model, optimizer, extra
+
+
+def _seen(model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
+    moments = [value.tolist() for held in optimizer.state.values() for value in held.values()]
+    options = [{**group, "params": None} for group in optimizer.param_groups]
+    values = [one.state_dict() for one in extra.values()]
+    weights = [value.tolist() for value in model.parameters()]
+    return f"{[weights, model[1].calls, moments, options, values]} {torch.get_rng_state().sum()} {random.getstate()}"
+
+
+@pytest.mark.parametrize("what", ["extra", "file", "module"])
+def test_a_load_that_fails_has_loaded_nothing(tmp_path, monkeypatch, what):
+    manager, model, optimizer, extra = _everything(tmp_path)
+    if what == "file":  # the last tensor that is read is called otherwise in its file
+        path = tmp_path / "step-00000001/rank-00000.safetensors"
+        path.write_bytes(path.read_bytes().replace(b'"model/1.bias"', b'"model/1.bjas"'))
+    if what == "module":
+        monkeypatch.setattr(Counted, "set_extra_state", Breaks(1).load_state_dict)
+    before = _seen(model, optimizer, extra)
+    with pytest.raises(CheckpointError, match=r"nothing was loaded") as caught:
+        manager.load(model, optimizer, extra if what == "extra" else {"good": extra["good"]})
+    assert ("1.bias" if what == "file" else "extra['bad']" if what == "extra" else "module 1") in str(caught.value)
+    assert _seen(model, optimizer, extra) == before
+    manager.close()
+
+
 def test_an_optimizer_that_was_not_saved_cannot_be_loaded(saved):
     model = nn.Linear(3, 2)
     saved.save(3, model)
@@ -333,33 +407,53 @@ class Cursor:
         self.at = state["at"]
 
 
-def save_own_cursor(folder: Path) -> list[Any]:
+def _model_with_statistics(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    nn.init.constant_(model[0].weight, 3.0)
+    nn.init.constant_(model[1].running_mean, 10.0 + rank)
+    return model
+
+
+def save_own_cursor(folder: Path) -> dict[str, Any]:
     with launched(WAYS["data 2"]) as context, CheckpointManager(folder, context) as manager:
         rank = context.get_global_rank()
-        model, cursor = nn.Linear(1, 1), Cursor(10 + rank)
+        model, cursor = _model_with_statistics(rank), Cursor(10 + rank)
         manager.save(1, model, extra={"cursor": cursor, "same": Cursor(5)})
         cursor.at, same = 0, Cursor(0)
-        manager.load(model, extra={"cursor": cursor, "same": same})
+        fresh = _model_with_statistics(77)
+        nn.init.zeros_(fresh[0].weight)
         errors = []
-        for wrong in (nn.Linear(1, 1 + rank), nn.Linear(1, 1)):
+        for wrong in (nn.Sequential(nn.Linear(1, 1 + rank), nn.BatchNorm1d(1)), fresh):
             try:
                 manager.load(wrong, extra={"none": 1} if rank else {})
             except CheckpointError as error:
                 errors.append(str(error))
-        return [cursor.at, same.at, errors]
+        try:  # what one rank cannot take, no rank has taken
+            manager.load(fresh, extra={"same": Breaks(key="at") if rank else same})
+        except CheckpointError as error:
+            errors.append(str(error))
+        untouched = [fresh[0].weight.item(), fresh[1].running_mean.item(), same.at]
+        manager.load(fresh, extra={"cursor": cursor, "same": same})
+        statistics = [fresh[0].weight.item(), fresh[1].running_mean.item(), fresh[1].running_var.item()]
+        return {"at": [cursor.at, same.at], "errors": errors, "untouched": untouched, "statistics": statistics}
 
 
-def test_state_that_differs_by_rank_goes_back_to_its_rank_and_errors_to_every_rank(tmp_path):
+def test_state_that_differs_by_rank_goes_back_to_its_rank_and_errors_to_every_rank(tmp_path, caplog):
     values = run_world(2, save_own_cursor, tmp_path).values
-    assert [value[:2] for value in values] == [[10, 5], [11, 5]]
-    for errors in zip(values[0][2], values[1][2], strict=True):
-        assert all("shape or type" in error for error in errors) or all("no extra 'none'" in error for error in errors)
-    assert len(values[0][2]) == 2
-    same = Cursor(0)
+    assert [value["at"] for value in values] == [[10, 5], [11, 5]]
+    assert [value["statistics"] for value in values] == [[3.0, 10.0, 1.0], [3.0, 11.0, 1.0]]
+    for value in values:
+        assert value["untouched"] == [0.0, 87.0, 0]
+        for error, expected in zip(value["errors"], ("shape or type", "no extra 'none'", "out of order"), strict=True):
+            assert expected in error
+            assert "nothing was loaded" in error
+    same, model = Cursor(0), _model_with_statistics(5)
     with CheckpointManager(tmp_path, ParallelContext()) as manager:
-        info = manager.load(nn.Linear(1, 1), extra={"same": same})
+        info = manager.load(model, extra={"same": same})
         assert (same.at, info.extra) == (5, {})
+        assert model[1].running_mean.item() == 10.0, "on another layout, what the first rank had"
+        assert "1.running_mean was not the same on all ranks" in caplog.text
         with pytest.raises(
             CheckpointError, match="extra/cursor was not the same on all ranks when it was saved on data 2"
         ):
-            manager.load(nn.Linear(1, 1), extra={"cursor": Cursor(0)})
+            manager.load(model, extra={"cursor": Cursor(0)})

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import Any
 
+import pytest
+
+from colonnade.cli import main
 from colonnade.cli.app import COMMANDS
 from colonnade.version import __version__
 from tests.cli import ROOT, colonnade, environment
@@ -42,3 +47,11 @@ def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
     done = colonnade("run", "--node-rank", 1, __file__)
     assert done.returncode == 2
     assert done.stderr == "colonnade: --node-rank 1 needs --nnodes above it.\n"
+
+
+@pytest.mark.parametrize("words", [("new", "parallelism", "a" * 300), ("ckpt", "ls", "a" * 300)])
+def test_a_path_that_fails_is_one_message_without_a_traceback(words: tuple[str, ...], capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert re.fullmatch(r"colonnade: a+\S*: File name too long\. .*\n", capsys.readouterr().err)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 
 from colonnade.config import Config, load_config
@@ -12,6 +13,9 @@ from colonnade.errors import ConfigError
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
 CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
 SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive"
+ORDER = "must be a number > 0 and <= 32, or inf or 'inf'"
+GROUP = "must be dict(params=<name patterns>, max_norm=..., counted=..., clipped=...)"
+GROUPS = "must be a dict of dict(params=<name patterns>, max_norm=..., counted=..., clipped=...) by name or None"
 AXES = "data, pipeline, tensor, expert, sequence"
 
 # A config with one problem -> the line that tells it.
@@ -31,7 +35,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"parallel": {"mode": "3d"}},
         "parallel.mode = '3d'   belongs to an axis: parallel = dict(tensor=dict(size=..., mode=...))",
     ),
-    ({"parallel": {1: 2}}, "parallel[1] = 2   is no key: a key is a string"),
+    ({"parallel": {1: 2}}, "parallel[1] = 2   is no key: a key is a non-empty string"),
     (
         {"parallel": {"tensor": {"mode": "1d"}}},
         "parallel.tensor.size   is missing; it must be an int >= 1",
@@ -45,7 +49,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parallel": {"tensor": {"size": True}}}, "parallel.tensor.size = True   must be an int >= 1"),
     (
         {"parallel": {"tensor": {"size": 2, "mode": 1}}},
-        "parallel.tensor.mode = 1   must be a string or None",
+        "parallel.tensor.mode = 1   must be a non-empty string or None",
     ),
     (
         {"parallel": {"tensor": True}},
@@ -65,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parallel": {"expert": {"size": 2, "over": 3}}},
-        "parallel.expert.over = 3   must be a string, a list of strings or None",
+        "parallel.expert.over = 3   must be a non-empty string, a list of strings or None",
     ),
     ({"parallel": {"mine": {"mode": "x"}}}, "parallel.mine.size   is missing; it must be an int >= 1"),
     ({"gradient_handler": "A"}, f"gradient_handler = 'A'   {HANDLER_LIST}"),
@@ -76,11 +80,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"gradient_handler": [{"type": 3}]},
-        "gradient_handler[0].type = 3   must be a string",
+        "gradient_handler[0].type = 3   must be a non-empty string",
     ),
     (
         {"gradient_handler": [{"bucket": 3}]},
-        "gradient_handler[0].type   is missing; it must be a string",
+        "gradient_handler[0].type   is missing; it must be a non-empty string",
     ),
     (
         {"gradient_handler": ["A"], "gradient_handlers": ["A"]},
@@ -109,7 +113,45 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"clip_grad_norm": {"max_norm": 1, "norm_type": 0}},
-        "clip_grad_norm.norm_type = 0   must be a number > 0 or 'inf'",
+        f"clip_grad_norm.norm_type = 0   {ORDER}",
+    ),
+    (
+        {"clip_grad_norm": {"max_norm": 1, "norm_type": 64}},
+        f"clip_grad_norm.norm_type = 64   {ORDER}",
+    ),
+    (
+        {"clip_grad_norm": 10**400},
+        f"clip_grad_norm = {str(10**400)[:57]}...   is too large: no number of a config is above 2**63 - 1",
+    ),
+    (
+        {"clip_grad_norm": {"method": ""}},
+        "clip_grad_norm.method = ''   must be a non-empty string or None, or dict(type='Name', ...)",
+    ),
+    ({"clip_grad_norm": {"groups": [{"max_norm": 1.0}]}}, f"clip_grad_norm.groups = [{{'max_norm': 1.0}}]   {GROUPS}"),
+    ({"clip_grad_norm": {"groups": {"a": "head.*"}}}, f"clip_grad_norm.groups.a = 'head.*'   {GROUP}"),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"max_norm": 1}}}},
+        "clip_grad_norm.groups.a.params   is missing; it must be a non-empty string or a list of strings",
+    ),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": [None]}}}},
+        "clip_grad_norm.groups.a.params = [None]   must be a non-empty string or a list of strings",
+    ),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": "*", "clipped": 1000}}}},
+        "clip_grad_norm.groups.a.clipped = 1000   must be True or False",
+    ),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": "*", "counted": {}}}}},
+        "clip_grad_norm.groups.a.counted = {}   must be True or False",
+    ),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": "*", "max_norm": 0}}}},
+        "clip_grad_norm.groups.a.max_norm = 0   must be a number > 0 or None",
+    ),
+    (
+        {"clip_grad_norm": {"groups": {"a": {"params": "*", "max": 1}}}},
+        "clip_grad_norm.groups.a.max = 1   unknown key. Did you mean `max_norm`?",
     ),
     ({"gradient_accumulation": 0}, "gradient_accumulation = 0   must be an int >= 1"),
     ({"gradient_accumulation": 1.5}, "gradient_accumulation = 1.5   must be an int >= 1"),
@@ -120,6 +162,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"fp16": {"min_scale": 4, "max_scale": 2}},
         "fp16.min_scale = 4   must not be above max_scale = 2",
+    ),
+    (
+        {"fp16": {"max_scale": 1024}},
+        "fp16.max_scale = 1024   must not be below init_scale = 65536: give a smaller init_scale too",
+    ),
+    (
+        {"fp16": {"init_scale": 4, "min_scale": 8}},
+        "fp16.min_scale = 8   must not be above init_scale = 4: give a larger init_scale too",
+    ),
+    ({"fp16": {"mode": "O2"}}, "fp16.mode = 'O2'   must be 'torch', 'apex' or 'naive', a member of AMP_TYPE or None"),
+    (
+        {"fp16": {"verbose": True}},
+        "fp16.verbose = True   is not read: changes of the scale are not logged. Leave it out",
+    ),
+    (
+        {"fp16": {"growth_interval": 2**63}},
+        f"fp16.growth_interval = {2**63}   is too large: no number of a config is above 2**63 - 1",
     ),
     ({"fp16": True, "bf16": True}, "bf16   is on beside fp16: keep one"),
     ({"fp16": {}, "bf16": {}}, "bf16   is on beside fp16: keep one"),
@@ -148,7 +207,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sync": True}, f"sync = True   must be a dict of {SYNC_KEYS}"),
     ({"sync": {"bucket_md": 1}}, "sync.bucket_md = 1   unknown key. Did you mean `bucket_mb`?"),
     ({"sync": {"static_graph": 1}}, f"sync.static_graph = 1   unknown key; allowed: {SYNC_KEYS}"),
-    ({"sync": {"waive": [1]}}, "sync.waive = [1]   must be a string, a list of strings or None"),
+    ({"sync": {"waive": [1]}}, "sync.waive = [1]   must be a non-empty string, a list of strings or None"),
     ({"sync": {"overlap": 1}}, "sync.overlap = 1   must be True or False or 'auto'"),
     ({"flat_step": 1}, "flat_step = 1   must be True or False"),
     ({"seed": 1.0}, "seed = 1.0   must be an int"),
@@ -159,20 +218,28 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "model. Write sync = dict(bucket_mb=..., overlap=...)",
     ),
     ({"model": {"num_chunks": 0}}, "model.num_chunks = 0   must be an int >= 1"),
-    ({"num_microbatches": 0}, "num_microbatches = 0   must be an int >= 1"),
+    ({"num_microbatches": 0}, "num_microbatches = 0   must be an int from 1 to 65536"),
     ({"TENSOR_SHAPE": [2, "x"]}, "TENSOR_SHAPE = [2, 'x']   must be a list or tuple of ints >= 1"),
-    ({"SEQ_LENGTH": "8"}, "SEQ_LENGTH = '8'   must be an int >= 1"),
-    ({"max_ep_size": None, "HIDDEN_SIZE": -1}, "HIDDEN_SIZE = -1   must be an int >= 1"),
     (
-        {"log": "loud"},
-        "log = 'loud'   must be a level (debug, info, warning, error, critical, or a number), or dict(level=..., ...)",
+        {"max_ep_size": 2},
+        "max_ep_size = 2   is not read. Write parallel = dict(expert=...), the number of ranks that experts are divided over",
+    ),
+    ({"num_microbatches": 10**6}, "num_microbatches = 1000000   must be an int from 1 to 65536"),
+    ({"seed": 10**5000}, "seed = <int>   is too large: no number of a config is above 2**63 - 1"),
+    ({"": 1}, "'' = 1   is no key: a key is a non-empty string"),
+    ({"parallel": {"": {"size": 2}}}, "parallel.'' = {'size': 2}   is no key: a key is a non-empty string"),
+    ({"compile": {"": 2}}, "compile.'' = 2   is no key: a key is a non-empty string"),
+    ({"sync": {"callback": "print"}}, f"sync.callback = 'print'   unknown key; allowed: {SYNC_KEYS}"),
+    (
+        {"sync": {"reduce_dtype": numpy.dtype("float32")}},
+        "sync.reduce_dtype = dtype('float32')   must be a torch dtype, a non-empty string or None",
     ),
     (
         {"clip_grad_nrom": 1.0},
         "clip_grad_nrom = 1.0   unknown key. Did you mean `clip_grad_norm`? "
         "A key of your own needs a less similar name",
     ),
-    ({3: 4}, "[3] = 4   is no key: a key is a string"),  # type: ignore[dict-item]
+    ({3: 4}, "[3] = 4   is no key: a key is a non-empty string"),  # type: ignore[dict-item]
 ]
 
 GOOD: list[dict[str, Any]] = [
@@ -192,13 +259,13 @@ GOOD: list[dict[str, Any]] = [
         "clip_grad_norm": {
             "max_norm": 1,
             "norm_type": "inf",
-            "groups": [],
+            "groups": {},
             "nonfinite": "skip",
             "method": None,
         }
     },
-    {"clip_grad_norm": {"groups": [{"max_norm": 1.0}]}},
-    {"fp16": {"mode": None, "init_scale": 2**16, "growth_factor": 2, "hysteresis": 2, "verbose": True}},
+    {"clip_grad_norm": {"groups": {"head": {"params": ["head.*"], "max_norm": 1.0, "counted": False}}}},
+    {"fp16": {"mode": None, "init_scale": 2**16, "growth_factor": 2, "hysteresis": 2}},
     {"fp16": {"enabled": False}, "bf16": {"master_weights": True}},
     {"fp16": None, "bf16": True},
     {"zero": None},
@@ -262,3 +329,14 @@ def test_functions_are_never_mistaken_for_settings() -> None:
 
     config = load_config({"gradient_clipping": gradient_clipping, "clip_grad_norms": max, "zeroo": len})
     assert config.gradient_clipping is gradient_clipping
+
+
+def _holds_itself(container: Any) -> Any:
+    container["deeper"] = [container]
+    return container
+
+
+@pytest.mark.parametrize("make", [lambda: _holds_itself({}), lambda: {"mine": _holds_itself({"a": 1})}])
+def test_a_dict_that_holds_itself(make: Any) -> None:
+    with pytest.raises(ConfigError, match="'deeper' holds itself, or is nested too deeply"):
+        load_config(make())

@@ -14,8 +14,8 @@ from colonnade.config.rules import (
     COUNT,
     DTYPE,
     FRACTION,
-    LEVEL,
     NONE,
+    ORDER,
     SHAPE,
     TEXTS,
     Rule,
@@ -80,8 +80,8 @@ def test_section(rule: Rule, value: Any, problems: dict[str, str]) -> None:
         (any_of(COUNT, choice(-1), NONE), [1, -1, None], [0, "x", False]),
         (TEXTS, [[], ["a"], ("a", "b")], ["a", [1], {"a"}]),
         (SHAPE, [[1], (2, 3), [(1, 2), (3,)]], [[], [0], [True], "12", [[]]]),
-        (LEVEL, ["info", "DEBUG", 10], ["loud", -1, True, None]),
-        (DTYPE, [torch.float32], ["float32", 3]),
+        (ORDER, [2, 0.5, 32, math.inf, "inf"], [0, 33, 10**30, math.nan, True, "", "2", None]),
+        (DTYPE, [torch.float32], ["float32", 3, numpy.dtype("float32")]),
     ],
 )
 def test_kind(rule: Rule, good: list[Any], bad: list[Any]) -> None:

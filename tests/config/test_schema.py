@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import colonnade
 from colonnade.config import load_config
-from colonnade.config.rules import Rule
+from colonnade.config.rules import Rule, Section
 from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "schedule sync flat_step seed compile cudnn_benchmark cudnn_deterministic model log max_ep_size "
-    "num_microbatches TENSOR_SHAPE SEQ_LENGTH GLOBAL_BATCH_SIZE HIDDEN_SIZE"
+    "schedule sync compare_batches flat_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model "
+    "num_microbatches TENSOR_SHAPE"
 )
 
 
@@ -26,3 +32,63 @@ def test_a_key_added_to_the_table_is_checked_and_suggested(monkeypatch: pytest.M
     for wrong in ({"replay_buffer": 3}, {"replay_bufer": "yes"}):
         with pytest.raises(ConfigError, match="replay_buffer"):
             load_config(wrong)
+
+
+PACKAGE = Path(colonnade.__file__).parent
+READERS = {
+    "parallel": "config/parallel.py context/dist_group_initializer/built_in.py",
+    "parallel.data": "config/parallel.py",
+    "parallel.pipeline": "config/parallel.py",
+    "parallel.tensor": "config/parallel.py",
+    "parallel.expert": "config/parallel.py context/dist_group_initializer/built_in.py",
+    "parallel.sequence": "config/parallel.py",
+    "parallel.*": "config/parallel.py",
+    "gradient_handler[]": "engine/gradient_handler/sync.py",
+    "gradient_handlers[]": "engine/gradient_handler/sync.py",
+    "clip_grad_norm": "optim/clip_settings.py",
+    "clip_grad_norm.groups.*": "optim/clip_settings.py",
+    "clip_grad_norm.method": "optim/clip_settings.py",
+    "fp16": "engine/precision.py",
+    "bf16": "engine/precision.py",
+    "zero": "engine/zero.py engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
+    "schedule": "engine/build.py",
+    "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
+    "model": "engine/build.py",
+}
+"""Which files read what stands in a section."""
+
+
+def _words(file: Path) -> set[str]:
+    """Names and texts of a file that do something: no comments, no docstrings."""
+    tree = ast.parse(file.read_text())
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return attributes | arguments | texts
+
+
+def _keys(rule: Rule, path: str) -> Iterator[tuple[str, str]]:
+    """(path of the section, key) of everything below a rule."""
+    section = rule.section or Section({})
+    for key, inner in section.keys.items():
+        yield path, key
+        yield from _keys(inner, f"{path}.{key}")
+    for inner, end in ((section.others, ".*"), (rule.items, "[]")):
+        if inner is not None:
+            yield from _keys(inner, path + end)
+
+
+def test_every_top_level_key_is_read_by_some_code() -> None:
+    sources = [file.read_text() for file in PACKAGE.rglob("*.py") if file.name not in ("schema.py", "check.py")]
+    read = {key for text in sources for key in re.findall(r"""config(?:\.get\(|\[)"(\w+)\"""", text)}
+    assert [key for key in KEYS if key not in read] == []
+
+
+def test_every_key_of_a_section_is_read_by_some_code() -> None:
+    unread = [
+        f"{path}.{key}"
+        for name, rule in KEYS.items()
+        for path, key in _keys(rule, name)
+        if not any(key in _words(PACKAGE / file) for file in READERS[path].split())
+    ]
+    assert unread == []

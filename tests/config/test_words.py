@@ -44,7 +44,7 @@ ORDINARY = words(
 )
 
 UPPER = words(
-    "BATCH_SIZE NUM_EPOCHS LEARNING_RATE WEIGHT_DECAY WARMUP_EPOCHS HIDDEN_DIM HIDDEN_SIZES DEPTH",
+    "BATCH_SIZE NUM_EPOCHS LEARNING_RATE WEIGHT_DECAY WARMUP_EPOCHS HIDDEN_DIM HIDDEN_SIZE SEQ_LENGTH GLOBAL_BATCH_SIZE DEPTH",
     "NUM_HEADS IMG_SIZE PATCH_SIZE NUM_CLASSES CHECKPOINT SUMMA_DIM VOCAB_SIZE NUM_CHUNKS LOG_PATH",
     "TRAIN_ITERS DECAY_ITERS EVAL_ITERS WARMUP_FRACTION NUM_GPUS LOCAL_BATCH_SIZE TOTAL_BATCH_SIZE",
     "MICRO_BATCH_SIZE SEQ_LEN MAX_SEQ_LENGTH NUM_BATCHES NUM_MINI_BATCHES SEED LOG MODEL PARALLEL",
@@ -83,7 +83,6 @@ def test_other_spellings_of_a_key_are_errors(name: str) -> None:
         ("cudnn_benchmrak", "cudnn_benchmark"),
         ("NUM_MICROBATCHES", "num_microbatches"),
         ("TENSOR_SHPAE", "TENSOR_SHAPE"),
-        ("GLOBAL_BATCHSIZE", "GLOBAL_BATCH_SIZE"),
     ],
 )
 def test_near_misses_are_errors_with_the_right_name(name: str, meant: str) -> None:
@@ -151,8 +150,7 @@ def test_single_edit_typos_get_the_right_name_first() -> None:
         total += len(sample)
     assert total > 7000
     assert right / total >= 0.95, sorted(by_key.items(), key=lambda item: item[1])[:10]
-    # Three letters are one edit from too many words: only `log` is left alone.
-    assert [key for key, share in by_key.items() if share < 0.7] == ["log"]
+    assert [key for key, share in by_key.items() if share < 0.7] == []
 
 
 @given(st.sampled_from([key for key in KEYS if len(key) > 3]), st.data())

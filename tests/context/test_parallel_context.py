@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from colonnade._launch import launch
-from colonnade.context.parallel_context import ParallelContext
+from colonnade.comm.torch_versions import timeout_of
+from colonnade.context.parallel_context import LaunchHook, ParallelContext, launch_hooks
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ContextError, LaunchError
 from colonnade.testing import run_world
@@ -220,3 +221,25 @@ def _no_grid() -> str:
 
 def test_modes_that_do_not_vary_independently_are_no_mesh():
     assert "do not form a grid" in run_world(4, _no_grid).values[0]
+
+
+class _Limits(LaunchHook):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def after_groups(self, context, groups):
+        self.seen.append(timeout_of().total_seconds())
+
+
+def _limits() -> list[float]:
+    hook = _Limits()
+    launch_hooks.append(hook)
+    for given in (None, 50.0):
+        with launch({}, context=ParallelContext(), verbose=False, timeout=given):
+            hook.seen.append(timeout_of().total_seconds())
+    return hook.seen
+
+
+def test_the_agreements_of_a_launch_wait_for_minutes_and_the_run_for_as_long_as_it_is_told():
+    (seen,) = run_world(1, _limits, backend=None).values
+    assert seen == [120, 1800, 50, 50]

@@ -41,7 +41,7 @@ def _clipped(name: str, clip: object, p: float) -> tuple[float, bytes, int]:
             whole = gather_gradients(engine.model, gpc)
             true = norm_of(whole, p)
             with collectives() as counted, Operations() as seen:
-                engine._clip_and_step()
+                engine._stepper.step()
             engine._end_step()
             norm = engine.grad_norm
             assert abs(norm.item() - true) <= RTOL * true
@@ -249,8 +249,10 @@ def _adaptive(clip: dict) -> list[tuple[str, list[float]]]:
     [
         ({"method": "zklip"}, "Did you mean 'zclip'"),
         ({"max_norm": 1.0, "groups": {"a": {"params": "heed.*"}}}, "matches no parameter"),
-        ({"max_norm": 1.0, "groups": {"a": {"params": "head.*", "max": 1}}}, "unknown key 'max'"),
-        ({"max_norm": 1.0, "groups": {"a": "head.*"}}, "dict(params="),
+        ({"method": {"type": "percentile", "window": 10**30}}, "window is a number of steps from 1 to 1000000"),
+        ({"method": {"type": "percentile", "percentile": 10**400}}, "takes no such options"),
+        ({"method": {"type": "zclip", "z_max": 10**400}}, "z_max is a number above 0"),
+        ({"method": {"type": "norm", "max_norm": "1"}}, "max_norm is a number above 0"),
         ({"method": {"type": "zclip", "sigma": 3}}, "takes no such options"),
     ],
 )

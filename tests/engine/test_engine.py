@@ -241,3 +241,12 @@ def test_a_schedule_that_cannot_be_built_is_named():
         pytest.raises(ConfigError, match="speed"),
     ):
         start(gpc)
+
+
+@pytest.mark.parametrize("options", [{"mode": "O2"}, {"backend": "nothing"}, {"level": 2}])
+def test_options_that_torch_compile_refuses_are_named(options):
+    with (
+        launch({"compile": options}, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
+    ):
+        initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)

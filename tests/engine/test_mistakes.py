@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import logging
 import weakref
 from typing import Any
 
@@ -11,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler, PlannedGradientHandler
-from colonnade.errors import GradientError
+from colonnade.errors import GradientError, PlacementError
+from colonnade.nn.layer import arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine.gradient_handler import scenarios
@@ -327,3 +331,85 @@ def _default_double() -> None:
 
 def test_double_precision_as_the_default_dtype():
     run_world(2, _default_double)
+
+
+def _batch_norms() -> None:
+    def start(*layers: nn.Module, **config: Any) -> None:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = nn.Sequential(nn.Linear(2, 2), *layers)
+            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
+
+    start(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    for quiet in (nn.BatchNorm1d(2).eval(), nn.SyncBatchNorm(2), nn.LayerNorm(2)):
+        start(quiet)
+    start(nn.BatchNorm1d(2), parallel={"tensor": 2})
+
+
+def test_batch_norms_that_see_a_part_of_the_batch_are_said_once():
+    first, second = run_world(2, _batch_norms).stderr
+    assert first.count("BatchNorm1d (1, 2) normalises over the rows that one rank has") == 1
+    assert first.count("normalises over") == 1
+    assert "normalises over" not in second
+
+
+def _repeated() -> list[str]:
+    """What is warned of, for each model."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said[-1] += record.getMessage()
+
+    logging.getLogger("colonnade").addHandler(Keep(logging.WARNING))
+    split = {"size": 2, "mode": "1d"}
+    for tensor, build in (
+        (2, lambda gpc: nn.Linear(4, 4)),
+        (2, lambda gpc: colonnade.nn.Linear.from_module(nn.Linear(4, 4), arrangement=arrange(gpc))),
+        (split, lambda gpc: nn.Linear(4, 4)),
+        (split, lambda gpc: colonnade.nn.Linear.from_module(nn.Linear(4, 4), arrangement=arrange(gpc))),
+        (2, scenarios.Split),
+        ({"size": 2, "mode": "sequence"}, lambda gpc: nn.Linear(4, 4)),
+        (1, lambda gpc: nn.Linear(4, 4)),
+    ):
+        said.append("")
+        with launch({"parallel": {"tensor": tensor}}, context=ParallelContext(), verbose=False) as gpc:
+            initialize(build(gpc), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0].close()
+    return said
+
+
+def test_ranks_that_would_repeat_each_others_work_are_told_of_it_once():
+    first, second = run_world(2, _repeated).values
+    repeat = "no parameter of the model is split over the 2 ranks of TENSOR: they repeat each other's work"
+    whole = "layers of colonnade.nn in the model are whole on each of the 2 ranks of TENSOR"
+    assert [(text.count(repeat), text.count(whole)) for text in first] == [(1, 0), (1, 1), (1, 0), *[(0, 0)] * 4]
+    assert "tensor=dict(size=2, mode='1d')" in first[0]
+    assert not any(second)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_tie_that_from_module_would_lose_is_refused():
+    Embedding, Classifier, Linear = colonnade.nn.Embedding, colonnade.nn.Classifier, colonnade.nn.Linear
+    with launch({"schedule": {"type": "OneFOneB", "num_microbatches": 2}}, context=ParallelContext()) as gpc:
+
+        def parameters(model: Any) -> int:
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            engine.close()
+            return len(list(engine.model.parameters()))
+
+        whole = Tied()
+        first = Embedding.from_module(whole.embedding)
+        for head in (Classifier.from_module(whole.head), Linear.from_module(whole.head), whole.head):
+            with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one.*weight=embedding"):
+                parameters(nn.Sequential(first, head))
+            stages = colonnade.split([nn.Sequential(first), nn.Sequential(head)])
+            with pytest.raises(PlacementError, match="come from one whole parameter"):
+                parameters(stages)
+        assert parameters(nn.Sequential(first, Classifier.from_module(whole.head, weight=first.weight))) == 1
+        assert parameters(nn.Sequential(first, Classifier.from_module(copy.deepcopy(whole.head)))) == 2
+        assert parameters(nn.Sequential(first, whole.requires_grad_(False).head)) == 2

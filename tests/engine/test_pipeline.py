@@ -213,10 +213,10 @@ def test_a_schedule_of_ones_own_in_a_few_lines_chosen_by_config():
     run_world(2, _own)
 
 
-def by_turns(num_ranks: int, num_micro_batches: int) -> dict[int, str]:
+def by_turns(num_ranks: int, num_microbatches: int) -> dict[int, str]:
     """An order of the user's own, on a V: one micro-batch after the other, forward and back."""
     return {
-        rank: " ".join(f"{a}F{k} {b}F{k} {b}B{k} {a}I{k} {a}W{k}" for k in range(num_micro_batches))
+        rank: " ".join(f"{a}F{k} {b}F{k} {b}B{k} {a}I{k} {a}W{k}" for k in range(num_microbatches))
         for rank in range(num_ranks)
         for a, b in [(rank, 2 * num_ranks - 1 - rank)]
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.precision import Precision
+from colonnade.errors import ConfigError
 from colonnade.testing import gather_weights, run_world
 from tests.engine.test_pipeline import Stage, all_parts, batch, build
 
@@ -102,3 +106,36 @@ def test_without_master_weights_the_parameters_are_bf16():
     for dtype, loss in run_world(2, _without_masters).values:
         assert dtype == "torch.bfloat16"
         assert loss > 0
+
+
+def test_a_mode_of_none_leaves_fp16_off():
+    assert Precision.read({"fp16": {"mode": None, "init_scale": 4.0}}) == Precision()
+    assert Precision.read({"fp16": {"init_scale": 4.0}}).dtype is torch.float16
+
+
+@pytest.mark.parametrize("config", [{"bf16": True}, {"fp16": True}], ids=str)
+def test_a_model_in_double_precision_is_refused_where_autocast_would_do_nothing(config):
+    built = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    with (
+        launch(config, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(ConfigError, match=r"0\.weight.*float64.*model\.float\(\)"),
+    ):
+        initialize(built, torch.optim.SGD(built.parameters(), lr=0.1), context=gpc)
+
+
+def test_a_copy_computes_with_its_own_weights_and_close_gives_the_forward_pass_back():
+    built = nn.Linear(4, 2)
+    with launch({"bf16": True}, context=ParallelContext(), verbose=False) as gpc:
+        criterion = nn.MSELoss()
+        engine, *_ = initialize(built, torch.optim.SGD(built.parameters(), lr=0.1), criterion, context=gpc)
+        average, x = copy.deepcopy(built), torch.randn(3, 4)
+        assert torch.equal(average(x), built(x))
+        with torch.no_grad():
+            built.weight.zero_()
+            built.bias.zero_()
+        assert average(x).dtype is torch.bfloat16
+        assert average(x).any()
+        assert not built(x).any()
+        engine.close()
+        assert (type(built), type(criterion)) == (nn.Linear, nn.MSELoss)
+        assert built(x).dtype is torch.float32

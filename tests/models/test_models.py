@@ -18,7 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, LanguageModelLoss, MoEGPT, ViT
-from colonnade.models.gpt import Block
+from colonnade.models.gpt import TransformerBlock
 from colonnade.nn.sequence import split_sequence
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.split import split
@@ -33,7 +33,7 @@ def test_in_one_process_a_block_is_torchs_own_transformer_layer(causal):
         GPT(16, 8, 16, 4, 1, context=ParallelContext()) if causal else ViT(8, 2, 16, 4, 1, 8, context=ParallelContext())
     ).double()
     give_weights(model)
-    block = next(module for module in model.modules() if isinstance(module, Block))
+    block = next(module for module in model.modules() if isinstance(module, TransformerBlock))
     theirs = nn.TransformerEncoderLayer(
         16, 4, 64, dropout=0.0, activation=F.gelu, batch_first=True, norm_first=True, dtype=torch.float64
     )

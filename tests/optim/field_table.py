@@ -33,7 +33,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         1,
         "ColossalAI #2192",
-        "expert gradients were summed with nobody's; each rank clipped by a norm of its own",
+        "expert gradients were never summed over their replicas; each rank clipped by a norm of its own",
         "experts over expert 2 in data 4, with their data twin",
         ("expert 2 in data 4",),
     ),

@@ -62,7 +62,7 @@ class Pair:
 
     def gradients(self, absent: Collection[int] = (), scale: float = 1.0) -> None:
         """New gradients on both sides; `absent` parameters get none."""
-        views = [view for bucket in self.buckets for view in bucket.views]
+        views = [view for bucket in self.buckets for view in bucket.layout.views(bucket.grad)]
         for index, (one, other, view) in enumerate(zip(self.theirs, self.ours, views, strict=True)):
             value = scale * torch.randn(one.shape, generator=self.source, dtype=torch.float64)
             one.grad = None if index in absent else value.to(one)
@@ -87,7 +87,7 @@ class Pair:
         else:
             torch.nn.utils.clip_grad_norm_(self.theirs, self.max_norm)
             self.torch.step()
-        self.flat.step(decision.divisor, decision.found_inf)
+        self.flat.step(decision.divisor, decision.found_inf, absent)
 
     def compare(self, rtol: float, atol: float) -> None:
         """Parameters and all state agree."""

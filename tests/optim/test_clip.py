@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_limits_that_are_none(max_norm: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, -2.0])
 def test_orders_that_are_none(p: float) -> None:
-    with pytest.raises(GradientError, match="above 0 or inf"):
+    with pytest.raises(GradientError, match="above 0 and up to 32, or inf"):
         grad_norm(held(), p)
 
 
@@ -220,4 +221,35 @@ def test_a_launched_context_is_passed_or_found(by_name: bool) -> None:
     values = run_world(4, _launched, by_name, env={"CUDA_VISIBLE_DEVICES": ""}).values
     assert len({bits for _, _, bits in values}) == 1
     for norm, true, _ in values:
+        assert norm == pytest.approx(true, rel=1e-12)
+
+
+def _stages() -> tuple[float, float]:
+    """Every stage of a pipeline has DTensors of its own on the ranks of its stage: (norm with a context, true norm)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor import distribute_tensor
+
+    def parameter_of(stage: int, mesh: Any) -> nn.Parameter:
+        made = nn.Parameter(distribute_tensor(wholes[stage], mesh, [TorchShard(0)], src_data_rank=None))
+        made.grad = distribute_tensor(wholes[stage], mesh, [TorchShard(0)], src_data_rank=None)
+        return made
+
+    wholes = [torch.randn(4, 3, generator=torch.Generator().manual_seed(at), dtype=torch.float64) for at in range(2)]
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage = square.get_local_rank("pp")
+    mine, copied = parameter_of(stage, square["tp"]), parameter_of(0, square["tp"])
+    assert grad_norm(copied).item() == pytest.approx(wholes[0].norm().item(), rel=1e-12)
+    for held in ([mine], [mine, copied]):
+        with pytest.raises(GradientError, match=r"hold different gradients.*pipeline.*context="):
+            clip_grad_norm_(held, 1.0, error_if_nonfinite=True)
+        assert math.isnan(grad_norm(held).item())
+    assert torch.equal(mine.grad.full_tensor(), wholes[stage])
+    with launch({"parallel": {"pipeline": 2, "tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        mine = parameter_of(gpc.get_local_rank(ParallelMode.PIPELINE), gpc.device_mesh(ParallelMode.TENSOR))
+        return clip_grad_norm_([mine], 1.0, context=gpc).item(), torch.stack(wholes).norm().item()
+
+
+def test_dtensors_of_pipeline_stages_need_a_context_which_knows_that_they_are_no_copies() -> None:
+    for norm, true in run_world(4, _stages).values:
         assert norm == pytest.approx(true, rel=1e-12)

@@ -31,9 +31,10 @@ def test_neighbours_become_one_with_every_view_where_it_was() -> None:
     buckets = buckets_in([torch.float32] * 4)
     (joined,) = join_neighbours(buckets)
     assert [id(member) for member in joined.members] == [id(m) for bucket in buckets for m in bucket.members]
-    before = [view for bucket in buckets for view in bucket.views]
-    assert [view.data_ptr() for view in joined.views] == [view.data_ptr() for view in before]
-    assert [view.shape for view in joined.views] == [view.shape for view in before]
+    before = [view for bucket in buckets for view in bucket.layout.views(bucket.grad)]
+    views = joined.layout.views(joined.grad)
+    assert [view.data_ptr() for view in views] == [view.data_ptr() for view in before]
+    assert [view.shape for view in views] == [view.shape for view in before]
     assert joined.slots == [0, 0, 1, 1, 2, 2, 3, 3]
     assert joined.grad.numel() == sum(bucket.grad.numel() for bucket in buckets)
 

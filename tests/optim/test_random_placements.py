@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.optim.blocks import Block
+from colonnade.optim.blocks import GradientBlock
 from colonnade.parallel.demand import Holding, holding
 from colonnade.testing import run_world
 from tests.optim.field_facts import Fact, judge
@@ -58,7 +58,7 @@ def contributions(piece: Piece, held: dict[int, Held], p: float) -> list[Tensor]
     """What each rank adds: |x|^p summed (for inf: the largest) over the slice of its block that is its to read."""
     values, parts = whole(piece, DOUBLE).abs(), []
     for entry in held.values():
-        owned = Block(values[entry.part].contiguous(), entry.holding.count, entry.holding.index).owned
+        owned = GradientBlock(values[entry.part].contiguous(), entry.holding.count, entry.holding.index).owned
         if owned.numel():
             parts.append(owned.max() if math.isinf(p) else owned.pow(p).sum())
     return parts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel import agreement
 from colonnade.parallel.agreement import broadcast_shared, check_placements
@@ -24,14 +24,15 @@ class One(nn.Module):
         self.w = nn.Parameter(torch.zeros(*shape))
 
 
-def _check(case: str) -> str:
-    with launch({"parallel": CASES[case][0]}, context=ParallelContext(), verbose=False) as gpc:
-        model = CASES[case][1](gpc)
-        try:
-            check_placements(model, gpc)
-        except PlacementError as error:
-            return str(error)
-        return ""
+def _check() -> dict[str, str]:
+    told = dict.fromkeys(CASES, "")
+    for case, (parallel, build, _) in CASES.items():
+        with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
+            try:
+                check_placements(build(gpc), gpc)
+            except PlacementError as error:
+                told[case] = str(error)
+    return told
 
 
 def even(gpc):
@@ -83,17 +84,25 @@ CASES = {
     "uneven": ({"tensor": 2}, uneven, ""),
     "tied": ({"pipeline": 4}, tied, ""),
     "replicated": ({"tensor": 2, "pipeline": 2}, lambda gpc: One(5), ""),
-    "uneven, not declared": ({"tensor": 2}, uneven_undeclared, "w: ranks expect wholes of different sizes"),
+    "uneven, not declared": (
+        {"tensor": 2},
+        uneven_undeclared,
+        "'w': (6, 2) torch.float32 on rank 0, (2, 2) torch.float32 on rank 1",
+    ),
     "wrong whole": ({"tensor": 2}, wrong_whole, "w: 8 elements found, 14 expected"),
-    "sharded, not placed": ({"tensor": 2}, sharded_but_not_said, "w: ranks expect wholes of different sizes"),
+    "sharded, not placed": (
+        {"tensor": 2},
+        sharded_but_not_said,
+        "'w': (3, 2) torch.float32 on rank 0, (1, 2) torch.float32 on rank 1",
+    ),
     "other names": ({"tensor": 2}, other_names, "do not have the same parameters"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_placements_must_add_up_to_the_whole(case):
-    for message in run_world(4, _check, case).values:
-        assert (CASES[case][2] in message) if CASES[case][2] else message == ""
+def test_placements_must_add_up_to_the_whole():
+    for told in run_world(4, _check).values:
+        for case, (*_, part) in CASES.items():
+            assert (part in told[case]) if part else told[case] == "", case
 
 
 def _start_different() -> tuple[float, float, float]:
@@ -126,3 +135,42 @@ def _in_pieces() -> list[float]:
 
 def test_weights_are_made_equal_in_pieces():
     assert run_world(2, _in_pieces).values == [[1.0], [1.0]]
+
+
+def _marked(gpc: ParallelContext, mark: str, value: object, specs: dict) -> str:
+    """What initialize says of a model whose rank 0 alone marks a parameter, as the ancestor's layers do."""
+    model = One(4, 2)
+    if gpc.get_global_rank() == 0:
+        setattr(model.w, mark, value)
+    if specs:
+        place(model.w, specs)
+    try:
+        initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0].close()
+    except PlacementError as error:
+        return str(error)
+    return ""
+
+
+def _marks() -> dict[str, str]:
+    said = {}
+    with launch({"parallel": {"tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        said["tensor"] = _marked(gpc, "is_tensor_parallel", True, {})
+        said["placed"] = _marked(gpc, "is_tensor_parallel", True, {TENSOR: Shard(0)})
+        said["off"] = _marked(gpc, "is_tensor_parallel", False, {})
+        said["alone"] = _marked(gpc, "pipeline_shared_module_pg", object(), {})
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        said["experts"] = _marked(gpc, "moe_info", object(), {})
+    with launch({"parallel": {"pipeline": 2}, "num_microbatches": 2}, context=ParallelContext(), verbose=False) as gpc:
+        said["shared"] = _marked(gpc, "pipeline_shared_module_pg", object(), {})
+    return said
+
+
+def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
+    for rank, said in enumerate(run_world(2, _marks).values):
+        assert said["placed"] == said["off"] == said["alone"] == ""
+        assert "w is marked is_tensor_parallel" in said["tensor"]
+        assert "place(parameter, {ParallelMode.TENSOR: Shard(dim)})" in said["tensor"]
+        assert "w is marked moe_info" in said["experts"]
+        assert "w is marked pipeline_shared_module_pg" in said["shared"]
+        assert "ParallelMode.PIPELINE: Tied(" in said["shared"]
+        assert ("on rank 0" in said["shared"]) == (rank == 1)

@@ -11,7 +11,6 @@ from torch import nn
 
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import PlacementError
-from colonnade.parallel.module_placement import place_module
 from colonnade.parallel.placement import (
     Placement,
     Replicate,
@@ -21,6 +20,7 @@ from colonnade.parallel.placement import (
     is_placed,
     logical_shape,
     place,
+    place_module,
     placement_of,
 )
 

@@ -144,16 +144,17 @@ def test_a_sequential_keeps_names_values_and_parameters(num_stages: int) -> None
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_model_that_declares_its_layers(by_name: bool) -> None:
     model = Language(by_name=by_name)
-    parts = split(model, at=["blocks.1", "head"])
+    ids = torch.arange(6).view(2, 3)
+    parts = split(model, at=["blocks.1", "head"], sample=ids)
     assert layer_names(parts.stages) == [("embed", "blocks.0"), ("blocks.1", "blocks.2"), ("head",)]
     keys = {key for stage in parts for key in stage.state_dict()}
     assert keys == set(model.state_dict())
-    ids = torch.arange(6).view(2, 3)
     assert torch.equal(run_all(parts.stages, ids), model(ids))
     parts[0].load_state_dict({key: value for key, value in model.state_dict().items() if key in parts[0].state_dict()})
 
 
 def test_cuts_may_name_a_nested_layer_or_the_container() -> None:
+    assert layer_names(split(sequential(), at="2.second").stages)[1][0] == "2.second"
     whole = layer_names(split(sequential(), at=["2", "4"]).stages)
     assert whole == [("0", "1"), ("2.first", "2.second", "3"), ("4", "5")]
     assert layer_names(split(sequential(), at=["2.second"]).stages)[1][0] == "2.second"
@@ -235,11 +236,12 @@ def test_time_is_measured_for_layers_that_pass_dicts_and_integers() -> None:
 
 def test_ties_are_reported_whether_shared_by_object_or_by_memory() -> None:
     model = Language(num_blocks=1)
-    assert split(model, num_stages=3).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
-    assert split(model, num_stages=1).ties == []
+    ids = torch.arange(6).view(2, 3)
+    assert split(model, num_stages=3, sample=ids).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
+    assert split(model, num_stages=1, sample=ids).ties == []
     loose = Language(num_blocks=1, tied=False)
     loose.head.out.weight = nn.Parameter(loose.embed.table.weight.data)
-    assert split(loose, num_stages=3).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
+    assert split(loose, num_stages=3, sample=ids).ties == [(("embed.table.weight", 0), ("head.out.weight", 2))]
     layer = nn.Linear(2, 2, bias=False)
     assert split(nn.Sequential(layer, layer, layer), num_stages=3).ties == [
         (("0.weight", 0), ("1.weight", 1), ("2.weight", 2))
@@ -262,6 +264,108 @@ def test_your_own_stages_are_taken_as_they_are() -> None:
         assert parts.ties == [(("weight", 0), ("weight", 1))]
     with pytest.raises(ScheduleError, match="a list of 2 modules is 2 stages"):
         split([first, second], num_stages=3)
+
+
+class Plain(nn.Module):
+    """Four layers; forward is what it is given."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.embed, self.pair, self.both, self.out = nn.Linear(4, 4), Pair(), Both(), nn.Linear(4, 2)
+        self.run = forward
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.embed, self.pair, self.both, self.out]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Both(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return left - right
+
+
+def as_declared(model: Plain, x: Tensor) -> Tensor:
+    left, right = model.pair(model.embed(x))
+    return model.out(model.both(left, right))
+
+
+def scaled(model: Plain, x: Tensor) -> Tensor:
+    left, right = model.pair(model.embed(x) * 3)
+    return model.out(model.both(left, right))
+
+
+def dropped(model: Plain, x: Tensor) -> Tensor:
+    left, right = model.pair(nn.functional.dropout(model.embed(x), 0.5, model.training))
+    return model.out(model.both(left, right))
+
+
+def swapped(model: Plain, x: Tensor) -> Tensor:
+    left, right = model.pair(model.embed(x))
+    return model.out(model.both(right, left))
+
+
+def residual(model: Plain, x: Tensor) -> Tensor:
+    return as_declared(model, x) + 1
+
+
+def skipped(model: Plain, x: Tensor) -> Tensor:
+    return model.out(model.embed(x))
+
+
+def entered(model: Plain, x: Tensor) -> Tensor:
+    return as_declared(model, -x)
+
+
+def unseen(model: Plain, x: Tensor) -> Tensor:
+    return as_declared(model, x) if bool(x.isfinite().all()) else x
+
+
+def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None:
+    x = torch.randn(3, 4)
+    for forward, why in {
+        scaled: "before 'pair' it has 'mul', not the result of 'embed'",
+        dropped: "before 'pair' it has 'dropout', not",
+        swapped: "before 'both' it has several values, not the result of 'pair'",
+        residual: "as its result it has 'add', not the result of 'out'",
+        skipped: "before 'out' it has 'embed', not the result of 'both'",
+        entered: "'embed' does not get what the model gets",
+    }.items():
+        with pytest.raises(ScheduleError, match=f"Plain cannot be shown to be its layers.*{why}.*sample="):
+            split(Plain(forward), num_stages=2)
+        with pytest.raises(ScheduleError, match="layers of Plain, one after another, give another result"):
+            split(Plain(forward), num_stages=2, sample=x)
+    with pytest.raises(ScheduleError, match=r"cannot be traced \(TraceError"):
+        split(Plain(unseen), num_stages=2)
+    for options in ({}, {"sample": x}):
+        assert len(split(Plain(as_declared), num_stages=2, **options)) == 2
+    assert len(split(Plain(unseen), num_stages=2, sample=x)) == 2
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Twice(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_sequential_with_a_forward_pass_or_hooks_of_its_own_is_looked_at_too() -> None:
+    layers = (nn.Linear(4, 4), nn.ReLU(inplace=True))
+    assert len(split(Twice(*layers), num_stages=2)) == 2
+    with pytest.raises(ScheduleError, match="as its result it has 'mul'"):
+        split(Doubled(*layers), num_stages=2)
+    hooked, patched = nn.Sequential(*layers), nn.Sequential(*layers)
+    hooked.register_forward_hook(lambda module, args, output: output + 1)
+    patched.forward = lambda x: x + 1  # type: ignore[method-assign]
+    for model in (hooked, patched):
+        with pytest.raises(ScheduleError, match="hooks, or a forward"):
+            split(model, num_stages=2)
+        with pytest.raises(ScheduleError, match="give another result"):
+            split(model, num_stages=2, sample=torch.ones(1, 4))
 
 
 class Lost(Language):

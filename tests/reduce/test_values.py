@@ -13,8 +13,7 @@ from torch import nn
 
 from colonnade.comm.memory import Memory
 from colonnade.reduce.bucket import Bucket
-from colonnade.reduce.buffer import Buffer
-from colonnade.reduce.owned import GradientShard
+from colonnade.reduce.buffer import Buffer, GradientShard
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.transports.local import Local
 from colonnade.reduce.values import BucketValues

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from colonnade.testing import compare, gather_weights, run_world
 from colonnade.trainer import Trainer
 from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
-from tests.trainer.runs import PIPELINE, cut, make_trainer, model
+from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
 
 COUNT = 32
 
@@ -145,6 +146,38 @@ def broken_test() -> str:
 
 def test_a_test_loader_that_fails_on_one_rank_is_an_error_on_every_rank():
     assert all("OSError: the disk is gone" in told for told in run_world(2, broken_test).values)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (torch.zeros(8, 6), r"a tensor of shape \(8, 6\).*\[batch\]"),
+        ({"x": torch.zeros(8, 6)}, r"a dict.*\[batch\]"),
+        (dataset(8), r"a TensorDataset.*get_dataloader"),
+        (None, "a NoneType"),
+        ("data", "a str"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_is_no_loader_is_refused(given, told):
+    with pytest.raises(ConfigError, match=f"an iterable of batches, not {told}"):
+        read_lengths(given, ParallelContext())
+
+
+def _no_loader_on_one_rank() -> None:
+    trainer = make_trainer({})
+    x = samples(8)[0]
+    for call in (trainer.predict, trainer.evaluate, partial(trainer.fit, epochs=1)):
+        with pytest.raises(ConfigError, match="not a tensor of shape"):
+            call(x if trainer.context.get_global_rank() == 0 else [x])
+    with pytest.raises(ConfigError, match="not a tensor of shape"):
+        trainer.fit(cut(range(8), 8), epochs=1, test_dataloader=x)
+    assert trainer.cur_step == 0  # before anything is trained
+    assert trainer.predict([x]).shape == (16, 3)
+
+
+def test_what_is_no_loader_on_one_rank_is_refused_on_every_rank():
+    run_world(2, _no_loader_on_one_rank)
 
 
 def test_lengths_speak_of_ranks():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import HookError
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, StepRecord, Trainer
-from colonnade.trainer.data import Feed
+from colonnade.trainer.data import Feed, Place
 from colonnade.trainer.hooks import (
     AccuracyHook,
     CsvHook,
@@ -35,7 +35,7 @@ from colonnade.trainer.hooks import (
     StopOnSignal,
 )
 from colonnade.utils import get_dataloader
-from tests.trainer.runs import PIPELINE, dataset, make_trainer
+from tests.trainer.runs import PIPELINE, dataset, make_trainer, samples
 
 COUNT, STEPS = 40, 14
 """In batches of 4 on two ranks: 5 steps an epoch; on one rank 10."""
@@ -191,14 +191,14 @@ def test_another_number_of_ranks_goes_on_after_as_many_samples(tmp_path):
     assert sum(line["samples"] for line in steps_of(tmp_path) if line["epoch"] == 0) == COUNT
 
 
-def taken(state: dict[str, Any] | None, count: int) -> tuple[list[int], dict[str, Any]]:
+def taken(state: Place | None, count: int) -> tuple[list[int], Place]:
     """The samples of `count` batches, from the start of epoch 1 or after `state`."""
     gpc = launch({}, context=ParallelContext(), verbose=False)
     loader = get_dataloader(TensorDataset(torch.arange(COUNT)), True, context=gpc, batch_size=4)
     feed = Feed(loader, gpc)
-    behind = feed.load_state_dict(state, None) if state else 0
-    batches = list(islice(feed.open(1, behind), count))
-    return [int(sample) for (batch,) in batches for sample in batch], feed.state_dict(behind + count)
+    place = feed.load_state_dict(state, None) if state else Place()
+    batches = list(islice(feed.open(1, place), count))
+    return [int(sample) for (batch,) in batches for sample in batch], feed.after(place, count)
 
 
 @pytest.mark.parametrize(("before", "batches", "after"), [(2, 3, 4), (4, 2, 2)])
@@ -207,6 +207,58 @@ def test_no_sample_is_lost_or_seen_twice_on_another_number_of_ranks(before, batc
     rest = run_world(after, taken, first[0][1], 99).values
     seen = [sample for samples, _ in [*first, *rest] for sample in samples]
     assert sorted(seen) == list(range(COUNT))
+
+
+class Seen(TensorDataset):
+    """Remembers which samples were read."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(*samples(count))
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def epoch_in_parts(folder: Path, parts: list[tuple[int, int, int]]) -> list[list[int]]:
+    """The samples that each part of an epoch learnt from; a part is (accumulation, size of a batch, last step)."""
+    read = []
+    for accumulation, size, last in parts:
+        trainer = make_trainer({"gradient_accumulation": accumulation})
+        data = Seen(COUNT)
+        hooks = [LoadCheckpointHook(folder), SaveCheckpointHook(100, folder, by_epoch=False)]
+        loader = get_dataloader(data, True, context=trainer.context, batch_size=size)
+        trainer.fit(loader, epochs=1, max_steps=last, hooks=hooks)
+        assert trainer.engine._passes == 0
+        trainer.engine.close()
+        trainer.context.destroy()
+        read.append(data.read)
+    return read
+
+
+def in_other_sizes(folder: Path) -> None:
+    cases = {
+        "a larger batch": [(1, 4, 3), (1, 32, 99)],
+        "more accumulation": [(1, 4, 3), (4, 4, 99)],
+        "back and forth": [(2, 4, 1), (3, 2, 2), (1, 12, 3), (2, 5, 99)],
+    }
+    for name, parts in cases.items():
+        seen = epoch_in_parts(folder / name, parts)
+        assert sorted(chain.from_iterable(seen)) == list(range(COUNT)), (name, seen)
+
+
+def test_another_batch_or_accumulation_goes_on_after_as_many_samples(tmp_path):
+    run_world(1, in_other_sizes, tmp_path)
+
+
+def test_a_loader_that_only_skips_begins_at_a_whole_batch_and_says_what_is_read_again(caplog):
+    loader = DataLoader(TensorDataset(torch.arange(COUNT)), batch_size=8)
+    feed = Feed(loader, ParallelContext())
+    place = feed.load_state_dict(Place(batches=3, samples=12), None)
+    assert next(feed.open(0, place))[0].tolist() == list(range(8, 16))
+    assert feed.after(place, 1).samples == 16
+    assert "4 of the 12 samples that this epoch has had are read again" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

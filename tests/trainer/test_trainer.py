@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import colonnade
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
 from colonnade.engine.schedule import BaseSchedule
 from colonnade.errors import ConfigError, HookError
 from colonnade.logging import get_dist_logger
@@ -213,6 +217,38 @@ def many_things() -> None:
 
 def test_arguments_and_what_is_missing():
     assert run_world(1, many_things).ok
+
+
+class OwnLoss(nn.Module):
+    """Returns its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.layers(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def without_criterion() -> None:
+    gpc = launch({}, context=ParallelContext(), verbose=False)
+    built = OwnLoss()
+    engine, *_ = initialize(built, torch.optim.SGD(built.parameters(), lr=0.0), context=gpc)
+    trainer = Trainer(engine)
+    batches = [{"x": x, "labels": y} for x, y in cut(range(10), 10)]
+    expected = F.cross_entropy(model()(samples(10)[0]), samples(10)[1]).item()
+    assert trainer.evaluate(batches) == {}  # it is not known yet that there is a loss
+    assert trainer.evaluate(batches, [hooks.LossHook()]) == {"Loss": pytest.approx(expected)}
+    trainer.fit(batches, epochs=1, test_dataloader=batches, hooks=[hooks.LossHook()])
+    for kind in ("train", "test"):
+        assert trainer.metric_values(kind) == {"Loss": pytest.approx(expected)}
+    assert trainer.evaluate(batches, hooks=[]) == {}
+    assert trainer.predict(batches)["logits"].shape == (10, 3)
+
+
+def test_a_model_with_a_loss_of_its_own_needs_no_criterion():
+    run_world(1, without_criterion)
 
 
 class Twice(BaseSchedule):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+_MOST_CORNERS = 1 << 23
+
 
 @dataclass(frozen=True)
 class Box:
@@ -48,16 +50,19 @@ def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
 
     Each box must lie inside. Then they tile it if and only if their elements add up and every corner but those
     of the whole meets an even number of boxes: the corners determine where an odd number of boxes lies on top
-    of each other, and if that is everywhere, the count of elements leaves no room for a second layer. This
-    takes time linear in the number of boxes.
+    of each other, and if that is everywhere, the count of elements leaves no room for a second layer. A box has 2^n
+    corners in the n dimensions that are cut at all; boxes with too many of them are refused by a ValueError.
     """
     filled = [box for box in boxes if box.numel]
     if not all(_inside(box, shape) for box in filled) or sum(box.numel for box in filled) != prod(shape):
         return False
+    cut = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in filled)]
+    if len(filled) << len(cut) > _MOST_CORNERS:
+        raise ValueError(f"{len(filled)} blocks that are cut along {len(cut)} dimensions are too many to be checked")
     odd: set[tuple[int, ...]] = set()
     for box in filled:
-        odd ^= _corners(box)
-    return odd == (_corners(whole_box(shape)) if prod(shape) else set())
+        odd ^= _corners(box, cut)
+    return odd == (_corners(whole_box(shape), cut) if prod(shape) else set())
 
 
 def _inside(box: Box, shape: tuple[int, ...]) -> bool:
@@ -66,8 +71,34 @@ def _inside(box: Box, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _corners(box: Box) -> set[tuple[int, ...]]:
-    return set(product(*zip(box.offset, box.stop, strict=True)))
+def _corners(box: Box, dims: Sequence[int]) -> set[tuple[int, ...]]:
+    return set(product(*((box.offset[dim], box.offset[dim] + box.shape[dim]) for dim in dims)))
+
+
+def boxes_in_order(start: int, stop: int, outer: Box, order: Sequence[int]) -> list[Box]:
+    """The boxes that elements [start, stop) of `outer` fill, counted with its dimensions in `order`, slowest first."""
+    back = places_of(order)
+    return [
+        Box(
+            tuple(outer.offset[dim] + box.offset[at] for dim, at in enumerate(back)),
+            tuple(box.shape[at] for at in back),
+        )
+        for box in boxes_of_range(start, stop, [outer.shape[dim] for dim in order])
+    ]
+
+
+def range_in_order(box: Box, outer: Box, order: Sequence[int]) -> tuple[int, int]:
+    """The smallest range of elements of `outer`, counted as in `boxes_in_order`, that has all of `box` in it."""
+    first = last = 0
+    for dim in order:
+        at = box.offset[dim] - outer.offset[dim]
+        first, last = first * outer.shape[dim] + at, last * outer.shape[dim] + at + box.shape[dim] - 1
+    return first, last + 1
+
+
+def places_of(order: Sequence[int]) -> list[int]:
+    """Where each dimension stands in `order`."""
+    return [order.index(dim) for dim in range(len(order))]
 
 
 def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:

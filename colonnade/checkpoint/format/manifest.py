@@ -1,7 +1,10 @@
 """The manifest of a checkpoint: what was saved, on which layout, in which files, and where each block lies.
 
-Plain data without torch. `Manifest.dump` writes one canonical text with a digest of itself; `parse` takes nothing
+Plain data without torch. `Manifest.dump` writes one text that ends with a digest of itself; `parse` takes nothing
 else, so that a changed byte anywhere is found, and takes no number or name on trust.
+
+A thousand ranks may write a piece of each tensor. So a piece has no record of its own: a `Cut` lists the ends and the
+files of all pieces of a part, and the parts that are cut alike share one.
 """
 
 from __future__ import annotations
@@ -9,17 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import lt
 from typing import Any
 
-from colonnade.checkpoint.format.boxes import Box, tiles
+from colonnade.checkpoint.format.boxes import Box, boxes_in_order, range_in_order, tiles
 from colonnade.checkpoint.format.records import Damaged, from_json, to_json
 from colonnade.context.layout import Layout
 from colonnade.errors import CheckpointError
 from colonnade.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 WIDTHS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -30,6 +36,10 @@ WIDTHS = {
 """Bytes of an element, by the names that safetensors gives to types."""
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
 """A plain name of a file of tensors: no folder, no "..", nothing hidden."""
+_HEAD = re.compile(rb'\{\s*"format":\s*(\d{1,9}),')
+_TAIL = re.compile(rb', ?"digest": ?"([0-9a-f]{64})"\}\n\Z')
+_MOST_DIMS = 64
+"""As many as torch has."""
 
 
 def tensors_file(rank: int) -> str:
@@ -48,16 +58,63 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Block:
-    """Some elements of a tensor: the entry `key` of `file` is the box at `offset`."""
+    """Some elements of a tensor that lie together: the box `box`, in the entry `key` of `file`, which has shape `shape`.
+
+    Without `order` the box is the entry. With it the entry is flat, and the box begins at its element `first` and has
+    its dimensions in this order, slowest first.
+    """
 
     file: str
     key: str
+    shape: tuple[int, ...]
+    box: Box
+    first: int = 0
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a part is cut into pieces: where each ends, and its file, a place in `Manifest.files`."""
+
+    stops: tuple[int, ...]
+    files: tuple[int, ...]
+
+    def pieces(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Those that have something of [first, last): (file, start, stop) of each."""
+        for at in range(bisect_right(self.stops, first), len(self.stops)):
+            start = self.stops[at - 1] if at else 0
+            if start >= last:
+                return
+            yield self.files[at], start, self.stops[at]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, which lies in pieces in one file or many, in each under `key`. `cut`: see `Manifest.cuts`.
+
+    Without `order` it is cut along its first dimension, and a piece is some rows. With it a piece is a range of its
+    elements, counted with the dimensions in this order, slowest first.
+    """
+
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    key: str
+    cut: int
 
     @property
     def box(self) -> Box:
         return Box(self.offset, self.shape)
+
+    @property
+    def length(self) -> int:
+        """How much there is to cut: rows, or elements."""
+        return prod(self.shape if self.order is not None else self.shape[:1])
+
+    def rows(self, start: int, stop: int) -> Box:
+        """The box of some of its rows; of a part without dimensions, which is its own row, the part."""
+        first = (self.offset[0] + start,) if self.offset else ()
+        return Box((*first, *self.offset[1:]), (*((stop - start,) if self.shape else ()), *self.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -72,21 +129,28 @@ class TensorRecord:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    blocks: tuple[Block, ...]
+    parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
         """Its bytes."""
         return prod(self.shape) * WIDTHS[self.dtype]
 
+    def __str__(self) -> str:
+        return f"{self.label}{f' ({self.state_name})' if self.state_name else ''}"
+
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """Options of an optimizer's parameter group, and the labels of its members. `index` is its place."""
+    """Options of an optimizer's parameter group, and the labels of its members. `index` is its place.
+
+    `optimizer` is the name of the optimizer's class; format 1 had none.
+    """
 
     index: int
     names: tuple[str, ...]
     options: ItemRecord
+    optimizer: str | None
 
 
 @dataclass(frozen=True)
@@ -131,6 +195,7 @@ class Manifest:
     time: float
     layout: LayoutRecord
     files: tuple[FileRecord, ...]
+    cuts: tuple[Cut, ...]
     tensors: tuple[TensorRecord, ...]
     groups: tuple[GroupRecord, ...] | None
     items: tuple[ItemRecord, ...]
@@ -141,53 +206,87 @@ class Manifest:
         """The bytes of all files of tensors."""
         return sum(file.size for file in self.files)
 
+    def blocks(self, part: Part, box: Box) -> Iterator[Block]:
+        """What lies together in files and has something of `box`, which is inside the part."""
+        cut = self.cuts[part.cut]
+        if part.order is None:
+            first = box.offset[0] - part.offset[0] if box.offset else 0
+            for file, start, stop in cut.pieces(first, first + (box.shape[0] if box.shape else 1)):
+                rows = part.rows(start, stop)
+                yield Block(self.files[file].name, part.key, rows.shape, rows)
+            return
+        first, last = range_in_order(box, part.box, part.order)
+        for file, start, stop in cut.pieces(first, last):
+            at = max(start, first)
+            for inside in boxes_in_order(at, min(stop, last), part.box, part.order):
+                yield Block(self.files[file].name, part.key, (stop - start,), inside, at - start, part.order)
+                at += inside.numel
+
     def dump(self) -> bytes:
-        """The canonical text."""
-        content = {"format": FORMAT, **to_json(self)}
-        return _canonical({**content, "digest": _digest(content)})
-
-
-@dataclass(frozen=True)
-class _Version:
-    format: int
+        """The text of it."""
+        body = json.dumps({"format": FORMAT, **to_json(self)}, allow_nan=False, separators=(",", ":")).encode()[:-1]
+        return body + f',"digest":"{_digest(body)}"}}\n'.encode()
 
 
 def parse(raw: bytes) -> Manifest:
     """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for a newer format."""
     try:
-        content = json.loads(raw, parse_constant=_refuse_constant)
-        version = from_json(_Version, content, MANIFEST).format
-        if version > FORMAT:
-            raise CheckpointError(
-                f"it has format {version}, written by Colonnade {content.get('colonnade')}; this is {__version__}, which "
-                f"reads formats up to {FORMAT}. Update Colonnade to load it."
-            )
-        digest = content.pop("digest", None)
-        if digest != _digest(content):
-            raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(content)}, expected {digest}")
-        if _canonical({**content, "digest": digest}) != raw:
+        version = _version(raw)
+        tail = _TAIL.search(raw, max(0, len(raw) - 90))
+        if tail is None:
             raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
-        manifest = from_json(Manifest, content, MANIFEST)
+        body, digest = raw[: tail.start()], tail[1].decode()
+        if digest != _digest(body):
+            raise Damaged(f"{MANIFEST} was changed: its digest is {_digest(body)}, expected {digest}")
+        content = json.loads(body + b"}", parse_constant=_refuse_constant)
+        manifest = from_json(Manifest, _from_format_1(content) if version == 1 else content, MANIFEST)
         _check(manifest)
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error}") from None
     return manifest
+
+
+def _version(raw: bytes) -> int:
+    head = _HEAD.match(raw)
+    version = int(head[1]) if head else 0
+    if version > FORMAT:
+        by = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
+        raise CheckpointError(
+            f"it has format {version}, written by Colonnade {by[1].decode() if by else '?'}; this is {__version__}, "
+            f"which reads formats up to {FORMAT}. Update Colonnade to load it."
+        )
+    if version < 1:
+        raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")
+    return version
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _canonical(content: Any) -> bytes:
-    return json.dumps(content, allow_nan=False).encode() + b"\n"
+def _digest(body: bytes) -> str:
+    """Of the JSON object as it would be without the digest at its end."""
+    digest = hashlib.sha256(body)
+    digest.update(b"}\n")
+    return digest.hexdigest()
 
 
-def _digest(content: Any) -> str:
-    return hashlib.sha256(_canonical(content)).hexdigest()
+def _from_format_1(content: Any) -> Any:
+    """A manifest of format 1, in which every block was a record that names its file: each is a part in one piece."""
+    numbers = {file["name"]: at for at, file in enumerate(content["files"])}
+    cuts: list[Any] = []
+    for tensor in content["tensors"]:
+        tensor["parts"] = []
+        for block in tensor["blocks"]:
+            if block["file"] not in numbers:
+                raise Damaged(f"{MANIFEST} speaks of {block['file']}, which is not among its files")
+            tensor["parts"].append({**block, "order": None, "cut": len(cuts)})
+            cuts.append({"stops": block["shape"][:1] or [1], "files": [numbers[block["file"]]]})
+    return {**content, "cuts": cuts}
 
 
 def _check(manifest: Manifest) -> None:
-    """Refuse what contradicts itself; what passes can be read without asking again."""
+    """Refuse what contradicts itself; what passes can be read without asking again. In time linear in the text."""
     files = {file.name for file in manifest.files}
     for name in files:
         if not _FILE.fullmatch(name):
@@ -197,28 +296,69 @@ def _check(manifest: Manifest) -> None:
             )
     if len(files) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
-    items = [*manifest.items, *(group.options for group in manifest.groups or ())]
-    used = [(block.file, block.key) for tensor in manifest.tensors for block in tensor.blocks]
-    used += [(item.file, item.entry(at)) for item in items if item.file for at in range(item.tensors)]
-    if len(set(used)) != len(used):
-        raise Damaged(f"{MANIFEST} uses one entry of a file twice")
-    strangers = {file for file, _ in used} - files
-    if strangers:
-        raise Damaged(f"{MANIFEST} speaks of {sorted(strangers)[0]}, which is not among its files")
-    if any(item.tensors and item.file is None for item in items):
-        raise Damaged(f"{MANIFEST} has a value whose tensors are nowhere")
+    for cut in manifest.cuts:
+        ends = (0, *cut.stops)
+        if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
+            raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces do not follow each other")
+        if max(cut.files, default=0) >= len(files):
+            raise Damaged(f"{MANIFEST} speaks of file {max(cut.files)}, and has {len(files)} files")
     for tensor in manifest.tensors:
-        check_tiled(tensor)
+        check_tiled(tensor, manifest.cuts)
+    _check_entries(manifest, files)
     stored = sum(tensor.size for tensor in manifest.tensors)
     if stored > manifest.size:
         raise Damaged(f"{MANIFEST} speaks of {stored} bytes of tensors in files of {manifest.size} bytes")
 
 
-def check_tiled(tensor: TensorRecord) -> None:
-    """Refuse a tensor of an unknown type, or whose blocks do not make the whole exactly once."""
-    what = f"{tensor.label}{f' ({tensor.state_name})' if tensor.state_name else ''}"
+def _check_entries(manifest: Manifest, files: set[str]) -> None:
+    """Every value's tensors are somewhere, and no entry of a file is two things."""
+    items = [*manifest.items, *(group.options for group in manifest.groups or ())]
+    used: dict[str, set[int]] = {}
+    twice = len({(item.file, item.key) for item in items if item.tensors}) != sum(item.tensors > 0 for item in items)
+    keys = {item.key for item in items if item.tensors}
+    for part in (part for tensor in manifest.tensors for part in tensor.parts):
+        mine = manifest.cuts[part.cut].files
+        theirs = used.setdefault(part.key, set())
+        before = len(theirs)
+        theirs.update(mine)
+        twice |= len(theirs) != before + len(mine) or part.key.rpartition("#")[0] in keys
+    if twice:
+        raise Damaged(f"{MANIFEST} uses one entry of a file twice")
+    for item in items:
+        if item.file is not None and item.file not in files:
+            raise Damaged(f"{MANIFEST} speaks of {item.file}, which is not among its files")
+        marks = sorted(_marks(item.value))
+        if len(marks) != item.tensors or marks != list(range(len(marks))):
+            raise Damaged(f"{MANIFEST}: {item.name} has {item.tensors} tensors, of which its value has {len(marks)}")
+        if marks and item.file is None:
+            raise Damaged(f"{MANIFEST} has a value whose tensors are nowhere")
+
+
+def _marks(value: Any) -> Iterator[int]:
+    """The numbers of the tensors in a value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict) and "$tensor" in value:
+        yield int(value["$tensor"])
+    else:
+        for entry in inner:
+            yield from _marks(entry)
+
+
+def check_tiled(tensor: TensorRecord, cuts: Sequence[Cut]) -> None:
+    """Refuse a tensor of an unknown type, or whose pieces do not make the whole exactly once."""
     if tensor.dtype not in WIDTHS:
-        raise Damaged(f"{what} has the type {tensor.dtype}, which is none of {', '.join(WIDTHS)}")
-    if not tiles((block.box for block in tensor.blocks), tensor.shape):
-        places = ", ".join(f"{list(block.offset)}+{list(block.shape)}" for block in tensor.blocks[:8])
-        raise Damaged(f"the blocks of {what} do not make a whole of shape {list(tensor.shape)}: {places or 'none'}")
+        raise Damaged(f"{tensor} has the type {tensor.dtype}, which is none of {', '.join(WIDTHS)}")
+    if len(tensor.shape) > _MOST_DIMS:
+        raise Damaged(f"{tensor} has {len(tensor.shape)} dimensions; at most {_MOST_DIMS} are possible")
+    whole = all(_is_whole(part, len(tensor.shape), cuts) for part in tensor.parts)
+    if not whole or not tiles((part.box for part in tensor.parts), tensor.shape):
+        places = ", ".join(f"{list(part.offset)}+{list(part.shape)}" for part in tensor.parts[:8])
+        raise Damaged(f"the blocks of {tensor} do not make a whole of shape {list(tensor.shape)}: {places or 'none'}")
+
+
+def _is_whole(part: Part, dims: int, cuts: Sequence[Cut]) -> bool:
+    """Whether its pieces, which follow each other, go from its start to its end, and its order is one."""
+    if not len(part.offset) == len(part.shape) == dims:
+        return False
+    in_order = part.order is None or sorted(part.order) == list(range(dims))
+    return in_order and cuts[part.cut].stops[-1:] == (part.length,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -23,8 +23,16 @@ class Damaged(CheckpointError):
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """A dataclass, and those in it, as JSON objects."""
-    return asdict(record, dict_factory=lambda pairs: {_KEYS.get(name, name): value for name, value in pairs})
+    """A dataclass, and those in it, as JSON objects. Lists of plain values are taken as they are, however long."""
+    return {_KEYS.get(field.name, field.name): _plain(getattr(record, field.name)) for field in fields(record)}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_json(value)
+    if isinstance(value, (tuple, list)) and not _PLAIN.keys() >= set(map(type, value)):
+        return [_plain(entry) for entry in value]
+    return value
 
 
 def from_json(kind: type[Record], content: Any, where: str) -> Record:
@@ -60,9 +68,15 @@ def _value(expected: Any, value: Any, where: str) -> Any:
 
 def _entries(expected: Any, value: Any, where: str) -> list[Any]:
     fits, _, what = _PLAIN.get(expected, (None, "", "a list"))
-    if not isinstance(value, list) or (fits is not None and not all(map(fits, value))):
+    if not isinstance(value, list):
         _refuse(value, where, what)
-    return value if fits is not None else _fixed([expected] * len(value), value, where)
+    if fits is None:
+        return _fixed([expected] * len(value), value, where)
+    # Lists may be long: the types of all, and of numbers the smallest and the largest, say as much as each of them.
+    few = [min(value), max(value)] if set(map(type, value)) == {int} else value
+    if not all(map(fits, few)):
+        _refuse(value, where, what)
+    return value
 
 
 def _fixed(kinds: Sequence[Any], value: Any, where: str) -> list[Any]:

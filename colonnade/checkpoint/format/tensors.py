@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.manifest import WIDTHS, Block, FileRecord, TensorRecord
+from colonnade.checkpoint.format.boxes import Box, places_of, whole_box
+from colonnade.checkpoint.format.manifest import WIDTHS, Block, FileRecord, Manifest, TensorRecord
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.errors import CheckpointError, listed
 
@@ -84,8 +84,13 @@ def type_name(tensor: Tensor, what: str) -> str:
     return _NAMES[tensor.dtype]
 
 
+def dtype_of(record: TensorRecord) -> torch.dtype:
+    """Torch's type of a saved tensor."""
+    return _TYPES[record.dtype]
+
+
 def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None] = lambda: None) -> FileRecord:
-    """Write a new file and see it on disk; returns its size and hash, taken from the bytes on their way.
+    """Write a new file, see it on disk and see that it opens; returns its size and hash, of the bytes on their way.
 
     `rest` is called after each chunk: a thread that has time makes room for others there.
     """
@@ -104,6 +109,9 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
             fault_point("tensor written")
         fault_point("file written")
         os.fsync(file.fileno())
+    with safe_open(str(path), framework="pt") as file:  # refuses a table that does not match the bytes
+        if len(file.keys()) != len(ordered):
+            raise CheckpointError(f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written")
     fault_point("file synced")
     return FileRecord(path.name, size, digest.hexdigest())
 
@@ -122,41 +130,52 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 class TensorReader:
     """Reads blocks, and parts of blocks, from the files of one checkpoint; opened when first needed."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
+        self._manifest = manifest
         self._open: dict[str, Any] = {}
 
-    def fill(self, target: Tensor, box: Box, blocks: Iterable[Block], dtype: str) -> None:
+    def fill(self, target: Tensor, box: Box, record: TensorRecord) -> None:
         """Copy the elements of `box` out of the blocks that hold some of them into `target`."""
         with torch.no_grad():
-            for block in blocks:
-                part = box.shared_with(block.box)
-                if part is not None:
-                    found = self._slice(block.file, block.key, block.shape, dtype)
-                    target[part.slices_in(box)].copy_(found[part.slices_in(block.box)])
+            for part in record.parts:
+                wanted = box.shared_with(part.box)
+                for block in self._manifest.blocks(part, wanted) if wanted is not None else ():
+                    shared = box.shared_with(block.box)
+                    if shared is not None:
+                        target[shared.slices_in(box)].copy_(self._read(block, shared, record.dtype))
 
-    def new(self, box: Box, blocks: Iterable[Block], dtype: str) -> Tensor:
+    def new(self, box: Box, record: TensorRecord) -> Tensor:
         """The elements of `box` as a new tensor."""
-        target = torch.empty(box.shape, dtype=_TYPES[dtype])
-        self.fill(target, box, blocks, dtype)
+        target = torch.empty(box.shape, dtype=dtype_of(record))
+        self.fill(target, box, record)
         return target
 
     def whole(self, record: TensorRecord) -> Tensor:
         """All elements of a saved tensor."""
-        return self.new(whole_box(record.shape), record.blocks, record.dtype)
+        return self.new(whole_box(record.shape), record)
 
     def entry(self, file: str, key: str) -> Tensor:
         """A whole entry, whatever its shape."""
         with _damaged_if_broken(file):
             return self._file(file).get_tensor(key).clone()
 
-    def _slice(self, file: str, key: str, shape: tuple[int, ...], dtype: str) -> Any:
-        with _damaged_if_broken(file):
-            found = self._file(file).get_slice(key)
+    def _read(self, block: Block, box: Box, dtype: str) -> Tensor:
+        """The elements of `box`, which is inside the block."""
+        with _damaged_if_broken(block.file):
+            found = self._file(block.file).get_slice(block.key)
             there = (tuple(found.get_shape()), found.get_dtype())
-        if there != (shape, dtype):
-            raise Damaged(f"{file}: {key} is {there[1]} of shape {list(there[0])}, expected {dtype} of {list(shape)}")
-        return found
+            if there != (block.shape, dtype):
+                raise Damaged(
+                    f"{block.file}: {block.key} is {there[1]} of shape {list(there[0])}, expected {dtype} of "
+                    f"{list(block.shape)}"
+                )
+            if block.order is None:
+                values: Tensor = found[box.slices_in(block.box)]
+                return values
+            flat: Tensor = found[block.first : block.first + block.box.numel]
+        ordered = flat.view([block.box.shape[dim] for dim in block.order])
+        return ordered.permute(places_of(block.order))[box.slices_in(block.box)]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from colonnade.checkpoint.format.manifest import Manifest, TensorRecord
 from colonnade.checkpoint.format.tensors import TensorReader, type_name
-from colonnade.checkpoint.plan.tensors import EXTRA_STATE, LocalTensor
+from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
 
@@ -59,19 +60,24 @@ class LoadPlan:
         lines = [f"  {what} ({len(names)}): {_some(names)}" for what, names in problems.items() if names]
         if lines:
             raise CheckpointError(
-                f"{where} does not fit this model; nothing was loaded:\n" + "\n".join(lines) + "\nBuild the model that "
+                f"{where} does not fit this model:\n" + "\n".join(lines) + "\nBuild the model that "
                 "was saved (names, sizes and types are in the manifest), or load another checkpoint."
             )
 
-    def load_model(self, model: nn.Module, reader: TensorReader, values: SavedValues) -> None:
-        """Fill every parameter and buffer in place, reading only what this rank needs; give modules their extra state."""
+    def read_tensors(self, reader: TensorReader, values: SavedValues) -> list[Tensor]:
+        """What every parameter and buffer of this rank is to hold, in new memory, reading only what it needs."""
+        found = []
         for tensor in self.tensors:
             record = self.record_of(tensor)
-            reader.fill(tensor.local, tensor.box, record.blocks, record.dtype)
-        for name, module in model.named_modules():
-            key = f"model/{name}{'.' if name else ''}{EXTRA_STATE}"
-            if values.has(key):
-                module.set_extra_state(values.get(key))
+            own = values.own_buffer(record.label)
+            found.append(reader.new(tensor.box, record) if own is None else own)
+        return found
+
+    def set_tensors(self, found: Iterable[Tensor]) -> None:
+        """Give every parameter and buffer, in place, what `read_tensors` found."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors, found, strict=True):
+                tensor.local.copy_(value)
 
     def _match(self, tensor: LocalTensor, record: TensorRecord) -> None:
         self._records[id(tensor)] = record

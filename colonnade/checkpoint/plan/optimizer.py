@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from colonnade.checkpoint.format.boxes import Box
 from colonnade.checkpoint.format.manifest import GroupRecord, TensorRecord
-from colonnade.checkpoint.format.tensors import TensorReader
+from colonnade.checkpoint.format.tensors import TensorReader, dtype_of
 from colonnade.checkpoint.format.values import Encoded, encode
 from colonnade.checkpoint.plan.load import LoadPlan
 from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
+from colonnade.logging import get_dist_logger
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
@@ -45,19 +46,26 @@ class ParameterState:
 
 @dataclass(frozen=True, eq=False)
 class ParameterGroup:
-    """A parameter group: its place, its members and its options."""
+    """A parameter group: its place, its members, its options, and the class of its optimizer."""
 
     index: int
     members: tuple[LocalTensor, ...]
     options: Encoded
+    optimizer: str
 
 
 def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterGroup]:
     """The optimizer's groups, their parameters found in the model."""
     return [
-        ParameterGroup(at, members, encode(_options(group), f"param_groups[{at}]"))
+        ParameterGroup(at, members, encode(_options(group), f"param_groups[{at}]"), class_name(optimizer))
         for at, (group, members) in enumerate(zip(optimizer.param_groups, _members(optimizer, tensors), strict=True))
     ]
+
+
+def class_name(optimizer: Any) -> str:
+    """The class whose state it is; of a sharded optimizer the one that it shards."""
+    kind: type[Any] = getattr(optimizer, "optimizer_class", type(optimizer))
+    return kind.__name__
 
 
 def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterState]:
@@ -130,6 +138,7 @@ class OptimizerLoader:
             raise CheckpointError("the checkpoint was saved without an optimizer; load it with optimizer=None")
         self._groups = plan.manifest.groups
         self._plan, self._reader, self._values = plan, reader, values
+        self._rounded: list[str] = []
         self._records: dict[str, list[TensorRecord]] = {}
         for record in plan.manifest.tensors:
             if record.state_name:
@@ -142,7 +151,8 @@ class OptimizerLoader:
         number = 0
         members = _members(optimizer, self._plan.tensors)
         for index, (group, parameters) in enumerate(zip(optimizer.param_groups, members, strict=True)):
-            options = self._saved_options(index, group, {self._plan.record_of(one).label for one in parameters})
+            labels = {self._plan.record_of(one).label for one in parameters}
+            options = self._saved_options(index, group, labels, class_name(optimizer))
             kept = {key: group[key] for key in (*_NOT_OPTIONS, *_IMPLEMENTATION) if key in group}
             groups.append({**options, **kept, "params": list(range(number, number + len(parameters)))})
             for parameter in parameters:
@@ -150,9 +160,15 @@ class OptimizerLoader:
                 if found:
                     state[number] = found
                 number += 1
+        if self._rounded:
+            get_dist_logger().warning(
+                f"the checkpoint has moments of master copies in {self._rounded[0]}, and this optimizer keeps no master "
+                f"copies: {len(self._rounded)} of them were rounded to the types of their parameters",
+                ranks=[0],
+            )
         return {"state": state, "param_groups": groups}
 
-    def _saved_options(self, index: int, group: Mapping[str, Any], labels: set[str]) -> dict[str, Any]:
+    def _saved_options(self, index: int, group: Mapping[str, Any], labels: set[str], kind: str) -> dict[str, Any]:
         """The options that these parameters had; for a group without any here, those of the group in its place."""
         records = self._records_of_group(index, labels)
         found = [self._values.decoded(record.options) for record in records]
@@ -167,6 +183,12 @@ class OptimizerLoader:
             raise CheckpointError(
                 f"group {index} of the optimizer has the options {listed(unknown)}, which the saved one had not: it was "
                 f"another kind of optimizer. Load with that kind, or with optimizer=None."
+            )
+        saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
+        if saved is not None:
+            raise CheckpointError(
+                f"the checkpoint has the state of {saved}, and this is {kind}, which would step on it in another way. "
+                f"Load with {saved}, or with optimizer=None to begin with fresh state."
             )
         return options
 
@@ -190,21 +212,27 @@ class OptimizerLoader:
                 return {}
         weight = self._plan.record_of(parameter)
         state: dict[str, Any] = {}
-        for record in self._records.get(weight.label, ()):
+        records = self._records.get(weight.label, ())
+        has_master = any(record.state_name == MASTER for record in records)
+        for record in records:
             if record.shape != weight.shape or record.state_name == "step":
                 state[record.state_name] = self._reader.whole(record)
             elif shard is not None:
                 state[record.state_name] = self._shard(parameter, shard, record)
             elif record.state_name != MASTER:
-                value = self._reader.new(parameter.box, record.blocks, record.dtype)
+                value = self._reader.new(parameter.box, record)
+                if has_master and value.dtype != parameter.local.dtype:
+                    # Moments of a master copy have its type; an optimizer of the parameter itself takes only its own.
+                    self._rounded.append(str(value.dtype))
+                    value = value.to(parameter.local.dtype)
                 state[record.state_name] = _as_parameter(value, parameter.tensor)
         return {**state, **self._values.optimizer_state_of(weight.label)}
 
     def _shard(self, parameter: LocalTensor, shard: FlatShard, record: TensorRecord) -> Tensor:
         """Just the elements of the shard."""
-        values = self._reader.new(Box((0,), (shard.stop - shard.start,)), (), record.dtype)
+        values = torch.empty(shard.stop - shard.start, dtype=dtype_of(record))
         for box, view in boxes_in_memory(parameter, shard.start, shard.stop, values):
-            self._reader.fill(view, box, record.blocks, record.dtype)
+            self._reader.fill(view, box, record)
         return values
 
 

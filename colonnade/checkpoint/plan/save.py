@@ -1,7 +1,4 @@
-"""SavePlan: what one rank writes. Each distinct block is written once, by the first of the ranks that hold it.
-
-Then every rank's note of what it wrote makes one manifest.
-"""
+"""SavePlan: what one rank writes. Each distinct block is written once, by the first of the ranks that hold it."""
 
 from __future__ import annotations
 
@@ -13,24 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.manifest import (
-    Block,
-    FileRecord,
-    GroupRecord,
-    ItemRecord,
-    TensorRecord,
-    check_tiled,
-    tensors_file,
-)
-from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.manifest import GroupRecord, ItemRecord, tensors_file
 from colonnade.checkpoint.format.tensors import Entry, type_name
 from colonnade.checkpoint.format.values import Encoded, encode, is_stateful
+from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
 from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState, read_groups, read_state
-from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory, extra_states
-from colonnade.checkpoint.plan.values import RANDOM
+from colonnade.checkpoint.plan.tensors import LocalTensor, extra_states, memory_order
+from colonnade.checkpoint.plan.values import BUFFER, RANDOM
 from colonnade.checkpoint.random_state import random_state
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import CheckpointError
 from colonnade.parallel.dtensor import local_part
 
 
@@ -48,6 +36,11 @@ class LocalState:
         self.tensors = tensors
         for tensor in tensors:
             type_name(tensor.local, tensor.names[0])
+        self.buffers = [
+            (tensor, encode(tensor.local, tensor.label))
+            for tensor in tensors
+            if len(tensor.holders) > 1 and not isinstance(tensor.tensor, nn.Parameter)
+        ]
         self.items = {RANDOM: encode(random_state(context), "the random state")}
         for name, value in extra_states(model).items():
             self.items[f"model/{name}"] = encode(value, f"the model's {name}")
@@ -61,21 +54,8 @@ class LocalState:
         """What the other ranks must know, to agree with this one on who writes what."""
         stepped = {state.parameter.label for state in self.optimizer}
         members = {one.label: one.label in stepped for group in self.groups or () for one in group.members}
-        return {"optimizer": members, "items": {name: item.digest() for name, item in self.items.items()}}
-
-
-@dataclass
-class RankNote:
-    """All that one rank adds to the manifest: tensors with the blocks that it wrote, if any, values, and its file.
-
-    `groups` come with the digest of their options: those of equal index and digest are one. None: no optimizer.
-    """
-
-    rank: int
-    groups: list[tuple[str, GroupRecord]] | None
-    tensors: list[TensorRecord] = field(default_factory=list)
-    items: list[ItemRecord] = field(default_factory=list)
-    file: FileRecord | None = None
+        values = [*self.items.items(), *((f"{BUFFER}{tensor.label}", item) for tensor, item in self.buffers)]
+        return {"optimizer": members, "items": {name: item.digest() for name, item in values}}
 
 
 @dataclass
@@ -84,6 +64,7 @@ class SavePlan:
 
     note: RankNote
     entries: list[Entry] = field(default_factory=list)
+    _pieces: dict[tuple[Outline, int, int], list[tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -97,13 +78,22 @@ class SavePlan:
             torch.cuda.current_stream().synchronize()
         self.entries = [Entry.of(key, copy) for key, copy in copies]
 
-    def add_tensor(self, record: TensorRecord, key: str, box: Box, local: Tensor, writes: bool) -> None:
-        """A tensor that the rank knows of, and the block of it that it writes."""
-        if writes:
-            block = Block(tensors_file(self.note.rank), key, box.offset, box.shape)
-            record = replace(record, blocks=(block,))
-            self.entries.append(Entry.of(key, local))
-        self.note.tensors.append(record)
+    def add_box(self, outline: Outline, box: Box, state_name: str, value: Tensor, writes: bool) -> None:
+        """A tensor that the rank knows of, and the box of it that it writes: some rows of the outline's."""
+        start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
+        self.add(outline, start, stop if writes else start, state_name, value)
+
+    def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
+        """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
+        key = entry_key(outline.label, state_name)
+        self._pieces.setdefault((outline, start, stop), []).append((state_name, type_name(value, key)))
+        if start < stop:
+            self.entries.append(Entry.of(key, value))
+
+    def close(self) -> None:
+        """Put all tensors into the note: those that are cut alike are one outline."""
+        for (outline, start, stop), states in self._pieces.items():
+            self.note.add(replace(outline, states=tuple(states)), start, stop)
 
     def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
         """The record of a value, whose tensors the rank writes."""
@@ -123,44 +113,53 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
         _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in with_state[at]])
     for group in state.groups or ():
         _plan_group(plan, group, [note["optimizer"] for note in notes])
+    for tensor, item in state.buffers:
+        _plan_buffer(plan, tensor, item, [note["items"].get(f"{BUFFER}{tensor.label}") for note in notes])
     for name, item in state.items.items():
         ranks = [at for at, note in enumerate(notes) if note["items"].get(name) == notes[rank]["items"][name]]
         if ranks[0] == rank:
             plan.note.items.append(plan.add_item(name, tuple(ranks), item))
+    plan.close()
     return plan
 
 
 def _plan_weight(plan: SavePlan, tensor: LocalTensor) -> None:
     writes = tensor.holders[0] == plan.note.rank and tensor.box.numel > 0
     if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
-        key = f"model/{tensor.label}"
-        record = TensorRecord(tensor.label, "", tensor.names, tensor.shape, type_name(tensor.local, key), ())
-        plan.add_tensor(record, key, tensor.box, tensor.local, writes)
+        outline = Outline.of_rows(tensor.label, tensor.names, tensor.shape, tensor.box)
+        plan.add_box(outline, tensor.box, "", tensor.local, writes)
+
+
+def _plan_buffer(plan: SavePlan, tensor: LocalTensor, item: Encoded, digests: Sequence[str | None]) -> None:
+    """Of a buffer that has drifted apart, what `_plan_weight` leaves out: each value that the first holder has not."""
+    rank, name = plan.note.rank, f"{BUFFER}{tensor.label}"
+    ranks = [at for at in tensor.holders if digests[at] == digests[rank]]
+    if ranks[0] == rank != tensor.holders[0]:
+        plan.note.items.append(plan.add_item(name, tuple(ranks), item))
 
 
 def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]) -> None:
     """`stepped` are the ranks that keep state for the parameter."""
     parameter, first = kept.parameter, stepped[0] == plan.note.rank
-    key = f"optimizer/{kept.name}/{parameter.label}"
     if not isinstance(kept.value, Tensor):
         if first:
+            key = entry_key(parameter.label, kept.name)
             plan.note.items.append(plan.add_item(key, (plan.note.rank,), encode(kept.value, str(kept))))
         return
-    value = local_part(kept.value).detach()
-    record = TensorRecord(parameter.label, kept.name, (), parameter.shape, type_name(value, str(kept)), ())
+    value, box = local_part(kept.value).detach(), parameter.box
+    type_name(value, str(kept))
     if not kept.like_parameter:
         if first:
             box = whole_box(value.shape)
-            plan.add_tensor(replace(record, shape=box.shape), key, box, value, writes=box.numel > 0)
+            plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, box.numel > 0)
     elif kept.shard is None:
         holder = next(at for at in stepped if at in parameter.holders)
-        writes = holder == plan.note.rank and parameter.box.numel > 0
+        writes = holder == plan.note.rank and box.numel > 0
         if writes or first:
-            plan.add_tensor(record, key, parameter.box, value, writes)
+            plan.add_box(Outline.of_rows(parameter.label, (), parameter.shape, box), box, kept.name, value, writes)
     elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
-        boxes = boxes_in_memory(parameter, kept.shard.start, kept.shard.stop, value)
-        for at, (box, part) in enumerate(boxes):
-            plan.add_tensor(record, f"{key}/{at}", box, part, writes=True)
+        outline = Outline(parameter.label, (), parameter.shape, box.offset, box.shape, memory_order(parameter.local))
+        plan.add(outline, kept.shard.start, kept.shard.stop, kept.name, value)
 
 
 def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping[str, bool]]) -> None:
@@ -172,55 +171,10 @@ def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping
     )
     if names and plan.note.groups is not None:
         options = plan.add_item(f"optimizer/options/{group.index}", (plan.note.rank,), group.options)
-        plan.note.groups.append((group.options.digest(), GroupRecord(group.index, names, options)))
+        digest = f"{group.optimizer} {group.options.digest()}"
+        plan.note.groups.append((digest, GroupRecord(group.index, names, options, group.optimizer)))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-
-
-def merge_tensors(notes: Sequence[RankNote]) -> tuple[TensorRecord, ...]:
-    """The whole tensors; refuses one that ranks see differently, or whose blocks overlap or leave a gap."""
-    found: dict[tuple[str, str], list[tuple[int, TensorRecord]]] = {}
-    for note in notes:
-        for record in note.tensors:
-            found.setdefault((record.label, record.state_name), []).append((note.rank, record))
-    return tuple(map(_merged, found.values()))
-
-
-def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
-    """The parameter groups, or None where no optimizer was saved."""
-    if all(note.groups is None for note in notes):
-        return None
-    found: dict[tuple[int, str], list[GroupRecord]] = {}
-    for note in notes:
-        for digest, record in note.groups or ():
-            found.setdefault((record.index, digest), []).append(record)
-    return tuple(
-        replace(records[0], names=tuple(dict.fromkeys(name for record in records for name in record.names)))
-        for _, records in sorted(found.items(), key=lambda pair: pair[0])
-    )
-
-
-def _merged(told: Sequence[tuple[int, TensorRecord]]) -> TensorRecord:
-    """One tensor from what (rank, record) each rank said of it."""
-    first_rank, first = told[0]
-    for rank, record in told:
-        if (record.shape, record.dtype) != (first.shape, first.dtype):
-            raise CheckpointError(
-                f"ranks do not agree on {first.label}: rank {first_rank} has {first.dtype} of shape {list(first.shape)} as "
-                f"a whole, rank {rank} has {record.dtype} of {list(record.shape)}. Stages must have the names of the "
-                f"whole model; uneven shards need place(..., shape=<whole shape>)."
-            )
-    names = tuple(dict.fromkeys(name for _, record in told for name in record.names))
-    merged = replace(first, names=names, blocks=tuple(block for _, record in told for block in record.blocks))
-    try:
-        check_tiled(merged)
-    except Damaged as error:
-        writers = ", ".join(str(rank) for rank, record in told if record.blocks)
-        raise CheckpointError(
-            f"{error} (from ranks {writers or 'none'}). Two stages may use one name for different tensors (stages must "
-            f"have the names of the whole model), or the placements do not add up."
-        ) from None
-    return merged

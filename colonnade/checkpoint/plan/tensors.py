@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from colonnade.checkpoint.collective import agreed, gather_json
-from colonnade.checkpoint.format.boxes import Box, boxes_of_range, whole_box
+from colonnade.checkpoint.format.boxes import Box, boxes_in_order, places_of, whole_box
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, listed
@@ -70,23 +70,21 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in state.items() if _is_extra_state(key)}
 
 
-def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Where elements [start, stop) of a tensor lie in its whole, with the view of `values` (1-d) of each box.
+def memory_order(local: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which elements lie in memory, slowest first (channels-last weights: 0, 2, 3, 1)."""
+    order, strides = range(local.dim()), local.stride()
+    return tuple(order if local.is_contiguous() else sorted(order, key=lambda dim: -strides[dim]))
 
-    Elements are counted as they lie in memory, which need not be row order (channels-last weights).
+
+def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Where elements [start, stop) of a tensor, as they lie in memory, lie in its whole, with the view of `values`
+    (1-d) of each box.
     """
-    local = tensor.local
-    order = list(range(local.dim()))
-    if not local.is_contiguous():
-        strides = local.stride()
-        order.sort(key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(local.dim())]
-    done = 0
-    for box in boxes_of_range(start, stop, [local.shape[dim] for dim in order]):
-        view = values[done : done + box.numel].view(box.shape).permute(back)
-        offset = [tensor.box.offset[dim] + box.offset[back[dim]] for dim in range(local.dim())]
+    order, done = memory_order(tensor.local), 0
+    for box in boxes_in_order(start, stop, tensor.box, order):
+        view = values[done : done + box.numel].view([box.shape[dim] for dim in order])
+        yield box, view.permute(places_of(order))
         done += box.numel
-        yield Box(tuple(offset), tuple(box.shape[at] for at in back)), view
 
 
 def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]:

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from torch import Tensor
+
 from colonnade.checkpoint.format.manifest import ItemRecord, LayoutRecord, Manifest
 from colonnade.checkpoint.format.tensors import TensorReader, raw_bytes
 from colonnade.checkpoint.format.values import decode, is_stateful
@@ -17,6 +19,8 @@ from colonnade.logging import get_dist_logger
 
 RANDOM = "random"
 """The name of the random state among the values."""
+BUFFER = "buffer/"
+"""What the names of buffers begin with that were not the same on all ranks that hold them."""
 RandomSource = Literal["restored", "re-derived"]
 
 
@@ -79,15 +83,34 @@ class SavedValues:
                 plain[name] = self.get(f"extra/{name}")
         return states, plain
 
-    def restore_random(self) -> RandomSource:
+    def own_buffer(self, label: str) -> Tensor | None:
+        """What this rank had in a buffer where that was not what the first of its holders had, or None.
+
+        On another layout no rank is the one that had it, so all get the first holder's; the log says so.
+        """
+        found = self._items.get(f"{BUFFER}{label}", [])
+        if found and not self.same_layout:
+            get_dist_logger().warning(
+                f"{label} was not the same on all ranks when it was saved on {self._manifest.layout}: all ranks get what "
+                f"the first had. (Statistics of BatchNorm drift apart; SyncBatchNorm keeps them together.)",
+                ranks=[0],
+            )
+        mine = self._mine(f"{BUFFER}{label}") if found else None
+        return None if mine is None else self.decoded(mine)
+
+    def random_state(self) -> tuple[Mapping[str, Any] | None, str]:
+        """Where the random streams of this rank stood, or None and why they cannot be put back."""
+        if not self.same_layout:
+            return None, f"it was saved on {self._manifest.layout}"
+        state = self.get(RANDOM)
+        reason = why_not_here(state, self._context)
+        return (state, "") if reason is None else (None, reason)
+
+    def restore_random(self, state: Mapping[str, Any] | None, reason: str) -> RandomSource:
         """Put the random streams back to the bit, or derive new ones from the saved and say so in the log."""
-        reason = None if self.same_layout else f"it was saved on {self._manifest.layout}"
-        if reason is None:
-            state = self.get(RANDOM)
-            reason = why_not_here(state, self._context)
-            if reason is None:
-                set_random_state(state, self._context)
-                return "restored"
+        if state is not None:
+            set_random_state(state, self._context)
+            return "restored"
         seed = self._derived_seed()
         self._context.set_seed(seed)
         get_dist_logger().warning(
@@ -99,7 +122,7 @@ class SavedValues:
 
     def _mine(self, name: str) -> ItemRecord | None:
         found = self._items[name]
-        if len(found) == 1 and name != RANDOM:
+        if len(found) == 1 and name != RANDOM and not name.startswith(BUFFER):
             return found[0]
         rank = self._context.get_global_rank()
         return next((item for item in found if self.same_layout and rank in item.ranks), None)

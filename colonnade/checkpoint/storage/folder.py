@@ -76,14 +76,18 @@ def clean(folder: Path) -> None:
             shutil.rmtree(folder / entry.name, ignore_errors=True)
 
 
-def publish(staged: Path, manifest: Manifest) -> Path:
-    """Make a staged folder, whose files of tensors are all on disk, the newest checkpoint of its step: one rename."""
-    folder, step = staged.parent, manifest.step
+def write_manifest(staged: Path, manifest: Manifest) -> None:
+    """Write it beside the files of tensors, and see it on disk."""
     with open(staged / MANIFEST, "xb") as file:
         file.write(manifest.dump())
         file.flush()
         os.fsync(file.fileno())
     fault_point("manifest written")
+
+
+def publish(staged: Path, step: int) -> Path:
+    """Make a staged folder, all of which is on disk, the newest checkpoint of its step: one rename."""
+    folder = staged.parent
     revisions = [found.revision for found in published(folder) if found.step == step]
     suffix = f".r{max(revisions) + 1}" if revisions else ""
     target = folder / f"step-{step:08d}{suffix}"

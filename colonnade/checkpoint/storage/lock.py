@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,9 @@ from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
 LOCK_FILE = "run.lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What `flock` says where it does not work at all: some network file systems, or without their lock service."""
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class RunLock:
@@ -31,19 +35,33 @@ class RunLock:
         self.path = folder / LOCK_FILE
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = self._read()
-            self._close()
-            raise CheckpointError(_refusal(folder, holder)) from None
-        before = self._read()
+        before = self._lock()
         if before:
             get_dist_logger().info(f"took over {self.path} from {_who(before)}, which ended without closing it")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
         _closed_in_children().add(self)
+
+    def _lock(self) -> dict[str, Any]:
+        """Take the lock, or refuse; returns who had it and never gave it back."""
+        error = None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as failed:
+            error = failed
+        holder = self._read()
+        if error is None:
+            return holder
+        if error.errno not in _NO_LOCKS:
+            self._close()
+            raise CheckpointError(_refusal(self.path, holder, error))
+        last = f" (the last to write its name there: {_who(holder)})" if holder else ""
+        get_dist_logger().warning(
+            f"the file system of {self.path} locks no files ({error.strerror}): see to it that no other run writes "
+            f"here{last}"
+        )
+        return {}
 
     def release(self) -> None:
         """Let another run have the folder. Safe to call twice."""
@@ -70,11 +88,13 @@ def _closed_in_children() -> weakref.WeakSet[RunLock]:
     return held
 
 
-def _refusal(folder: Path, holder: dict[str, Any]) -> str:
+def _refusal(path: Path, holder: dict[str, Any], error: OSError) -> str:
+    if error.errno not in _HELD:
+        return f"{path} cannot be locked: {error.strerror}. Choose a folder on another file system."
     if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
-        return f"this process already has a CheckpointManager on {folder}; close() it before making another"
+        return f"this process already has a CheckpointManager on {path.parent}; close() it before making another"
     return (
-        f"another run writes checkpoints to {folder}: {_who(holder)}. Choose another folder, or end that run; to only "
+        f"another run writes checkpoints to {path.parent}: {_who(holder)}. Choose another folder, or end that run; to only "
         f"load from here, pass read_only=True."
     )
 

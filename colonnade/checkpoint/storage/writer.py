@@ -8,7 +8,6 @@ collectives of two threads on one group have no order.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -21,10 +20,19 @@ from pathlib import Path
 from colonnade.checkpoint.collective import as_checkpoint_errors
 from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.manifest import LayoutRecord, Manifest, tensors_file
-from colonnade.checkpoint.format.records import from_json, to_json
 from colonnade.checkpoint.format.tensors import write_tensors
-from colonnade.checkpoint.plan.save import RankNote, SavePlan, merge_groups, merge_tensors
-from colonnade.checkpoint.storage.folder import check_space, clean, megabytes, publish, retire, told_of_space
+from colonnade.checkpoint.plan.notes import RankNote, merge_groups, merge_tensors
+from colonnade.checkpoint.plan.save import SavePlan
+from colonnade.checkpoint.storage.folder import (
+    check_space,
+    clean,
+    megabytes,
+    publish,
+    retire,
+    told_of_space,
+    write_manifest,
+)
+from colonnade.checkpoint.storage.verify import verify
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -73,27 +81,41 @@ class StorageWriter:
             if plan.entries:
                 plan.note.file = write_tensors(self.staged / tensors_file(self.rank), plan.entries, rest)
             unfinished = self._note_file(self.rank).with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(to_json(plan.note)))
+            unfinished.write_text(plan.note.dump())
             os.rename(unfinished, self._note_file(self.rank))
         fault_point("part written")
 
     def commit(self) -> None:
         """Publish the checkpoint, on the first rank, when every rank's note is there; then delete old ones."""
         notes = [self._take_note(rank) for rank in range(self.layout.world_size)]
+        tensors, cuts = merge_tensors(notes)
         manifest = Manifest(
             step=self.step,
             time=time.time(),
             layout=self.layout,
             files=tuple(note.file for note in notes if note.file is not None),
-            tensors=merge_tensors(notes),
+            cuts=cuts,
+            tensors=tensors,
             groups=merge_groups(notes),
             items=tuple(item for note in notes for item in note.items),
         )
         with told_of_space(self.staged.parent, self._needed):
-            path = publish(self.staged, manifest)
+            write_manifest(self.staged, manifest)
+            self._check_loadable()
+            path = publish(self.staged, self.step)
         retire(path.parent, path, self.keep)
         seconds = time.monotonic() - self.started
         get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
+
+    def _check_loadable(self) -> None:
+        """Read what was written as a load would, before it gets its name and older checkpoints go."""
+        try:
+            verify(self.staged, content=False)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was written, but could not be loaded: {error}. It was not published; "
+                f"earlier checkpoints are untouched."
+            ) from error
 
     def drop(self) -> None:
         """Delete what a failed save has left, on the first rank; all ranks have stopped writing, or are gone."""
@@ -124,7 +146,7 @@ class StorageWriter:
 
     def _take_note(self, rank: int) -> RankNote:
         path = self._note_file(rank)
-        note = from_json(RankNote, json.loads(path.read_text()), path.name)
+        note = RankNote.parse(path.read_text(), path.name)
         path.unlink()
         return note
 

@@ -167,10 +167,10 @@ class Initializer_Expert(ProcessGroupInitializer):
         if over is not None and over not in _OVER:
             raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}")
         self.over = over or ("data" if data % size == 0 else "data*tensor")
-        room = data if self.over == "data" else data * tensor
-        if room % size:
-            fitting = [divisor for divisor in range(1, room + 1) if room % divisor == 0]
-            named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {room}"
+        ranks = data if self.over == "data" else data * tensor
+        if ranks % size:
+            fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+            named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {ranks}"
             raise LayoutError(f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}")
         self.expert_parallel_size = size
 

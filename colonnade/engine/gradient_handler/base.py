@@ -136,9 +136,13 @@ class DemandGradientHandler(PlannedGradientHandler):
         self._only = set(rows)
 
     def plan(self) -> list[Reduction]:
+        return self.plan_for(self.demands())
+
+    def plan_for(self, demands: Iterable[Demand]) -> list[Reduction]:
+        """The reductions of this handler among what these parameters owe."""
         return group_reductions(
             (demand, factor)
-            for demand in self.demands()
+            for demand in demands
             for factor in demand.owed
             if (self.modes is None or factor.mode in self.modes)
             and (self._only is None or (demand.name, factor.mode) in self._only)

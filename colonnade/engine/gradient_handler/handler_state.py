@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,16 +21,13 @@ def state_put_back(handler: Any, context: ParallelContext) -> Iterator[None]:
     Tensors (but not parameters), random generators, and dicts, lists, sets, deques and tuples of such get their content
     back in place. Of other objects (the model, the optimizer, process groups) only the reference is put back.
     """
-    numpy: Any = sys.modules.get("numpy")
     put_back = _keep(vars(handler), {})
-    streams, numpy_state = random_state(context), numpy.random.get_state() if numpy is not None else None
+    streams = random_state(context)
     try:
         yield
     finally:
         put_back()
         set_random_state(streams, context)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def _keep(value: Any, known: dict[int, Any]) -> Callable[[], Any]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import combinations
 from math import isclose, prod
+from typing import NamedTuple
 
 from colonnade.context.layout import Layout
 from colonnade.errors import LedgerError, did_you_mean
@@ -23,8 +23,7 @@ Covered = tuple[str, Reduction]
 """(name of the handler, what it does)"""
 
 
-@dataclass(frozen=True)
-class LedgerRow:
+class LedgerRow(NamedTuple):
     """One sum that one parameter owes."""
 
     parameter: str
@@ -47,16 +46,12 @@ class Ledger:
 
     def filled(self, done: Mapping[tuple[str, str], str]) -> Ledger:
         """With open rows done: (parameter, mode) -> the name of a handler."""
-        return Ledger(
-            [
-                replace(row, done_by=done.get((row.parameter, row.mode))) if row.done_by is None else row
-                for row in self.rows
-            ]
-        )
+        found = [row.done_by or done.get((row.parameter, row.mode)) for row in self.rows]
+        return Ledger([row._replace(done_by=who) for row, who in zip(self.rows, found, strict=True)])
 
     def to_json(self) -> str:
         """All rows as a JSON list."""
-        return json.dumps([asdict(row) for row in self.rows], indent=1)
+        return json.dumps([row._asdict() for row in self.rows], indent=1)
 
     def __str__(self) -> str:
         if not self.rows:

@@ -17,7 +17,7 @@ from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError, GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.parallel.dtensor import local_part
-from colonnade.reduce.plan import Plan, Shards, plan_sums
+from colonnade.reduce.plan import Plan, Shards, group_plans, make_sums
 from colonnade.reduce.records import Demand, Reduction, read_demands
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.registry import GRADIENT_HANDLER
@@ -87,53 +87,74 @@ class GradientSync:
         self.synchroniser.close()
 
 
+BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
+"""A named handler and what it says it covers; None: find out by a trial."""
+
+
+def build_handlers(
+    named: Sequence[Any], model: nn.Module, optimizer: Any, context: ParallelContext
+) -> list[BuiltHandler]:
+    """The handlers that the config names, attached."""
+    handlers = [build_gradient_handler(entry, model, optimizer) for entry in named]
+    if callable(getattr(optimizer, "sync_grad", None)) and not any(
+        isinstance(h, ZeROGradientHandler) for h in handlers
+    ):
+        handlers.insert(0, ZeROGradientHandler(model, optimizer))
+    for handler in handlers:
+        handler.attach(context)
+    return [(handler, handler.covers()) for handler in handlers]
+
+
 def build_sync(
     model: nn.Module,
     optimizer: Any,
     context: ParallelContext,
-    named: Sequence[Any],
+    handlers: Sequence[BuiltHandler],
     options: Mapping[str, Any],
     bucket_all: bool = False,
     shards: Shards | None = None,
 ) -> GradientSync:
-    """Build the named handlers, let the ledger see what they do, attach what is missing. Collective.
+    """Let the ledger see what the named handlers do, attach what is missing, lay out buckets. Collective.
 
     `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
     to be sharded over the ranks that share it.
     """
     options = dict(options)
     waive = options.pop("waive", None) or ()
+    waive = (waive,) if isinstance(waive, str) else waive
     automatic = options.pop("automatic", True)
     rank = context.get_global_rank()
     demands = read_demands(model, context.layout, rank)
-    mine = [build_gradient_handler(entry, model, optimizer) for entry in named]
-    if callable(getattr(optimizer, "sync_grad", None)) and not any(isinstance(h, ZeROGradientHandler) for h in mine):
-        mine.insert(0, ZeROGradientHandler(model, optimizer))
-    for handler in mine:
-        handler.attach(context)
+    mine = [handler for handler, _ in handlers]
+    covered = [
+        (one, probe(one, demands, context, lambda name: is_waived(name, waive)) if said is None else said)
+        for one, said in handlers
+    ]
     with agreed_errors(context.device):
-        covered = [(handler, _covered(handler, demands, context, waive)) for handler in mine]
         entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
         ledger = match(demands, entries, context.layout, rank, waive)
-    attached, ledger = attach_automatic(ledger, model, optimizer) if automatic else ([], ledger)
-    with agreed_errors(context.device):
+        attached, ledger = attach_automatic(ledger, model, optimizer) if automatic else ([], ledger)
         require_complete(ledger)
         if shards is not None:
             _refuse_by_hand(covered, shards)
-    for handler in attached:
-        handler.attach(context)
+        for handler in attached:
+            handler.attach(context)
+        planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [
+            (one, one.plan_for(demands)) for one in attached
+        ]
+        planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
+        plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
+        unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
+        if shards is not None and not bucket_all:
+            unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
+        grouped = group_plans(plans, context, options, unsummed, shards)
     get_dist_logger().info(describe(attached, mine))
-    handlers = [*attached, *mine]
-    planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan()) for one in attached]
-    planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
-    plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
-    unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
-    if shards is not None and not bucket_all:
-        unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
-    synchroniser = Synchroniser(plan_sums(plans, context, options, unsummed, shards), log=get_dist_logger().info)
-    for handler, _ in planned:
-        handler.use(synchroniser)
-    return GradientSync(handlers, synchroniser, ledger, _loose(demands, covered, synchroniser))
+    sums = make_sums(grouped, context, shards)
+    with agreed_errors(context.device):
+        synchroniser = Synchroniser(sums, log=get_dist_logger().info)
+    for planner, _ in planned:
+        planner.use(synchroniser)
+    return GradientSync([*attached, *mine], synchroniser, ledger, _loose(demands, covered, synchroniser))
 
 
 def _refuse_by_hand(covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]], shards: Shards) -> None:
@@ -177,12 +198,3 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
     if not callable(getattr(handler, "handle_gradient", None)):
         raise ConfigError(f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler")
     return handler
-
-
-def _covered(
-    handler: BaseGradientHandler, demands: list[Demand], context: ParallelContext, waive: Sequence[str]
-) -> list[Reduction]:
-    reductions = handler.covers()
-    if reductions is None:
-        reductions = probe(handler, demands, context, lambda name: is_waived(name, waive))
-    return reductions

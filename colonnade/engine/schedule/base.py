@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colonnade.engine.schedule.executor.call import format_value
 from colonnade.engine.schedule.loss import Count
 from colonnade.errors import ScheduleError
 
@@ -22,7 +24,9 @@ class BaseSchedule(ABC):
 
     Implement `forward_back_step` (a subclass with the ancestor's `forward_backward_step` works too),
     register the class in `SCHEDULE`, and choose it with `schedule=dict(type="YourSchedule", ...)`.
-    `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart.
+    `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart. Without it, the "labels"
+    (or "label") of a dict are the label if the criterion takes two arguments and the model does not need them; any
+    other dict goes into the model whole.
     """
 
     runs_backward = False
@@ -31,10 +35,17 @@ class BaseSchedule(ABC):
     loss_count: Count | None = None
     """What the loss of the last batch is a mean over, where the criterion gave (sum, count) and this rank knows."""
 
+    _label_keys: tuple[str, ...] = ()
+    """Which entry of a dict is its label."""
+
+    uses_batch = True
+    """Whether this rank computes with what it is given; a stage in the middle of a pipeline only reads along."""
+
     def __init__(self, data_process_func: Callable[..., tuple[Any, Any]] | None = None) -> None:
         self.data_process_func = data_process_func
         self.batch_size = 0
         self.device = torch.device("cpu")
+        self._same_batch: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,6 +55,10 @@ class BaseSchedule(ABC):
     def pre_processing(self, engine: Any) -> None:
         """Called once, when the engine is built; the place for checks and buffers. Extend it, calling super."""
         self.device = engine.context.device
+        takes_label = len(required_arguments(getattr(engine, "criterion", None))) > 1
+        needed = required_arguments(getattr(engine, "model", None))
+        self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
+        self._same_batch = getattr(engine, "same_batch", None)  # not the engine: it would never go
 
     @abstractmethod
     def forward_back_step(
@@ -66,9 +81,11 @@ class BaseSchedule(ABC):
             raise ScheduleError("this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)")
         batch = next(data_iter)
         data, label = self._take_apart(batch)
-        self.batch_size = _rows(data)
+        self.batch_size = rows_of(data)
         if to_gpu:
             data, label = move(data, self.device), move(label, self.device)
+        if self._same_batch is not None and self.uses_batch:
+            self._same_batch.see(data, label)
         return data, label
 
     def _take_apart(self, batch: Any) -> tuple[Any, Any]:
@@ -76,7 +93,11 @@ class BaseSchedule(ABC):
             return self.data_process_func(batch)
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
             return batch[0], batch[1]
-        if isinstance(batch, (dict, Tensor)):
+        if isinstance(batch, Mapping):
+            key = next((key for key in self._label_keys if key in batch), None)
+            data = {name: value for name, value in batch.items() if name != key}
+            return data, None if key is None else batch[key]
+        if isinstance(batch, Tensor):
             return batch, None
         length = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
         raise ScheduleError(
@@ -85,10 +106,35 @@ class BaseSchedule(ABC):
         )
 
 
+def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
+    """What `forward_back_step` returned, if it is (output, label, loss)."""
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        raise ScheduleError(
+            f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it returns (output, label, "
+            f"loss), each None where it was not asked for or is not known here"
+        )
+    output, label, loss = result
+    return output, label, loss
+
+
+def required_arguments(function: Any) -> list[str]:
+    """The names of what a function or a module cannot be called without by position; none where that is not known."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return []
+    return [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+
 def move(value: Any, device: torch.device) -> Any:
     """Every tensor inside a nested value, moved to `device`; everything else as it is."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _rows(data: Any) -> int:
+def rows_of(data: Any) -> int:
+    """The rows (dimension 0) of the first tensor inside a nested value; 0 where there is none."""
     return next((leaf.size(0) for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()), 0)

@@ -26,7 +26,7 @@ class Facts:
 
     num_ranks: int
     num_stages: int
-    num_micro_batches: int
+    num_microbatches: int
     stage_ranks: tuple[int, ...]
     """The pipeline rank of each stage."""
 
@@ -35,15 +35,15 @@ class Facts:
         return [stage for stage, home in enumerate(self.stage_ranks) if home == rank]
 
 
-def check(table: Table, *, num_micro_batches: int | None = None) -> Facts:
+def check(table: Table, *, num_microbatches: int | None = None) -> Facts:
     """Prove that `table` can run, or raise a ScheduleError that shows where it cannot.
 
-    `num_micro_batches`: how many there will be; else as many as the table speaks of.
+    `num_microbatches`: how many there will be; else as many as the table speaks of.
     """
     if not any(table.values()):
         raise ScheduleError("this table of actions is empty: each rank needs at least one F and its backward")
     actions = [action for row in table.values() for action in row]
-    count = num_micro_batches or 1 + max(action.micro_batch for action in actions)
+    count = num_microbatches or 1 + max(action.micro_batch for action in actions)
     homes = {action.stage: rank for rank in reversed(list(table)) for action in table[rank]}
     stage_ranks = tuple(homes.get(stage, 0) for stage in range(max(homes) + 1))
     for rank in table:
@@ -81,7 +81,7 @@ def _fault(table: Table, marks: dict[int, int], message: str) -> ScheduleError:
     return ScheduleError(f"this table of actions cannot run: {message}\n{grid(table, marks)}")
 
 
-def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_micro_batches: int) -> None:
+def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_microbatches: int) -> None:
     """Each action of the rank is compute, of a stage of this rank, of a micro-batch there is, and not one too many."""
     if not table[rank]:
         raise _fault(table, {rank: 0}, f"rank {rank} has no actions, but each rank has at least one stage")
@@ -92,8 +92,8 @@ def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_micr
             problem = f"{action} is a transfer, and those are added by the library. Leave only F, B, I and W."
         elif (home := stage_ranks[action.stage]) != rank:
             problem = f"stage {action.stage} is on rank {home}, but {action} is on rank {rank}"
-        elif action.micro_batch >= num_micro_batches:
-            problem = f"there is no micro-batch {action.micro_batch}: they are 0..{num_micro_batches - 1}"
+        elif action.micro_batch >= num_microbatches:
+            problem = f"there is no micro-batch {action.micro_batch}: they are 0..{num_microbatches - 1}"
         else:
             kinds = (action.kind, *_EXCLUDED_BY.get(action.kind, ()))
             clash = next((other for kind in kinds if (other := action._replace(kind=kind)) in seen), None)
@@ -103,10 +103,10 @@ def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_micr
         seen.add(action)
 
 
-def _check_complete(table: Table, rank: int, stage: int, num_micro_batches: int) -> None:
+def _check_complete(table: Table, rank: int, stage: int, num_microbatches: int) -> None:
     """Each micro-batch has one F on the stage, and either one B or one I and one W."""
     row = set(table[rank])
-    for micro_batch in range(num_micro_batches):
+    for micro_batch in range(num_microbatches):
         missing = _missing(row, stage, micro_batch)
         if missing:
             raise _fault(table, {rank: len(table[rank])}, f"{missing} is missing on rank {rank}")

@@ -1,42 +1,154 @@
 """The two forms of a loss: a mean, or (sum, count), which is divided once by the count of all ranks.
 
-Which form a loss has is decided here and nowhere else: `split_loss` reads it, `LossForm` holds a run to it.
+Which form a loss has is decided here and nowhere else: `split_loss` reads it, `LossForm` holds a run to it. A mean that
+leaves entries out (cross-entropy with `ignore_index`) counts as (sum, count) too: a mean of such means would be wrong
+wherever ranks, passes or micro-batches leave out unequally many.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
+from colonnade.logging import get_dist_logger
 
 Count = Tensor | int | float
 
+_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+_MEAN = 1  # torch's number for reduction="mean"
 
-def split_loss(loss: Any) -> tuple[Tensor, Count | None]:
-    """(tensor to go backward from, count or None for a plain mean)."""
+
+def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
+    """(tensor to go backward from, count or None for a plain mean).
+
+    With `implicit`, a mean that says what it is a mean over counts as (sum, count): one that carries `sum_and_count`, as
+    ours does, and one of torch's cross-entropy or NLL loss, whose autograd node knows.
+    """
     if isinstance(loss, (tuple, list)):
         if len(loss) != 2 or not isinstance(loss[0], Tensor):
             raise GradientError(
                 f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}"
             )
-        return _scalar(loss[0]), loss[1]
-    return _scalar(loss), None
+        return _scalar(loss[0]), _checked_count(loss[1])
+    mean = _scalar(loss)
+    counted = (getattr(mean, "sum_and_count", None) or _counted_mean(mean)) if implicit else None
+    return counted if counted is not None else (mean, None)
+
+
+def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(sum, count) of a mean that torch's cross-entropy or NLL loss has just made; None for any other."""
+    node = _nll_node(mean.grad_fn) if type(mean) is Tensor else None
+    if node is None:
+        return None
+    weights = node._saved_total_weight
+    # Where nothing is counted the mean is NaN, but no gradient comes from it.
+    total = torch.where(weights > 0, mean * weights, 0.0)
+    return total, weights if node._saved_weight is not None else (~_ignored(node)).sum()
+
+
+def _nll_node(root: Any) -> Any:
+    """The node of the NLL that the loss is a mean of: the loss itself, or what torch's label smoothing mixes in."""
+    nll = root
+    if root is not None and root.name() == "AddBackward0":
+        # (1 - smoothing) * nll + smoothing / classes * (sum over what is not ignored) / count, of one log_softmax
+        nll, smooth = _below(root, 0, "Add", "Mul"), _below(root, 1, "Add", "Mul", "Div", "Sum", "MaskedFill")
+        if smooth is None or _source(nll) is not _source(smooth):
+            return None
+    return nll if nll is not None and nll.name() in _NLL and nll._saved_reduction == _MEAN else None
+
+
+def _below(node: Any, branch: int, *chain: str) -> Any:
+    """The node below nodes of these kinds, the first of which is `node` and is left by its `branch`; None if they differ."""
+    for kind in chain:
+        if node is None or not node.name().startswith(kind):
+            return None
+        node, branch = node.next_functions[branch][0], 0
+    return node
+
+
+def _source(node: Any) -> Any:
+    """The log_softmax that a node comes from, if that is near."""
+    for _ in range(6):
+        if node is None or node.name().startswith("LogSoftmax") or not node.next_functions:
+            break
+        node = node.next_functions[0][0]
+    return node
+
+
+def _ignored(node: Any) -> Tensor:
+    index = node._saved_ignore_index
+    return node._saved_target == (index - (1 << 64) if index >= 1 << 63 else index)
+
+
+class MeanWatch:
+    """Says once that a loss is a mean of means: it was made out of a cross-entropy that leaves entries out."""
+
+    def __init__(self, looks: int = 4) -> None:
+        self._looks = looks  # each may wait for the device
+
+    def look(self, mean: Tensor) -> None:
+        """Look into the graph near a loss that counts as a plain mean."""
+        if self._looks == 0:
+            return
+        self._looks -= 1
+        nodes: list[Any] = [mean.grad_fn]
+        seen = 0
+        while nodes and seen < 32:
+            node, seen = nodes.pop(0), seen + 1
+            if node is None:
+                continue
+            if node.name() in _NLL and node._saved_reduction == _MEAN:
+                if bool(_ignored(node).any()):
+                    self._looks = 0
+                    get_dist_logger().warning(_MEAN_OF_MEANS)
+                return
+            nodes += [below for below, _ in node.next_functions]
+
+
+_MEAN_OF_MEANS = (
+    "the loss is made out of a mean cross-entropy whose labels hold ignored entries. Ranks, passes and micro-batches "
+    "leave out unequally many, so the mean of their means is not the mean over the whole batch. Give the loss as (sum, "
+    "count): F.cross_entropy(..., reduction='sum') with what is added to it, times the same count, and the number of "
+    "labels that are not ignored (said once)"
+)
+
+
+def own_loss(output: Any) -> Any:
+    """The loss in the output of a model that makes its own, in either form; None if there is none.
+
+    It is `output["loss"]` or `output.loss`, or the output itself where that is one number, or the first of a tuple.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    if isinstance(output, (tuple, list)) and output and _is_number(output[0]):
+        return output if len(output) == 2 and _is_number(output[1]) else output[0]
+    return output if _is_number(output) else None
 
 
 class LossForm:
-    """The form of the losses of one run: the first loss decides, and a later one of the other form is an error."""
+    """The form of the losses of one run: the first loss decides, and a later one of the other form is an error.
 
-    def __init__(self, allow_counts: bool = True) -> None:
-        self._allow_counts = allow_counts
+    `implicit`: means that say what they are a mean over count as (sum, count), where counts are allowed.
+    """
+
+    def __init__(self, allow_counts: bool = True, implicit: bool = True) -> None:
+        self._allow_counts, self._implicit = allow_counts, implicit and allow_counts
+        self._watch = MeanWatch()
         self.counted: bool | None = None
         """Whether losses are (sum, count); None while there was none."""
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None]:
         """`split_loss` of a loss of this run."""
-        value, count = split_loss(loss)
+        value, count = split_loss(loss, self._implicit)
         self.keep(count is not None)
+        if count is None:
+            self._watch.look(value)
         return value, count
 
     def keep(self, counted: bool) -> None:
@@ -47,6 +159,23 @@ class LossForm:
             forms = {True: "(sum, count)", False: "a mean"}
             raise GradientError(f"the loss was {forms[not counted]} before and is {forms[counted]} now; use one form")
         self.counted = counted
+
+
+def _checked_count(count: Any) -> Count:
+    """Refuse what is no count. What lies on a device is not waited for: `LossBook` makes such a step not finite."""
+    if isinstance(count, Tensor) and count.numel() == 1:
+        if count.device.type != "cpu" or (count.isfinite() and count >= 0):
+            return count
+    elif isinstance(count, (int, float)) and math.isfinite(count) and count >= 0:
+        return count
+    raise GradientError(
+        f"the count of a loss given as (sum, count) is a number from 0 on, as an int, a float or a tensor of one element, "
+        f"not {count!r}; it is how many samples or tokens the sum is over"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
-from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
+from colonnade.engine.schedule.executor.backward import StageInput
+from colonnade.engine.schedule.executor.call import format_value
+from colonnade.engine.schedule.loss import own_loss, split_loss
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import call_layer
 from colonnade.registry import SCHEDULE
@@ -32,21 +36,52 @@ class NonPipelineSchedule(BaseSchedule):
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
         if not forward_only:
             engine.backward(loss)
+        elif loss is not None:
+            self.loss_count = split_loss(loss)[1]
         mean = None
         if loss is not None and return_loss:
-            value, self.loss_count = split_loss(loss)
-            mean = (value if self.loss_count is None else value / self.loss_count).detach()
+            mean = (loss[0] / loss[1] if isinstance(loss, (tuple, list)) else loss).detach()
         return (output, label, mean) if return_output_label else (None, None, mean)
 
 
 def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
-    """The loss: of the output and the label, or of the output alone where there is no label."""
+    """The loss: of the output and the label, or of the output alone where there is no label.
+
+    Without a criterion it is the loss that the model has put into its output.
+    """
     if criterion is None:
-        raise ScheduleError("a loss is asked for, but the engine has no criterion; pass criterion= to initialize")
+        loss = own_loss(output)
+        if loss is None:
+            raise ScheduleError(
+                f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
+                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...)"
+            )
+        return loss
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return _loss_of(criterion, output, label)
+    with torch.enable_grad():  # of an evaluation too, the graph of the loss says what it is a mean over
+        return _loss_of(criterion, tree_map_only(Tensor, _with_graph, output), label)
+
+
+def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
+        if len(outputs) < (needed := len(required_arguments(criterion))):
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise ScheduleError(
+                f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
+                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule"
+            )
         return criterion(*outputs)
     if isinstance(label, dict):
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
     labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
     return criterion(*outputs, *labels)
+
+
+def _with_graph(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point() or tensor.requires_grad:
+        return tensor
+    tensor = tensor.detach()
+    StageInput(tensor)
+    return tensor

@@ -1,4 +1,4 @@
-"""Orders: pipeline schedules as pure functions (num_ranks, num_micro_batches[, num_chunks]) -> table.
+"""Orders: pipeline schedules as pure functions (num_ranks, num_microbatches[, num_chunks]) -> table.
 
 A function becomes an order with `@ORDERS.register_module`, and a config then names it: `schedule=dict(type="its_name",
 num_microbatches=8)`. Loop orders lay the stages round and round over the ranks; V orders go down the ranks and come
@@ -20,14 +20,14 @@ from colonnade.errors import ScheduleError, did_you_mean, listed
 from colonnade.registry import ORDERS
 
 
-def make_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int | None = None) -> Table:
+def make_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Table:
     """The table of a registered order; `num_chunks` as in `check_chunks`."""
     num_chunks = check_chunks(name, num_chunks)
-    for what, size in (("ranks", num_ranks), ("micro-batches", num_micro_batches)):
+    for what, size in (("ranks", num_ranks), ("micro-batches", num_microbatches)):
         if size < 1:
             raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}")
     chunks = {} if chunks_of(name) else {"num_chunks": num_chunks}
-    return parse_table(ORDERS.get_module(name)(num_ranks, num_micro_batches, **chunks))
+    return parse_table(ORDERS.get_module(name)(num_ranks, num_microbatches, **chunks))
 
 
 def check_chunks(name: str, num_chunks: int | None = None) -> int:
@@ -72,19 +72,19 @@ def loop_stages(num_ranks: int, num_chunks: int = 1) -> list[int]:
 
 
 @ORDERS.register_module
-def gpipe(num_ranks: int, num_micro_batches: int) -> Table:
+def gpipe(num_ranks: int, num_microbatches: int) -> Table:
     """All forward passes, then all backward passes (Huang et al., GPipe). Holds every micro-batch."""
-    return breadth_first(num_ranks, num_micro_batches, 1)
+    return breadth_first(num_ranks, num_microbatches, 1)
 
 
 @ORDERS.register_module
-def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
+def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """GPipe with several chunks per rank (Lamy-Poirier, Breadth-First Pipeline Parallelism).
 
     A chunk sees all micro-batches before the next one does: every micro-batch is held, and the bubble is
     divided by v.
     """
-    micro_batches = range(num_micro_batches)
+    micro_batches = range(num_microbatches)
     chunks = range(num_chunks)
     return {
         rank: [Action(c * num_ranks + rank, Kind.FORWARD, k) for c in chunks for k in micro_batches]
@@ -94,13 +94,13 @@ def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Ta
 
 
 @ORDERS.register_module("1f1b")
-def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Table:
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Table:
     """One forward, one backward in turn (Narayanan et al., PipeDream-flush): at most p micro-batches held."""
-    return interleaved_1f1b(num_ranks, num_micro_batches, 1)
+    return interleaved_1f1b(num_ranks, num_microbatches, 1)
 
 
 @ORDERS.register_module
-def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """1F1B with several chunks per rank (Narayanan et al., Megatron-LM): the bubble is divided by v.
 
     Holds about p + (p - 1) / v micro-batches. Takes any number of them: they go round in groups of at least
@@ -109,17 +109,17 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int) ->
     # With one chunk a rank needs a lead of one micro-batch over the next rank; with several, of two, or the
     # backward pass of the next chunk comes too late.
     lead = 1 if num_chunks == 1 else 2
-    return _one_for_one(num_ranks, num_micro_batches, num_chunks, Kind.BACKWARD, lead)
+    return _one_for_one(num_ranks, num_microbatches, num_chunks, Kind.BACKWARD, lead)
 
 
 @ORDERS.register_module
-def interleaved_zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Table:
+def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> Table:
     """Interleaved 1F1B with split backward: W fills the waits, memory as 1F1B.
 
     ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
     """
-    table = _one_for_one(num_ranks, num_micro_batches, num_chunks, Kind.INPUT, lead=1)
-    group = _group_sizes(num_ranks, num_micro_batches)[0]
+    table = _one_for_one(num_ranks, num_microbatches, num_chunks, Kind.INPUT, lead=1)
+    group = _group_sizes(num_ranks, num_microbatches)[0]
     return fill_weights(table, limit=(num_chunks - 1) * group + num_ranks)
 
 
@@ -196,10 +196,10 @@ def _next(todo: deque[Action], owed: deque[Action], done: set[Milestone], last_s
 class _VRow:
     """The row of one rank of a V, written action by action; chunk 0 goes down the ranks, 1 comes back."""
 
-    def __init__(self, rank: int, num_ranks: int, num_micro_batches: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self.actions: list[Action] = []
         self._stages = (rank, 2 * num_ranks - 1 - rank)
-        self._num_micro_batches = num_micro_batches
+        self._num_microbatches = num_microbatches
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._owed: deque[Action] = deque()
 
@@ -215,7 +215,7 @@ class _VRow:
                 continue
             kind, chunk = Kind(text[0]), int(text[1])
             count = self._forwards if kind is Kind.FORWARD else self._backwards
-            if count[chunk] == (self._num_micro_batches if kind is Kind.FORWARD else self._forwards[chunk]):
+            if count[chunk] == (self._num_microbatches if kind is Kind.FORWARD else self._forwards[chunk]):
                 continue
             self.actions.append(Action(self._stages[chunk], kind, count[chunk]))
             count[chunk] += 1
@@ -225,12 +225,12 @@ class _VRow:
     @property
     def complete(self) -> bool:
         """Whether every micro-batch has gone back through both chunks."""
-        return min(self._backwards) == self._num_micro_batches
+        return min(self._backwards) == self._num_microbatches
 
 
 @ORDERS.register_module
 @chunks_per_rank(2)
-def zb_v(num_ranks: int, num_micro_batches: int) -> Table:
+def zb_v(num_ranks: int, num_microbatches: int) -> Table:
     """Zero bubble on a V, with the memory of 1F1B (Qi et al., Pipeline Parallelism with Controllable Memory).
 
     From m >= p on, a step takes p - 1 ticks more than its work, the least for any order that starts at one
@@ -238,7 +238,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Table:
     """
     table: Table = {}
     for rank in range(num_ranks):
-        row = _VRow(rank, num_ranks, num_micro_batches)
+        row = _VRow(rank, num_ranks, num_microbatches)
         row.add("F0", 2 * (num_ranks - rank) - 1)
         row.add("F1 F0", rank)
         row.add("F1 I1", num_ranks - rank)
@@ -250,25 +250,25 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Table:
 
 @ORDERS.register_module
 @chunks_per_rank(2)
-def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Table:
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
     """DualPipe (DeepSeek-AI) on a V: in the middle every F stands beside the backward pass of the other chunk.
 
     The pairs are there to hide communication inside the layers; here they run one after the other. Needs two
     micro-batches per rank to fill the middle.
     """
-    if num_micro_batches < 2 * num_ranks:
+    if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, not "
-            f"{num_micro_batches}. Raise num_microbatches, or use order='zb_v', which takes any number."
+            f"{num_microbatches}. Raise num_microbatches, or use order='zb_v', which takes any number."
         )
     table: Table = {}
     for rank in range(num_ranks):
-        row = _VRow(rank, num_ranks, num_micro_batches)
+        row = _VRow(rank, num_ranks, num_microbatches)
         below = num_ranks - rank - 1
         row.add("F0", 2 * below)
         row.add("F0 F1", rank + 1)
         row.add("I1 W F1", below)
-        row.add("F0 B1 F1 B0", num_micro_batches - 2 * num_ranks + rank + 1)
+        row.add("F0 B1 F1 B0", num_microbatches - 2 * num_ranks + rank + 1)
         row.add("B1 F1 B0", below)
         # From half-way through the drain on, ranks wait for each other: the weight gradients are kept for then.
         for step in range(2 * (rank + 1)):

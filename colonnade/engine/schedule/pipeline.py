@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
-from colonnade.engine.schedule.base import BaseSchedule, StepResult
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module, cut_batch, join
 from colonnade.engine.schedule.loss import LossForm
@@ -37,7 +36,8 @@ class PipelineSchedule(BaseSchedule):
     before or None, (data, label) of the micro-batch) -> (inputs of the stage, label), called on every stage.
     `tensor_shape`: a promise, checked, about what goes from stage to stage; shapes need not be given.
     `loss_reduction`: what the criterion does over rows; means of unequal micro-batches are weighted by rows. A
-    criterion may also give (sum, count), which is divided once by the count of all ranks. `loss_everywhere`: all
+    criterion may also give (sum, count), which is divided once by the count of all ranks; a mean cross-entropy, which may
+    ignore labels, counts as that. `loss_everywhere`: all
     ranks return the loss, not only the last stage's.
 
     Of the engine it needs `context`, `model` (this rank's stage, or an nn.ModuleList of its stages in order),
@@ -65,7 +65,7 @@ class PipelineSchedule(BaseSchedule):
         self._table: Table | None = None
         if table is not None:
             self._table = read_csv(table) if isinstance(table, (str, Path)) else parse_table(table)
-        self.num_microbatches = _num_micro_batches(num_microbatches, self._table)
+        self.num_microbatches = _num_microbatches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
             raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
@@ -79,7 +79,7 @@ class PipelineSchedule(BaseSchedule):
     def table(self, num_ranks: int) -> Table:
         """The checked table for a pipeline of `num_ranks`; needs no process group."""
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
-        facts = check(table, num_micro_batches=self.num_microbatches)
+        facts = check(table, num_microbatches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
             raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
         return table
@@ -91,6 +91,8 @@ class PipelineSchedule(BaseSchedule):
     def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
         super().pre_processing(engine)
+        if self._stage_data_func:
+            self._label_keys = ()  # it takes batches apart itself
         context = engine.context
         piped = context.is_initialized(ParallelMode.PIPELINE)
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
@@ -106,10 +108,12 @@ class PipelineSchedule(BaseSchedule):
             device=context.device,
             forward=self._forward,
             loss_fn=partial(call_criterion, engine.criterion),
-            loss_form=LossForm(allow_counts=self._loss_everywhere),
+            loss_form=partial(LossForm, self._loss_everywhere, self._loss_reduction == "mean"),
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
         )
+        ends = self._executor.has_first_stage or self._executor.has_last_stage
+        self.uses_batch = ends or self._stage_data_func is not None
         self._switch_virtual_rank = _virtual_rank_switch(context, self._executor.facts.stage_ranks)
 
     def forward_back_step(
@@ -129,7 +133,7 @@ class PipelineSchedule(BaseSchedule):
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
-        micro_batches, label = self._micro_batches(executor, data_iter)
+        micro_batches, label = self._micro_batches(data_iter)
         with_loss = return_loss or not forward_only
         step = executor.run(
             micro_batches,
@@ -152,9 +156,8 @@ class PipelineSchedule(BaseSchedule):
             label = join([micro_batch.label for micro_batch in micro_batches])
         return join(step.outputs), label, loss
 
-    def _micro_batches(self, executor: Executor, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
-        needs_batch = executor.has_first_stage or executor.has_last_stage or self._stage_data_func is not None
-        if data_iter is None and not needs_batch:
+    def _micro_batches(self, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
+        if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
         pieces = cut_batch(data, label, self.num_microbatches)
@@ -192,11 +195,14 @@ def _transfer_group(context: ParallelContext) -> Any:
     return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
-def _num_micro_batches(given: int | None, table: Table | None) -> int:
+_MOST_MICROBATCHES = 1 << 16  # the table of passes has a row for each
+
+
+def _num_microbatches(given: int | None, table: Table | None) -> int:
     if table is not None and given is None:
-        return check(table).num_micro_batches
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise ScheduleError(f"num_microbatches is a whole number from 1 on, not {given!r}")
+        return check(table).num_microbatches
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICROBATCHES:
+        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}")
     return given
 
 
@@ -204,11 +210,7 @@ def _num_arguments(function: Callable[..., Any] | None) -> int:
     """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
     if function is None:
         return 0
-    parameters = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind <= parameter.POSITIONAL_OR_KEYWORD
-    ]
+    parameters = required_arguments(function)
     if len(parameters) not in (1, 2):
         raise ScheduleError(
             f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments"

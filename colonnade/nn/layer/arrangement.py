@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, PlacementError
+from colonnade.nn.layer.first_pass import gives, takes, takes_whole
 from colonnade.nn.layer.spread import Spread, Width, cut, gather, scatter, size_of
 from colonnade.parallel.placement import Replicate, Shard, Spec
 from colonnade.registry import Registry
@@ -190,7 +192,9 @@ def partition_input(
     `sequence` and `hidden` say where those dimensions are, None where x has none; the batch is dimension 0.
     """
     here = arrangement or arrange()
-    return scatter(x, here.side(side), here.context, (0, sequence, hidden), Width(None, unit, here.uneven))
+    takes_whole("partition_input", here, x)
+    part = scatter(x, here.side(side), here.context, (0, sequence, hidden), Width(None, unit, here.uneven))
+    return gives("partition_input", here, part, here.side(side))
 
 
 def gather_output(
@@ -209,7 +213,9 @@ def gather_output(
     are uneven. The logits of a `Classifier` are of side "inner".
     """
     here = arrangement or arrange()
-    return gather(x, here.side(side), here.context, (0, sequence, hidden), Width(features, unit, here.uneven))
+    takes("gather_output", here, x, side)
+    whole = gather(x, here.side(side), here.context, (0, sequence, hidden), Width(features, unit, here.uneven))
+    return gives("gather_output", here, whole, Spread())
 
 
 def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Tensor:
@@ -218,7 +224,9 @@ def unsplit_sequence(x: Tensor, *, arrangement: Arrangement | None = None) -> Te
     What follows (pooling, a head) must be the same on all ranks: build it with `arrange(sequence_split=False)`.
     """
     here = arrangement or arrange()
-    return gather(x, Spread(sequence=here.outer.sequence), here.context)
+    takes("unsplit_sequence", here, x, "outer")
+    unsplit = gather(x, Spread(sequence=here.outer.sequence), here.context)
+    return gives("unsplit_sequence", here, unsplit, replace(here.outer, sequence=None))
 
 
 def masked_rows(tokens: Tensor, weight: Tensor, start: int, padding: int | None) -> Tensor:

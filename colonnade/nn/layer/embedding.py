@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.nn.layer.first_pass import gives
 from colonnade.nn.layer.linear import own
 from colonnade.nn.layer.spread import cut
 
@@ -36,17 +37,21 @@ class Embedding(nn.Module):
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, whole.padding_idx
         block = self.arrangement.take_weight(whole.weight.detach(), "column")
         placed = self.arrangement.weight_placement("column")
-        self.weight = own(block, placed, tuple(whole.weight.shape), whole.weight.requires_grad)
+        self.weight = own(block, placed, tuple(whole.weight.shape), whole.weight)
 
     @classmethod
     def from_module(cls, module: nn.Embedding, *, arrangement: Arrangement | None = None) -> Embedding:
-        """This rank's block of a whole torch.nn.Embedding, the same on every rank."""
+        """This rank's block of a whole torch.nn.Embedding, the same on every rank.
+
+        Give it on to the layer that shares the weight: Classifier.from_module(head, weight=embedding.weight).
+        """
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ConfigError("an Embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be split")
         return cls(module.num_embeddings, module.embedding_dim, arrangement=arrangement, source=module)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.arrangement.embed(tokens, self.weight, self.num_embeddings, self.padding_idx)
+        here = self.arrangement
+        return gives(self, here, here.embed(tokens, self.weight, self.num_embeddings, self.padding_idx), here.outer)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.arrangement}"
@@ -62,8 +67,7 @@ class HiddenParameter(nn.Module):
         super().__init__()
         self.arrangement = arrangement or arrange()
         part = self.arrangement.take_along_hidden(whole.detach(), "outer")
-        trained = not isinstance(whole, nn.Parameter) or whole.requires_grad
-        self.weight = own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), trained)
+        self.weight = own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
 
     def forward(self) -> Tensor:
         return self.weight

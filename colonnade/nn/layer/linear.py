@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
+from colonnade.nn.layer.first_pass import gives, takes
 from colonnade.nn.layer.spread import Width, respread
 from colonnade.parallel.placement import Spec, place
+from colonnade.parallel.sources import note_source
 
 Own = TypeVar("Own", bound="Linear")
 
@@ -55,7 +57,11 @@ class Linear(nn.Module):
 
     @classmethod
     def from_module(cls: type[Own], module: nn.Linear, *, parts: int = 1, **options: Any) -> Own:
-        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as of the class."""
+        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as of the class.
+
+        A weight that another layer shares comes out shared only if you give it: Classifier.from_module(head,
+        weight=embedding.weight). `initialize` refuses a model in which such a tie was lost.
+        """
         if module.out_features % parts:
             raise ConfigError(f"out_features={module.out_features} cannot be {parts} equal parts")
         if parts > 1:
@@ -65,12 +71,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         here = self.arrangement
-        if self.split == "row" and not self.input_is_parallel:
+        inside = self.split == "row" and self.input_is_parallel
+        takes(self, here, x, "inner" if inside else "outer", self.in_features, self.unit)
+        if self.split == "row" and not inside:
             x = respread(x, here.outer, here.inner, here.context, Width(self.in_features, self.unit, here.uneven))
         y = here.linear(x, self.weight, None if self.bias is None else self.bias.flatten(), self.split)
         if self.gather_output:
             y = respread(y, here.inner, here.outer, here.context, Width(self.out_features, self.unit, here.uneven))
-        return y
+        return gives(self, here, y, here.outer if self.gather_output else here.target(self.split))
 
     def extra_repr(self) -> str:
         parts = f"{self.parts} x " if self.parts > 1 else ""
@@ -79,14 +87,14 @@ class Linear(nn.Module):
     def _own_weight(self, whole: Tensor) -> nn.Parameter:
         shape = (self.parts, self.out_features, self.in_features) if self.parts > 1 else tuple(whole.shape)
         block = self.arrangement.take_weight(whole.detach().view(shape), self.split, self.unit)
-        return own(block, self.arrangement.weight_placement(self.split, self.parts), shape, whole.requires_grad)
+        return own(block, self.arrangement.weight_placement(self.split, self.parts), shape, whole)
 
     def _own_bias(self, whole: Tensor) -> nn.Parameter:
         shape = (self.parts, self.out_features) if self.parts > 1 else tuple(whole.shape)
         side, unit = ("inner", self.unit) if self.split == "column" else ("outer", 1)
         part = self.arrangement.take_along_hidden(whole.detach().view(shape), side, unit)  # type: ignore[arg-type]
         placed = self.arrangement.target(self.split).along_hidden()
-        return own(part, placed, shape, whole.requires_grad)
+        return own(part, placed, shape, whole)
 
 
 class Classifier(Linear):
@@ -155,11 +163,13 @@ class MLP(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
-def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], trained: bool) -> nn.Parameter:
-    """A parameter of this rank: a block of a whole of this shape, with its placement."""
+def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], whole: Tensor) -> nn.Parameter:
+    """A parameter of this rank: a block of `whole`, taken as of this shape, with its placement."""
+    trained = whole.requires_grad or not isinstance(whole, nn.Parameter)
     parameter = nn.Parameter(block.clone(memory_format=torch.contiguous_format), requires_grad=trained)
     if placed:
         place(parameter, placed, shape)
+    note_source(parameter, whole)
     return parameter
 
 

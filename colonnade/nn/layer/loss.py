@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange, gather_output, partition_input
+from colonnade.nn.layer.first_pass import takes
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of, wire
@@ -24,7 +25,8 @@ class CrossEntropyLoss(nn.Module):
 
     Every rank of the tensor group gets the loss of the whole batch. Logits never travel: two small all-reduces of
     some numbers per sample do. Half-precision logits are summed in fp32. `reduction="sum_and_count"` gives (sum,
-    number of labels that count), from which the engine makes the mean over all ranks and micro-batches.
+    number of labels that count), from which the engine makes the mean over all ranks and micro-batches; it knows both of
+    a "mean" too.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class CrossEntropyLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Logits [batch, ..., classes] in the inner spread, labels [batch, ...] whole."""
         context, inner = self.arrangement.context, self.arrangement.inner
+        takes(self, self.arrangement, logits, "inner")
         mine = partition_input(labels, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
         if mine.shape != logits.shape[:-1]:
             raise ConfigError(
@@ -72,7 +75,11 @@ class CrossEntropyLoss(nn.Module):
         count = (labels != self.ignore_index).sum()
         if self.reduction == "sum_and_count":
             return total, count
-        return total if self.reduction == "sum" else total / count
+        if self.reduction == "sum":
+            return total
+        mean = total / count
+        mean.sum_and_count = total, count  # type: ignore[attr-defined]  # the engine's mean is over the whole batch
+        return mean
 
     def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None) -> Tensor:
         """The loss of every sample."""

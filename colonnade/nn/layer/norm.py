@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.nn.layer.first_pass import gives, takes
 from colonnade.nn.layer.linear import own
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel import collectives
@@ -24,11 +26,18 @@ class _Norm(nn.Module):
         self.size = size
         self.arrangement.hidden_sizes(size, "outer")  # says now what cannot be split
 
+    @abstractmethod
+    def _normalized(self, x: Tensor) -> Tensor: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        takes(self, self.arrangement, x, "outer", self.size)
+        return gives(self, self.arrangement, self._normalized(x), self.arrangement.outer)
+
     def _own(self, whole: Tensor | None) -> nn.Parameter | None:
         if whole is None:
             return None
         part = self.arrangement.take_along_hidden(whole.detach(), "outer")
-        return own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole.requires_grad)
+        return own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
 
     @property
     def _is_whole(self) -> bool:
@@ -67,7 +76,7 @@ class LayerNorm(_Norm):
         """This rank's part of a whole torch.nn.LayerNorm over one dimension, the same on every rank."""
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor) -> Tensor:
         if self._is_whole:
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))  # statistics are not for half precision
@@ -112,7 +121,7 @@ class RMSNorm(_Norm):
         """This rank's part of a whole torch.nn.RMSNorm over one dimension, the same on every rank."""
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _normalized(self, x: Tensor) -> Tensor:
         mode, context = self.arrangement.outer.hidden, self.arrangement.context
         if mode is None or self._is_whole:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)

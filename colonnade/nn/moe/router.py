@@ -122,8 +122,8 @@ class TopKRouter(nn.Module):
         # How many come before mine at each choice: all of earlier choices, and those of earlier ranks at this one.
         total = everyone.sum(0)
         before = total.cumsum(0) - total + everyone[:at].sum(0)
-        room = (share.ceil().to(torch.int64) - before).clamp(min=0)
-        return torch.minimum(counts, room).sum(0)
+        most = (share.ceil().to(torch.int64) - before).clamp(min=0)
+        return torch.minimum(counts, most).sum(0)
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
         """balance_loss x experts x sum(share of assignments x mean probability), and z_loss x mean(logsumexp^2)."""

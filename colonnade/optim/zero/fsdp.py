@@ -93,12 +93,12 @@ class Sharding:
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:
     """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
-    axis = _replicas(context, settings.replicate)
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
-    left = _left_whole(model, roots)
-    shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
-    units = _Units(model, shard_modes, context, settings)
     with agreed_errors(context.device):
+        axis = _replicas(context, settings.replicate)
+        left = _left_whole(model, roots)
+        shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
+        units = _Units(model, shard_modes, context, settings)
         for root in roots:
             chosen, usual = _chosen(root, settings.wrap), _most(shard_modes, root)
             for module in [*_separate(root, shard_modes, usual), *chosen]:
@@ -342,14 +342,14 @@ def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | No
 
 def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, ShardModes | None]) -> None:
     """Refuse parameters that cannot be gathered together."""
-    spreads: dict[ShardModes | None, str] = {}
+    kinds: dict[ShardModes | None, str] = {}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in mine.items():
-        spreads.setdefault(shard_modes[id(parameter)], name)
+        kinds.setdefault(shard_modes[id(parameter)], name)
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
-    if len(spreads) > 1:
-        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in spreads.items() if key)
+    if len(kinds) > 1:
+        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in kinds.items() if key)
         raise PlacementError(
             f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
             f"experts into a module of their own."

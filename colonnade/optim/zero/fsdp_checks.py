@@ -1,7 +1,7 @@
 """Checks of stage 3: optimizers that can step on shards, and ranks that run the same modules in the same order.
 
-FSDP2 pairs the collectives of modules by their order alone. A rank that skips a module would be given another module's weights, and the sums would mix their gradients. The
-first step agrees on every collective before it is issued. What was seen becomes the plan of later steps, which are
+FSDP2 pairs the collectives of modules by their order alone. A rank that skips a module would be given another
+module's weights, and the sums would mix their gradients. The first step agrees on every collective before it is issued. What was seen becomes the plan of later steps, which are
 only compared once each, while nobody waits. A rank that is about to leave the plan takes part in the rest of it with
 zeros, so that nobody hangs, and then says so; ranks that all leave it in the same way (an evaluation) go on.
 """
@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colonnade.comm.messages import gather_in_pieces
+from colonnade.comm.rank_group import gloo_beside
+from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
-from colonnade.optim.zero.inner import trial_of
+from colonnade.optim.zero.inner import two_steps
 
-# Under the names that this torch does not warn about.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_TIMEOUT = timedelta(minutes=30)
 _ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
 
 
@@ -61,12 +57,7 @@ class RunOrder:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = dist.get_process_group_ranks(group)
-        tokens: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
-        store = c10d.PrefixStore(f"colonnade/order/{tokens[0]}", c10d._get_default_store())
-        self._gloo: Any = dist.ProcessGroupGloo(
-            store, dist.get_group_rank(group, dist.get_rank()), group.size(), _TIMEOUT
-        )
+        self._gather = gloo_beside(group)
         self._plan: list[_Planned] = []
         self._seen: list[_Planned] = []
         self._at = 0
@@ -143,7 +134,7 @@ class RunOrder:
         mine = torch.tensor([[at, code, int(self._stepped)]])
         self._said_step, self._stepped = self._stepped, False
         everyone = mine.new_empty(len(self.ranks), 3)
-        return everyone, self._gloo._allgather_base(everyone, mine)
+        return everyone, self._gather(everyone, mine)
 
     def _receive(self, sent: tuple[Tensor, Any]) -> list[tuple[int, ...]]:
         everyone, work = sent
@@ -158,7 +149,8 @@ class RunOrder:
 
     def _refuse(self, at: int | None, event: Event | None) -> NoReturn:
         """Say what each rank was about to do where the first one parted. Collective."""
-        everyone = self._gather_json([at, str(event)[:1000], self._said_step])
+        mine = json.dumps([at, str(event)[:1000], self._said_step]).encode()
+        everyone = [json.loads(text) for text in gather_in_pieces(mine, self._gather_bytes)]
         first = min((place for place, *_ in everyone if place is not None), default=None)
         told = "another number of optimizer steps has been taken"
         if first is not None:
@@ -176,12 +168,11 @@ class RunOrder:
             f"weights. {_ADVICE}"
         )
 
-    def _gather_json(self, value: Any) -> list[Any]:
-        text = json.dumps(value).encode().ljust(4096)[:4096]
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        everyone = mine.new_empty(len(self.ranks), len(text))
-        self._gloo._allgather_base(everyone, mine.unsqueeze(0)).wait()
-        return [json.loads(bytes(row.tolist())) for row in everyone]
+    def _gather_bytes(self, payload: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).unsqueeze(0)
+        everyone = mine.new_empty(len(self.ranks), len(payload))
+        self._gather(everyone, mine).wait()
+        return [bytes(row) for row in everyone.tolist()]
 
 
 class _Allocates:
@@ -202,10 +193,10 @@ class WatchedGather(_Allocates):
 
         def replay() -> None:
             zeros = torch.zeros(own, dtype=dtype, device=device)
-            _all_gather(torch.empty(out, dtype=dtype, device=device), zeros, group=group)
+            all_gather_flat(torch.empty(out, dtype=dtype, device=device), zeros, group=group)
 
         self._order.issue(self._event, replay)
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class WatchedReduce(_Allocates):
@@ -224,13 +215,13 @@ class WatchedReduce(_Allocates):
 
         def replay() -> None:
             part = torch.empty(out, dtype=dtype, device=device)
-            _reduce_scatter(part, torch.zeros(own, dtype=dtype, device=device), group=group, op=op)
+            reduce_scatter_flat(part, torch.zeros(own, dtype=dtype, device=device), group=group, op=op)
             if self._replicas is not None:
-                also = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
-                dist.all_reduce(part, group=self._replicas, op=also)
+                kind = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+                dist.all_reduce(part, group=self._replicas, op=kind)
 
         self._order.issue(self._event(), replay)
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return reduce_scatter_flat(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def _at_end_of_backward(act: Callable[[], None]) -> None:
@@ -358,26 +349,14 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    name, numbers = type(optimizer).__name__, torch.Generator().manual_seed(0)
-    shape, device = (2 * mesh.size(-1), 4), mesh.device_type
-    specs = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    name, specs = type(optimizer).__name__, [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
 
-    def draw() -> Tensor:
-        return torch.randn(shape, generator=numbers, dtype=torch.float64).to(device)
+    def cut(tensor: Tensor) -> list[Any]:
+        return [distribute_tensor(tensor.clone(), mesh, specs, src_data_rank=None)]  # all have the same
 
-    def cut(tensor: Tensor) -> Any:
-        return distribute_tensor(tensor.detach().clone(), mesh, specs, src_data_rank=None)  # all have the same
-
-    whole = nn.Parameter(draw())
-    shards: Any = nn.Parameter(cut(whole))
     try:
-        trials = [trial_of(optimizer, [parameter]) for parameter in (whole, shards)]
-        for _ in range(2):
-            whole.grad = draw()
-            shards.grad = cut(whole.grad)
-            for trial in trials:
-                trial.step()
-        far = (shards.to_local() - cut(whole).to_local()).abs().max().item()
+        whole, (shards,) = two_steps(optimizer, (2 * mesh.size(-1), 4), cut, mesh.device_type)
+        far = (shards.to_local() - cut(whole)[0].to_local()).abs().max().item()
     except Exception as error:
         raise GradientError(
             f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "

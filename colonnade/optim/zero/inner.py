@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,20 +82,9 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
     Found out by trying: two steps on a small matrix, whole and in two halves.
     """
-    numbers = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 6, generator=numbers, dtype=torch.float64)
-    halves = [half.clone() for half in whole.view(-1).chunk(2)]
     name = type(optimizer).__name__
     try:
-        for step in range(2):
-            grad = torch.randn(4, 6, generator=numbers, dtype=torch.float64)
-            if step == 0:
-                first, second = trial_of(optimizer, [whole]), trial_of(optimizer, halves)
-            whole.grad = grad
-            for half, part in zip(halves, grad.view(-1).chunk(2), strict=True):
-                half.grad = part.clone()
-            first.step()
-            second.step()
+        whole, halves = two_steps(optimizer, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)])
     except Exception as error:
         raise GradientError(
             f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
@@ -108,7 +97,24 @@ def check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
+def two_steps(
+    optimizer: Optimizer, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
+) -> tuple[Tensor, list[Any]]:
+    """A matrix, and what `cut` makes of it, each after two steps of such an optimizer on the same gradients."""
+    numbers = torch.Generator().manual_seed(0)
+    whole, *grads = (torch.randn(shape, generator=numbers, dtype=torch.float64).to(device) for _ in range(3))
+    parts = cut(whole)
+    trials = [_trial_of(optimizer, [whole]), _trial_of(optimizer, parts)]
+    for grad in grads:
+        whole.grad = grad
+        for part, piece in zip(parts, cut(grad), strict=True):
+            part.grad = piece
+        for trial in trials:
+            trial.step()
+    return whole, parts
+
+
+def _trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     """The optimizer's first group alone, on small tensors of the host, without hooks."""
     trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])
     # What it changes in place must not be the user's.
@@ -125,16 +131,17 @@ def trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, name, OrderedDict())
     # Some make their state when they are built: a sample of it, of the new shapes.
-    sample: dict[str, Any] = next((held for held in optimizer.state.values() if held), {})
-    like = next((p for p, held in optimizer.state.items() if held), None)
+    held = [(p, state) for p, state in optimizer.state.items() if state]
+    like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
     for parameter in parameters:
         trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}
     return trial
 
 
 def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
-    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape and value.numel():
-        return torch.full_like(parameter, float(local_part(value).flatten()[0]))
+    if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
+        own = local_part(value).flatten()  # a rank may hold none of it
+        return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
     return torch.zeros(()) if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
 
 

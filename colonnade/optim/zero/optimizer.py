@@ -39,6 +39,8 @@ class ZeroOptimizer(Optimizer):
         check_elementwise(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.settings = settings
+        self.optimizer_class = type(optimizer)
+        """Whose state it keeps: checkpoints compare it."""
         self._original = optimizer
         # One set of step hooks, whichever of the two they are given to; they run when the slices are stepped on.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -100,8 +102,11 @@ class ZeroOptimizer(Optimizer):
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
 
-    def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> None:
-        """Before the first step: who else holds each parameter, and its slot in the norm and the divisor."""
+    def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> BucketStep:
+        """Before the first step: who else holds each parameter, and its slot in the norm and the divisor.
+
+        Returns what measures this rank's slices.
+        """
         entry_of = {id(entry.tensor): entry for entry in held}
         buckets: list[OwnedBucket] = []
         for one in self._values:
@@ -110,30 +115,13 @@ class ZeroOptimizer(Optimizer):
         loose = [entry for entry in held if not self.shards(entry.tensor)]
         flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
         self._bucket_step = BucketStep(self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat, self._model)
+        return self._bucket_step
 
     def shards(self, parameter: Tensor) -> bool:
         """Whether the parameter is sharded: one that it has, and that could get a gradient from the start."""
         return self._state.knows(parameter)
 
     # -- the step -----------------------------------------------------------------------------------------
-
-    measures_whole = False
-
-    def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
-        """This rank's part of the norm of the whole gradient, for `reduce_norms`."""
-        return self._bucket_step.measure(norm_type, slots, device)
-
-    @property
-    def drops_on_device(self) -> bool:
-        """Whether a step can be dropped without a decision on the host."""
-        return self._bucket_step.drops_on_device
-
-    def release(self) -> None:
-        """Nothing to do: slices keep their gradients' memory."""
-
-    def first_bad(self) -> str | None:
-        """A parameter of which this rank's slice has a gradient that is not finite."""
-        return self._bucket_step.first_bad()
 
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor`, unless `found_inf` is 1; then give the slices to all."""

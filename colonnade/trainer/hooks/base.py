@@ -22,6 +22,9 @@ class BaseHook:
     on other stages of a pipeline than the last, and where a rank has run out of batches before the others.
     """
 
+    needs_loss = False
+    """Whether an evaluation must have a loss for it."""
+
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 

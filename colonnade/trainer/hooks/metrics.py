@@ -72,12 +72,12 @@ class _Measures(BaseHook, ABC):
 class LossHook(_Measures):
     """The mean loss of an epoch, weighted by the rows of each batch, or by what a (sum, count) criterion counts."""
 
+    needs_loss = True
+
     def __init__(self, priority: int = 0) -> None:
         super().__init__("Loss", priority)
 
     def make(self, trainer: Trainer) -> Metric:
-        if trainer.engine.criterion is None:
-            raise ConfigError("a LossHook needs a criterion; pass criterion= to initialize")
         return MeanMetric(trainer.context)
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:

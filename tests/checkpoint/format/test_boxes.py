@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.checkpoint.format.boxes import Box, boxes_of_range, tiles, whole_box
+from colonnade.checkpoint.format.boxes import (
+    Box,
+    boxes_in_order,
+    boxes_of_range,
+    places_of,
+    range_in_order,
+    tiles,
+    whole_box,
+)
 
 
 def elements(box: Box) -> list[tuple[int, ...]]:
@@ -63,6 +71,15 @@ def test_a_thousand_boxes_are_checked_at_once(rank):
     assert not tiles(boxes[:-1], (1000,) + (5,) * (rank - 1))
 
 
+def test_only_the_dimensions_that_are_cut_count():
+    halves = [Box((at,) + (0,) * 59, (1,) + (2,) * 59) for at in (0, 1)]
+    assert tiles(halves, (2,) * 60)
+    assert not tiles([halves[0], halves[0]], (2,) * 60)
+    steps = [Box((0,) * at + (1,) + (0,) * (59 - at), (1,) * (at + 1) + (2,) * (59 - at)) for at in range(60)]
+    with pytest.raises(ValueError, match="61 blocks that are cut along 60 dimensions are too many"):
+        tiles([*steps, Box((0,) * 60, (1,) * 60)], (2,) * 60)
+
+
 def test_what_two_boxes_share():
     one, other = Box((1, 0), (3, 4)), Box((2, 2), (5, 5))
     shared = one.shared_with(other)
@@ -85,3 +102,17 @@ def test_a_range_is_cut_into_few_boxes_in_order(shape, data):
     read = [whole[box.slices_in(origin)].flatten() for box in boxes]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *read]), torch.arange(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(SHAPES, st.data())
+def test_the_range_of_a_box_is_from_its_first_to_its_last_element(shape, data):
+    order = data.draw(st.permutations(range(len(shape))))
+    outer = Box(tuple(data.draw(st.integers(0, 3)) for _ in shape), shape)
+    start = [data.draw(st.integers(0, size - 1)) for size in shape]
+    size = [data.draw(st.integers(1, size - at)) for at, size in zip(start, shape, strict=True)]
+    box = Box(tuple(at + origin for at, origin in zip(start, outer.offset, strict=True)), tuple(size))
+    numbers = torch.arange(torch.empty(shape).numel()).view([shape[dim] for dim in order]).permute(places_of(order))
+    inside = numbers[box.slices_in(outer)]
+    first, last = range_in_order(box, outer, order)
+    assert (first, last) == (int(inside.min()), int(inside.max()) + 1)
+    assert sum(one.numel for one in boxes_in_order(first, last, outer, order)) == last - first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from colonnade.checkpoint.format.manifest import Block, TensorRecord
+from colonnade.checkpoint.format.manifest import Part, TensorRecord
 from colonnade.checkpoint.format.records import Damaged, from_json, to_json
 
 
@@ -19,20 +19,20 @@ class Sample:
     at: float
     sizes: tuple[int, ...]
     pairs: list[tuple[str, TensorRecord]]
-    maybe: Block | None = None
+    maybe: Part | None = None
 
 
-TENSOR = TensorRecord("w", "exp_avg", ("w", "v"), (2, 3), "F32", (Block("a.safetensors", "k", (0, 0), (2, 3)),))
+TENSOR = TensorRecord("w", "exp_avg", ("w", "v"), (2, 3), "F32", (Part((0, 0), (2, 3), (1, 0), "k", 3),))
 SAMPLE = Sample("x", 1.5, (1, 0), [("digest", TENSOR)])
 
 
 def test_records_come_back():
-    for sample in (SAMPLE, Sample("", 0.0, (), [], TENSOR.blocks[0])):
+    for sample in (SAMPLE, Sample("", 0.0, (), [], TENSOR.parts[0])):
         assert from_json(Sample, json.loads(json.dumps(to_json(sample))), "it") == sample
 
 
 def test_the_name_of_a_state_is_called_slot_on_disk():
-    assert list(to_json(TENSOR)) == ["label", "slot", "names", "shape", "dtype", "blocks"]
+    assert list(to_json(TENSOR)) == ["label", "slot", "names", "shape", "dtype", "parts"]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,8 @@ def test_the_name_of_a_state_is_called_slot_on_disk():
         ("at", float("inf"), "it: at is 'inf', not a number"),
         ("sizes", [1, -1], r"it: sizes is '\[1, -1\]', not a list of whole numbers"),
         ("sizes", [1 << 62], "not a list of whole numbers"),
+        ("sizes", [1, True], r"it: sizes is '\[1, True\]', not a list of whole numbers"),
+        ("sizes", [1, "2"], "not a list of whole numbers"),
         ("sizes", "12", "it: sizes is '12', not a list"),
         ("pairs", {}, "it: pairs is '{}', not a list"),
         ("pairs", [["digest", 7]], r"it: pairs\[0\]\[1\] is a int, not an object"),

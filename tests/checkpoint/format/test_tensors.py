@@ -12,10 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.manifest import WIDTHS, Block
+from colonnade.checkpoint.format.manifest import (
+    WIDTHS,
+    Cut,
+    FileRecord,
+    LayoutRecord,
+    Manifest,
+    Part,
+    TensorRecord,
+    check_tiled,
+)
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.format.tensors import (
     _NAMES,
@@ -24,6 +34,7 @@ from colonnade.checkpoint.format.tensors import (
     raw_bytes,
     write_tensors,
 )
+from colonnade.errors import CheckpointError
 
 TYPES = list(_NAMES)
 
@@ -68,38 +79,55 @@ def test_elements_are_aligned(tmp_path):
         assert place["data_offsets"][0] % WIDTHS[place["dtype"]] == 0
 
 
+def manifest_of(tensors: list[TensorRecord], cuts: list[Cut], names: list[str]) -> Manifest:
+    files = tuple(FileRecord(name, 1 << 20, "") for name in names)
+    return Manifest(1, 0.0, LayoutRecord(1, ()), files, tuple(cuts), tuple(tensors), None, ())
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_box_is_read_from_any_blocks(tmp_path_factory, data):
-    shape = (7, 5)
-    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
-    spans = [list(itertools.pairwise(cut)) for cut in cuts]
-    whole = torch.arange(35).reshape(shape)
-    blocks, entries = [], []
-    for top, bottom in spans[0]:
-        for left, right in spans[1]:
-            key = f"{top},{left}"
-            blocks.append(Block("x.safetensors", key, (top, left), (bottom - top, right - left)))
-            entries.append(Entry.of(key, whole[top:bottom, left:right]))
-    folder = tmp_path_factory.mktemp("boxes")
-    write_tensors(folder / "x.safetensors", entries)
+def test_any_box_is_read_from_any_rows_or_ranges(tmp_path_factory, data):
+    """A tensor in parts side by side, each cut by rows or, in either order of the dimensions, by elements."""
+    shape, whole, folder = (7, 5), torch.arange(35).reshape(7, 5), tmp_path_factory.mktemp("boxes")
+    files, parts, cuts = ["a.safetensors", "b.safetensors", "c.safetensors"], [], []
+    entries: dict[str, list[Entry]] = {name: [] for name in files}
+    for left, right in itertools.pairwise(sorted({0, 5, data.draw(st.integers(0, 5))})):
+        order = data.draw(st.sampled_from([None, (0, 1), (1, 0)]))
+        column = whole[:, left:right]
+        values = column if order is None else column.permute(order).flatten()
+        stops = sorted({len(values), *data.draw(st.lists(st.integers(1, len(values)), max_size=2))})
+        for at, (start, stop) in enumerate(itertools.pairwise([0, *stops])):
+            entries[files[at]].append(Entry.of(f"part {left}", values[start:stop]))
+        parts.append(Part((0, left), (7, right - left), order, f"part {left}", len(cuts)))
+        cuts.append(Cut(tuple(stops), tuple(range(len(stops)))))
+    for name in files:
+        write_tensors(folder / name, entries[name])
+    record = TensorRecord("w", "", ("w",), shape, "I64", tuple(parts))
+    check_tiled(record, cuts)
     start = [data.draw(st.integers(0, size)) for size in shape]
     box = Box(tuple(start), tuple(data.draw(st.integers(0, size - at)) for at, size in zip(start, shape, strict=True)))
-    found = TensorReader(folder).new(box, blocks, "I64")
+    found = TensorReader(folder, manifest_of([record], cuts, files)).new(box, record)
     assert torch.equal(found, whole[box.slices_in(whole_box(shape))])
 
 
 def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
     write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2, 2))])
-    reader = TensorReader(tmp_path)
-    for block, dtype in [
-        (Block("x.safetensors", "a", (0,), (4,)), "F32"),
-        (Block("x.safetensors", "a", (0, 0), (2, 2)), "I32"),
-        (Block("x.safetensors", "b", (0, 0), (2, 2)), "F32"),
-        (Block("y.safetensors", "a", (0, 0), (2, 2)), "F32"),
+    for key, shape, dtype, file in [
+        ("a", (4,), "F32", 0),
+        ("a", (2, 2), "I32", 0),
+        ("b", (2, 2), "F32", 0),
+        ("a", (2, 2), "F32", 1),
     ]:
+        part = Part((0,) * len(shape), shape, None, key, 0)
+        record = TensorRecord("w", "", ("w",), shape, dtype, (part,))
+        manifest = manifest_of([record], [Cut((shape[0],), (file,))], ["x.safetensors", "y.safetensors"])
         with pytest.raises(Damaged):
-            reader.new(block.box, [block], dtype)
+            TensorReader(tmp_path, manifest).whole(record)
+
+
+def test_two_tensors_of_one_name_are_found_when_they_are_written(tmp_path):
+    with pytest.raises((CheckpointError, SafetensorError)):
+        write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2)), Entry.of("a", torch.ones(2))])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +138,7 @@ def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
 def test_crafted_files_are_refused(tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(Damaged):
-        TensorReader(tmp_path).entry("x.safetensors", "a")
+        TensorReader(tmp_path, manifest_of([], [], [])).entry("x.safetensors", "a")
 
 
 @pytest.mark.slow

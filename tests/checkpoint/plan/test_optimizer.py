@@ -136,3 +136,8 @@ def test_an_optimizer_of_ones_own_shares_its_state_through_checkpoints_to_the_bi
     assert load(tmp_path, "one", False) == []
     for swapped in (False, True):
         assert run_world(2, load, tmp_path, "data 2", swapped).values == [[], []]
+
+
+def test_what_format_1_has_saved_still_loads_to_the_bit():
+    """Written by `save` above when a manifest had a record for every block."""
+    assert load(Path(__file__).parent.parent / "format/format_1", "one", False) == []

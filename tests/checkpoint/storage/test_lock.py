@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.storage.lock import LOCK_FILE, RunLock
@@ -86,6 +89,33 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     with pytest.raises(CheckpointError, match="opening"):
         CheckpointManager(tmp_path, ParallelContext())
     assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def _flock_fails(monkeypatch, code: int) -> None:
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_warned_of_and_saved_to(tmp_path, monkeypatch, caplog, code):
+    _flock_fails(monkeypatch, code)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, nn.Linear(1, 1))
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert manager.steps() == [1]
+    assert f"locks no files ({os.strerror(code)})" in caplog.text
+    assert "see to it that no other run writes here" in caplog.text
+
+
+def test_a_lock_that_fails_otherwise_is_not_taken_for_another_run(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        _flock_fails(patched, errno.EIO)
+        with pytest.raises(CheckpointError, match=f"cannot be locked: {os.strerror(errno.EIO)}") as caught:
+            CheckpointManager(tmp_path, ParallelContext())
+        assert "another run" not in str(caught.value)
+    CheckpointManager(tmp_path, ParallelContext()).close()
 
 
 def open_a_held_folder(folder: Path) -> str:

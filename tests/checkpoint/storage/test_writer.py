@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager, fault
+from colonnade.checkpoint.storage import verify as verify_module
 from colonnade.checkpoint.storage import writer
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -248,3 +249,15 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
         monkeypatch.setattr(fault, "hook", None)
         manager.save(2, model_at(2))
         assert manager.steps() == [1, 2]
+
+
+def test_what_could_not_be_loaded_is_not_published_and_older_checkpoints_stay(tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path, ParallelContext(), keep=1) as manager:
+        manager.save(1, model_at(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(verify_module, "_LONGEST", 100)
+            with pytest.raises(CheckpointError, match=r"step 2 was written, but could not be loaded: .* 100 bytes"):
+                manager.save(2, model_at(2))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run.lock", "step-00000001"]
+        manager.save(2, model_at(2))
+        assert manager.steps() == [2]

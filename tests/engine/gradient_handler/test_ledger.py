@@ -162,6 +162,8 @@ def test_an_error_on_one_rank_is_told_to_the_others():
 
 
 def test_waived_parameters_are_left_alone():
+    text, _, _ = run_world(4, _build, {"sync": {"waive": "*.bias"}}).values[0]
+    assert [line.split()[0] for line in text.splitlines() if "waived" in line] == ["*.bias"]
     config = {"gradient_handler": ["LedgerHalf"], "sync": {"waive": ["*"]}}
     text, _, handlers = run_world(4, _build, config).values[0]
     assert handlers == ["LedgerHalf"]

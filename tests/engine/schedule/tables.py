@@ -47,7 +47,7 @@ def _follow(action: Action, last_stage: int, split: dict[tuple[int, int], bool])
     return own + ([backward(stage - 1)] if stage > 0 else [])
 
 
-def torch_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Table:
+def torch_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Table:
     """The table a schedule class of torch.distributed.pipelining describes itself with."""
     kind: Any = getattr(schedules, name)
     num_stages = num_ranks * num_chunks
@@ -69,16 +69,16 @@ def torch_table(name: str, num_ranks: int, num_micro_batches: int, num_chunks: i
         for index in indices
     ]
     if issubclass(kind, schedules.PipelineScheduleSingle):
-        return parse_table(kind(stages[0], num_micro_batches, loss_fn=max)._get_pipeline_order())
-    return parse_table(kind(stages, num_micro_batches, loss_fn=max).pipeline_order)
+        return parse_table(kind(stages[0], num_microbatches, loss_fn=max)._get_pipeline_order())
+    return parse_table(kind(stages, num_microbatches, loss_fn=max).pipeline_order)
 
 
-def random_table(random: Random, num_ranks: int, num_stages: int, num_micro_batches: int) -> Table:
+def random_table(random: Random, num_ranks: int, num_stages: int, num_microbatches: int) -> Table:
     """A valid table by chance, as `valid_tables` makes them."""
     homes = [*range(num_ranks), *(random.randrange(num_ranks) for _ in range(num_stages - num_ranks))]
     random.shuffle(homes)
-    split = {(s, k): random.random() < 0.5 for s in range(num_stages) for k in range(num_micro_batches)}
-    ready = [Action(0, Kind.FORWARD, k) for k in range(num_micro_batches)]
+    split = {(s, k): random.random() < 0.5 for s in range(num_stages) for k in range(num_microbatches)}
+    ready = [Action(0, Kind.FORWARD, k) for k in range(num_microbatches)]
     table: Table = {rank: [] for rank in range(num_ranks)}
     while ready:
         action = ready.pop(random.randrange(len(ready)))

@@ -49,7 +49,7 @@ def test_every_valid_table_passes(table: Table) -> None:
     assert facts.num_stages == num_stages(table)
     for stage, rank in enumerate(facts.stage_ranks):
         assert any(action.stage == stage for action in table[rank])
-    assert check(table, num_micro_batches=facts.num_micro_batches) == facts
+    assert check(table, num_microbatches=facts.num_microbatches) == facts
 
 
 @given(valid_tables(), st.randoms(use_true_random=False), st.sampled_from(["drop", "again", "move", "renumber"]))
@@ -66,9 +66,9 @@ def test_a_table_with_one_wrong_action_is_stopped(table: Table, random: Random, 
         other = (rank + 1) % (len(table) + 1)
         table[other] = [*table.get(other, []), table[rank].pop()]
     else:
-        table[rank][column] = action._replace(micro_batch=facts.num_micro_batches)
+        table[rank][column] = action._replace(micro_batch=facts.num_microbatches)
     with pytest.raises(ScheduleError):
-        check(table, num_micro_batches=facts.num_micro_batches)
+        check(table, num_microbatches=facts.num_microbatches)
 
 
 @given(valid_tables(), st.randoms(use_true_random=False))
@@ -85,7 +85,7 @@ def test_rows_in_any_order_pass_if_and_only_if_they_can_run(table: Table, random
 
 @pytest.mark.parametrize("name", TORCH_TABLES)
 def test_torchs_tables_pass(name: str) -> None:
-    facts = check(torch_table(name, 4, 8, TORCH_TABLES[name]), num_micro_batches=8)
+    facts = check(torch_table(name, 4, 8, TORCH_TABLES[name]), num_microbatches=8)
     assert facts.num_stages == 4 * TORCH_TABLES[name]
 
 
@@ -94,7 +94,7 @@ def test_torchs_tables_pass(name: str) -> None:
 def test_torchs_own_1f1b_table_is_rejected(shape: tuple[int, int]) -> None:
     table = torch_table("Schedule1F1B", *shape)
     with pytest.raises(ScheduleError, match=rf"no micro-batch {shape[1]}: they are 0..{shape[1] - 1}"):
-        check(table, num_micro_batches=shape[1])
+        check(table, num_microbatches=shape[1])
     with pytest.raises(ScheduleError, match="is missing on rank"):
         check(table)
 
@@ -141,7 +141,7 @@ def test_a_deadlock_names_every_rank_that_waits() -> None:
 def test_every_rank_has_a_stage_and_every_micro_batch_its_actions() -> None:
     for rows in (["0F0 0B0", ""], ["0F0 0B0", "", "1F0 1B0"]):
         assert "rank 1 has no actions" in message_of(rows)
-    assert "0F1 is missing" in message_of(["0F0 0B0", "1F0 1B0"], num_micro_batches=2)
+    assert "0F1 is missing" in message_of(["0F0 0B0", "1F0 1B0"], num_microbatches=2)
 
 
 def test_an_empty_table_is_refused() -> None:

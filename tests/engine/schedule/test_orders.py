@@ -48,28 +48,28 @@ def test_all_orders_have_known_numbers() -> None:
 @pytest.mark.parametrize("name", ORDERS)
 def test_all_small_shapes_are_valid_and_lie_where_the_order_says(name: str) -> None:
     for num_ranks in range(1, 7):
-        for num_micro_batches in range(1, 15):
+        for num_microbatches in range(1, 15):
             for num_chunks in [chunks_of(name)] if chunks_of(name) else [1, 2, 3]:
-                if name == "dualpipe_v" and num_micro_batches < 2 * num_ranks:
+                if name == "dualpipe_v" and num_microbatches < 2 * num_ranks:
                     continue
-                table = make_table(name, num_ranks, num_micro_batches, num_chunks)
+                table = make_table(name, num_ranks, num_microbatches, num_chunks)
                 stage_ranks = v_stages(num_ranks) if name in V_ORDERS else loop_stages(num_ranks, num_chunks)
-                assert check(table, num_micro_batches=num_micro_batches).stage_ranks == tuple(stage_ranks)
+                assert check(table, num_microbatches=num_microbatches).stage_ranks == tuple(stage_ranks)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-@pytest.mark.parametrize("num_micro_batches", [4, 5, 7, 11])
-def test_interleaving_keeps_its_bubble_for_any_number_of_micro_batches(num_micro_batches: int, num_chunks: int) -> None:
-    timeline = simulate(make_table("interleaved_1f1b", 4, num_micro_batches, num_chunks))
-    assert timeline.bubble == pytest.approx(3 / (num_chunks * num_micro_batches + 3))
+@pytest.mark.parametrize("num_microbatches", [4, 5, 7, 11])
+def test_interleaving_keeps_its_bubble_for_any_number_of_micro_batches(num_microbatches: int, num_chunks: int) -> None:
+    timeline = simulate(make_table("interleaved_1f1b", 4, num_microbatches, num_chunks))
+    assert timeline.bubble == pytest.approx(3 / (num_chunks * num_microbatches + 3))
 
 
-@pytest.mark.parametrize("num_micro_batches", [4, 5, 7, 8, 9])
-def test_zb_v_is_as_short_as_can_be_with_the_memory_of_1f1b(num_micro_batches: int) -> None:
-    timeline = simulate(make_table("zb_v", 4, num_micro_batches, 2))
-    assert timeline.makespan == 6 * num_micro_batches + 3
+@pytest.mark.parametrize("num_microbatches", [4, 5, 7, 8, 9])
+def test_zb_v_is_as_short_as_can_be_with_the_memory_of_1f1b(num_microbatches: int) -> None:
+    timeline = simulate(make_table("zb_v", 4, num_microbatches, 2))
+    assert timeline.makespan == 6 * num_microbatches + 3
     assert timeline.max_live <= 4
-    for row in timeline.rows.values() if num_micro_batches >= 7 else []:
+    for row in timeline.rows.values() if num_microbatches >= 7 else []:
         assert row[-1].end - row[0].start == len(row)
 
 
@@ -117,13 +117,13 @@ def own_orders() -> Iterator[None]:
     """Orders as a user writes them: rows of text, with one, two or any number of chunks."""
 
     @ORDERS.register_module("one")
-    def one(num_ranks: int, num_micro_batches: int) -> list[str]:
-        backward = " ".join(f"{{0}}B{k}" for k in range(num_micro_batches))
-        forward = " ".join(f"{{0}}F{k}" for k in range(num_micro_batches))
+    def one(num_ranks: int, num_microbatches: int) -> list[str]:
+        backward = " ".join(f"{{0}}B{k}" for k in range(num_microbatches))
+        forward = " ".join(f"{{0}}F{k}" for k in range(num_microbatches))
         return [f"{forward} {backward}".format(rank) for rank in range(num_ranks)]
 
-    ORDERS.register_module("two")(chunks_per_rank(2)(lambda num_ranks, num_micro_batches: zb_v(num_ranks, 1)))
-    ORDERS.register_module("any")(lambda num_ranks, num_micro_batches, num_chunks: [f"chunks: {num_chunks}"])
+    ORDERS.register_module("two")(chunks_per_rank(2)(lambda num_ranks, num_microbatches: zb_v(num_ranks, 1)))
+    ORDERS.register_module("any")(lambda num_ranks, num_microbatches, num_chunks: [f"chunks: {num_chunks}"])
     yield
     for name in ("one", "two", "any"):
         ORDERS.remove(name)
@@ -140,4 +140,4 @@ def test_a_registered_function_is_an_order(own_orders: None) -> None:
     with pytest.raises(ScheduleError, match="Did you mean 'one'"):
         check_chunks("onne")
     with pytest.raises(RegistryError, match="pipeline order 'zb_v' is already registered"):
-        ORDERS.register_module("zb_v")(lambda num_ranks, num_micro_batches: {})
+        ORDERS.register_module("zb_v")(lambda num_ranks, num_microbatches: {})

@@ -283,8 +283,9 @@ def test_a_step_prepares_itself_and_returns_what_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_microbatches": 0}, "num_microbatches is a whole number from 1 on, not 0"),
-        ({"num_microbatches": None}, "num_microbatches is a whole number from 1 on, not None"),
+        ({"num_microbatches": 0}, "num_microbatches is a whole number from 1 to 65536, not 0"),
+        ({"num_microbatches": None}, "num_microbatches is a whole number from 1 to 65536, not None"),
+        ({"num_microbatches": 10**12}, "num_microbatches is a whole number from 1 to 65536, not 1000000000000"),
         ({"num_microbatches": 2, "order": "gpip"}, "Did you mean 'gpipe'"),
         ({"num_microbatches": 2, "num_chunks": 2}, "has 1 chunk"),
         ({"num_microbatches": 2, "loss_reduction": "max"}, "'mean' or 'sum', not 'max'"),

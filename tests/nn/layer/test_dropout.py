@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.layer import Dropout, SelfAttention, arrange
 from colonnade.testing import run_world
+from colonnade.utils import checkpoint
 
 
 def _masks() -> dict[str, Tensor]:
@@ -30,7 +35,29 @@ def _masks() -> dict[str, Tensor]:
         torch.manual_seed(1)
         attention = SelfAttention(8, 2, dropout=0.5, arrangement=whole)
         found["attention"] = attention(torch.randn(2, 16, 8)).detach()
+        found["gradients"] = torch.stack(
+            [_gradient(Dropout(side="inner", arrangement=whole), again) for again in AGAIN]
+        )
         return found
+
+
+AGAIN: list[Callable[..., Tensor]] = [
+    lambda layer, x: layer(x),
+    partial(torch_checkpoint, use_reentrant=False),
+    partial(torch_checkpoint, use_reentrant=True),
+    lambda layer, x: checkpoint(layer, False, x),
+    lambda layer, x: checkpoint(layer, True, x),
+]
+
+
+def _gradient(dropout: Dropout, run: Callable[..., Tensor]) -> Tensor:
+    """Through two layers that are computed again, or not."""
+    torch.manual_seed(2)
+    x = torch.ones(8, 8, requires_grad=True)
+    layer = nn.Sequential(dropout, nn.Tanh())
+    run(layer, run(layer, x)).sum().backward()
+    assert x.grad is not None
+    return x.grad
 
 
 def test_masks_agree_on_whole_activations_and_differ_on_parts():
@@ -41,6 +68,9 @@ def test_masks_agree_on_whole_activations_and_differ_on_parts():
         assert not torch.equal(first[name], second[name]), name
     assert not torch.equal(first["outer"], first["outer again"])
     assert torch.equal(first["next"], first["repeated"])
+    gradients = first.pop("gradients")
+    assert torch.equal(gradients, gradients[:1].expand_as(gradients))
+    assert not torch.equal(gradients, second["gradients"])
     for name, mask in first.items():
         if name != "attention":
             assert abs((mask == 0).double().mean().item() - 0.25) < 0.03, name

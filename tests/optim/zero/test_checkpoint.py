@@ -89,6 +89,7 @@ def load(folder: Path, stage: int, dtype: torch.dtype, more: int = 0) -> State:
             manager.load(engine.model, engine.optimizer)
         steps(engine, more)
         found = state_of(engine.model, engine.optimizer)
+        steps(engine, 1)  # it can go on
         engine.close()
         return found
 
@@ -135,6 +136,13 @@ def test_masters_travel_and_are_left_where_nobody_has_any(tmp_path):
     plain = run_world(2, load, tmp_path, 0, torch.bfloat16).values[0]
     assert "cube/master" not in plain
     assert torch.equal(plain["cube"], truth["cube"])
+    assert torch.equal(plain["cube/exp_avg"], truth["cube/exp_avg"].bfloat16())
+    model = Small(torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    with CheckpointManager(tmp_path, ParallelContext(), read_only=True) as manager:
+        manager.load(model, optimizer)
+    model(numbers(2, 7, seed=0).float()).backward()
+    optimizer.step()  # torch's own, which takes no moments of another type
 
 
 def _torch_state() -> None:

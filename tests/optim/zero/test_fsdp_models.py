@@ -74,7 +74,7 @@ def check_parity(
                 for parameter in plain.parameters():
                     if parameter.grad is not None:
                         parameter.grad = parameter.grad * min(1.0, 0.5 / (norm + 1e-6))
-            engine._clip_and_step()
+            engine._stepper.step()
             engine._end_step()
             assert engine.grad_norm.item() == pytest.approx(norm, rel=1e-10)
             reference.step()
@@ -225,6 +225,12 @@ def plain_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
 
 
+def narrow_net() -> nn.Module:
+    """Its first weight has one row: the second rank holds none of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 1), nn.Tanh(), nn.Linear(1, 6)).double()
+
+
 def rprop(parameters: Any) -> Any:
     return torch.optim.Rprop(parameters)
 
@@ -269,6 +275,7 @@ def _refused() -> None:
             initialize(build(), make, context=gpc)
     for make in (torch.optim.Adadelta, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad):
         check_parity(plain_net, lambda p, make=make: make(p, lr=0.01), steps=2, before=True)
+    check_parity(narrow_net, lambda p: torch.optim.Adagrad(p, lr=0.01), steps=2, before=True)
 
 
 def test_optimizers_that_cannot_step_on_shards_are_refused():

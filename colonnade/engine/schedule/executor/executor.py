@@ -7,8 +7,8 @@ says, one action after another. Losses are scaled, gradients never are, so calls
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Executor:
     another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
     have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
-    is done; `loss_form` holds the losses to one form. Creating one is collective over the group: all ranks must
+    is done; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
     have the same table, and a fault on one is an error on all.
     """
 
@@ -69,12 +69,15 @@ class Executor:
     device: torch.device = _CPU
     forward: ForwardHook = call_module
     loss_fn: LossFunction | None = None
-    loss_form: LossForm = field(default_factory=LossForm)
+    loss_form: Callable[[], LossForm] = LossForm
     backward: RunBackward = run_backward
     tensor_shape: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
+        self._forms = {train: self.loss_form() for train in (True, False)}
+        self.form = self._forms[True]
+        """Of the losses of the step that runs, or ran last."""
         self.facts = self._agree()
         self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
         self.first_sharing = _first_sharing(self.modules)
@@ -116,6 +119,7 @@ class Executor:
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
+        self.form = self._forms[train]
         step = Step(self, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
         try:
             step.run(self._forward_program if forward_only else self._program)
@@ -146,9 +150,9 @@ class Executor:
         if len(self.ranks) > 1:
             dist.broadcast(shared, src=self.ranks[self.facts.stage_ranks[-1]], group=self.group)
         mean, counted = shared.to(self.device).unbind()
-        if self.loss_form.counted is None:  # on a rank without the last stage; asked of the device only once
-            self.loss_form.keep(not bool(counted.isnan()))
-        return mean, counted if self.loss_form.counted else None
+        if self.form.counted is None:  # on a rank without the last stage; asked of the device only once
+            self.form.keep(not bool(counted.isnan()))
+        return mean, counted if self.form.counted else None
 
     def link_to(self, rank: int) -> Link:
         """The channel to another rank of the pipeline."""
@@ -165,7 +169,7 @@ class Executor:
             end()
 
     def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
-        expected = self.facts.num_micro_batches
+        expected = self.facts.num_microbatches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
         if self.has_last_stage and self.loss_fn is None and not forward_only:

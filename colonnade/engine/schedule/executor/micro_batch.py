@@ -12,6 +12,12 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from colonnade.errors import ScheduleError
 
+FEED_ALIKE = (
+    "Use colonnade.utils.get_dataloader, or shard by gpc.get_local_rank(ParallelMode.DATA): a DistributedSampler without "
+    "num_replicas= and rank= gives every rank of the world samples of its own"
+)
+"""What to do where ranks that see the same data were given different batches."""
+
 
 @dataclass
 class MicroBatch:
@@ -22,6 +28,8 @@ class MicroBatch:
     label: Any = None
     weight: float = 1.0
     """Its share of the loss of the batch: all weights together are 1 for a mean."""
+    rows: int | None = None
+    """How many rows it has; None where no batch was given."""
 
 
 def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
@@ -39,7 +47,7 @@ def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
     pieces = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
-    return [MicroBatch(index, item, mark, size / rows) for index, (item, mark, size) in enumerate(pieces)]
+    return [MicroBatch(index, item, mark, size / rows, size) for index, (item, mark, size) in enumerate(pieces)]
 
 
 def join(pieces: Sequence[Any]) -> Any:

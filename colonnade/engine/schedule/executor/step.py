@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
 from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
 from colonnade.engine.schedule.transfer.link import Incoming, Link
 from colonnade.engine.schedule.transfer.plan import peer_stage
 from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
@@ -58,6 +59,8 @@ class Step:
     _inbox: dict[Action, Incoming] = field(default_factory=dict)
     """What stages of this rank gave to stages of this rank."""
     _outbox: dict[Action, tuple[str, list[Tensor]]] = field(default_factory=dict)
+    _rows: dict[int, int | None] = field(default_factory=dict)
+    """How many rows the first stage was given, by micro-batch."""
     _to_come: Counter[int] = field(default_factory=Counter)
     """How many passes that accumulate gradients are still to come, by the first of the stages that share."""
 
@@ -97,11 +100,16 @@ class Step:
     def _forward(self, action: Action) -> None:
         stage, _, index = action
         micro_batch = self.micro_batches[index]
-        incoming = Incoming(micro_batch.data, []) if stage == 0 else self._take(action, Kind.RECEIVE_FORWARD)
+        if stage == 0:
+            incoming, self._rows[index] = Incoming(micro_batch.data, []), micro_batch.rows
+        else:
+            incoming = self._take(action, Kind.RECEIVE_FORWARD)
+            self._rows[index], incoming.value = incoming.value
         inputs = [StageInput(tensor) for tensor in incoming.need_grad] if self.train else []
         with torch.set_grad_enabled(self.train):
             output = self.executor.forward(stage, self.executor.modules[stage], incoming.value, micro_batch)
             if stage == self.executor.facts.num_stages - 1:
+                self._check_rows(micro_batch)
                 roots = self._finish_forward(output, micro_batch)
             else:
                 roots = self._hand_on(action, output)
@@ -114,7 +122,7 @@ class Step:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
         if not self.with_loss or self.executor.loss_fn is None:
             return []
-        loss, count = self.executor.loss_form.read(self.executor.loss_fn(output, micro_batch.label))
+        loss, count = self.executor.form.read(self.executor.loss_fn(output, micro_batch.label))
         self.losses[micro_batch.index] = loss.detach()
         if count is None:
             return differentiable([loss * (micro_batch.weight * self.mean_scale)])
@@ -125,6 +133,8 @@ class Step:
         """Give the output to the next stage, here or on another rank."""
         stage, _, index = action
         description, tensors = describe(output, f"the output of stage {stage}")
+        # The output travels with the rows that the first stage was given.
+        description = f'{{"tuple":[{json.dumps(self._rows[index])},{description}]}}'
         self._check_shape(stage, output)
         if self.executor.facts.stage_ranks[stage + 1] == self.executor.rank:
             copies = [tensor.detach().clone() for tensor in tensors]
@@ -132,6 +142,15 @@ class Step:
         else:
             self._outbox[Action(stage, Kind.SEND_FORWARD, index)] = (description, tensors)
         return differentiable(tensors)
+
+    def _check_rows(self, micro_batch: MicroBatch) -> None:
+        """Refuse labels that belong to other rows than those that the first stage was given."""
+        fed, here = self._rows[micro_batch.index], micro_batch.rows
+        if fed is not None and here is not None and fed != here:
+            raise ScheduleError(
+                f"micro-batch {micro_batch.index} has {fed} rows on the first stage of the pipeline and {here} on the last, "
+                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {FEED_ALIKE}"
+            )
 
     def _check_shape(self, stage: int, output: Any) -> None:
         expected = None if self.executor.tensor_shape is None else tuple(self.executor.tensor_shape)

@@ -61,7 +61,7 @@ def train(kind: models.Kind, tables: Sequence[Table], rows: int, calls: int) -> 
     for table in tables:
         executor, stages = make_executor(kind, table)
         data, label = models.batch_for(kind, rows)
-        count = executor.facts.num_micro_batches
+        count = executor.facts.num_microbatches
         for _ in range(calls):
             ran = executor.run(cut_batch(data, label, count), keep_outputs=True)
         evaluated = executor.run(cut_batch(data, label, count), forward_only=True, keep_outputs=True)

@@ -24,13 +24,6 @@ from colonnade.registry import DIST_GROUP_INITIALIZER
 from colonnade.testing import run_world
 
 
-@pytest.fixture
-def alias():
-    compat.install()
-    yield
-    compat.uninstall()
-
-
 @pytest.mark.usefixtures("alias")
 def test_the_alias_is_the_same_object_at_every_depth():
     import colossalai

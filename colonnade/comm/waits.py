@@ -1,0 +1,153 @@
+"""Who waits for what: ranks that stand still say where, so that a hang is explained within seconds.
+
+A rank notes where it is as it goes along, which costs an assignment. A thread looks at the note once in a while. Only when
+it has not changed for seconds is it written to the store of the world, and only then are the others' notes read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from colonnade.comm.torch_versions import default_store
+from colonnade.errors import listed
+
+SAY_AFTER = 5.0
+"""Seconds at one place after which a rank tells the others; half as long again, and it says who waits for whom."""
+
+OUTSIDE = "outside the engine"
+_KEY = "colonnade/waits/{}"
+_RANKS_NAMED = 16
+
+
+class _Place(NamedTuple):
+    what: str
+    step: int | None
+    since: float
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return self.what
+        return f"{self.what} after {self.step} steps" if self.what == OUTSIDE else f"{self.what} of step {self.step}"
+
+
+class _During:
+    """A context manager by hand: every step enters a few."""
+
+    __slots__ = ("_before", "_waits", "_what")
+
+    def __init__(self, waits: WaitWatch, what: str) -> None:
+        self._waits, self._what, self._before = waits, what, OUTSIDE
+
+    def __enter__(self) -> None:
+        self._before = self._waits._place[0]
+        self._waits.at(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.at(self._before)
+
+
+class WaitWatch:
+    """Notes where this rank is; says where the others are when it has waited for seconds. One for each launch."""
+
+    def __init__(self) -> None:
+        self._place: tuple[str, int | None, float]
+        self.step: int | None = None
+        """How many steps the engine has made; None before there is one."""
+        self.at(OUTSIDE)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._limit = SAY_AFTER
+
+    def at(self, what: str) -> None:
+        """This rank is here now."""
+        self._place = what, self.step, time.time()
+
+    def begin(self, what: str) -> None:
+        """An engine is being built; no step is counted until it is."""
+        self.step = None
+        self.at(what)
+
+    def end_step(self) -> None:
+        """The engine has made a step; at first, it has been built."""
+        self.step = 0 if self.step is None else self.step + 1
+        self.at(OUTSIDE)
+
+    def during(self, what: str) -> _During:
+        """`with` this, the rank is here, and then again where it was."""
+        return _During(self, what)
+
+    def open(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
+        """Begin to watch in a world that has just come up."""
+        if world_size > 1:
+            default_store().set(_KEY.format(rank), "")
+            self._thread = threading.Thread(
+                target=self._watch, args=(rank, world_size, say), name="colonnade waits", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+            atexit.unregister(self.close)
+
+    # -- the thread ---------------------------------------------------------------------------------------
+
+    def _watch(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
+        told: tuple[str, int | None, float] | None = None
+        self._limit = SAY_AFTER
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
+            while not self._stop.wait(self._limit / 5 if self._limit < 1 else 1.0):
+                now = self._place
+                if told is not None and now is not told:
+                    told = None
+                    default_store().set(_KEY.format(rank), "")
+                place = _Place(*now)
+                stood = time.time() - place.since
+                if told is None and stood > SAY_AFTER:
+                    told = now
+                    default_store().set(_KEY.format(rank), json.dumps(place))
+                if told is not None and place.what != OUTSIDE and stood > 1.5 * self._limit:
+                    said = self._explain(rank, world_size, place)
+                    if said is not None:
+                        say(said)
+                        self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
+
+    def _explain(self, rank: int, world_size: int, place: _Place) -> str | None:
+        """Where the others are; None where all are at the same place, or another rank will say it."""
+        store, keys = default_store(), [_KEY.format(each) for each in range(world_size)]
+        if not store.check(keys):
+            return None
+        notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)]
+        places: dict[str, list[int]] = {}
+        for other, note in enumerate(notes):
+            found = _Place(*note) if note is not None else None
+            if found is not None and found.what != OUTSIDE and other < rank and found[:2] == place[:2]:
+                return None
+            if other != rank and (found is None or found[:2] != place[:2]):
+                places.setdefault(_described(found), []).append(other)
+        if not places:
+            return None
+        others = "; ".join(f"rank {_few(ranks)}: {where}" for where, ranks in places.items())
+        return (
+            f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. All ranks "
+            f"must make the same calls equally often; for loaders that are not equally long, loop over engine.batches(loader)"
+        )
+
+
+def _described(place: _Place | None) -> str:
+    return "going on" if place is None else f"{place} for {time.time() - place.since:.0f} s"
+
+
+def _few(ranks: list[Any]) -> str:
+    return listed(ranks[:_RANKS_NAMED]) + (
+        f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
+    )

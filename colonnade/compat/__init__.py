@@ -1,0 +1,100 @@
+"""Run scripts written for Colossal-AI: `install()` makes `import colossalai` resolve to colonnade.
+
+The alias is the same module object, not a copy: `colossalai.constants.INITIALIZER_MAPPING` *is* ours. What only such
+scripts need is here too, and nowhere else: their spelling of keys, hooks and signatures (`names` says from where each
+name comes), initializers that create their groups themselves, and a gloo twin of every group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from colonnade.compat.groups import AncestralGroups, get_cpu_group
+from colonnade.compat.names import add_names, remove_names
+from colonnade.config.words import ALIASES
+from colonnade.context.parallel_context import ParallelContext, launch_hooks
+from colonnade.errors import ColonnadeError
+
+__all__ = ["get_cpu_group", "install", "uninstall"]
+
+_ALIAS = "colossalai"
+_HOME = "colonnade"
+_MOVED = {f"{_HOME}.context.process_group_initializer": f"{_HOME}.context.dist_group_initializer"}
+"""Modules of the ancestor that have another name here."""
+_KEYS = {"NUM_MICRO_BATCHES": "num_microbatches"}
+_hook = AncestralGroups()
+
+
+class _AliasLoader(importlib.abc.Loader):
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._spec: Any = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has just put the alias's spec on the module; it stays what it is.
+        module.__spec__ = self._spec
+
+
+class _AliasFinder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: object, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _ALIAS and not fullname.startswith(f"{_ALIAS}."):
+            return None
+        home = _HOME + fullname[len(_ALIAS) :]
+        home = _MOVED.get(home, home)
+        try:
+            found = importlib.util.find_spec(home)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return importlib.machinery.ModuleSpec(fullname, _AliasLoader(home), is_package=is_package)
+
+
+def install() -> None:
+    """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed.
+
+    From then on a config may also use the names that its keys had there. Launches that follow take initializers of the
+    ancestor's kind, and make the groups of `get_cpu_group`.
+    """
+    if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        return
+    real = importlib.util.find_spec(_ALIAS) if _ALIAS not in sys.modules else sys.modules[_ALIAS].__spec__
+    if real is not None:
+        raise ColonnadeError(
+            f"a real {_ALIAS} is installed at {real.origin}; the alias would hide it. "
+            f"Uninstall it, or import {_HOME} by its own name."
+        )
+    sys.meta_path.insert(0, _AliasFinder())
+    ALIASES.update(_KEYS)
+    add_names(_ALIAS, _HOME)
+    launch_hooks.append(_hook)
+    ParallelContext.get_cpu_group = get_cpu_group  # type: ignore[attr-defined]
+
+
+def uninstall() -> None:
+    """Take the alias away again, and what came with it."""
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        return
+    remove_names()
+    if _hook in launch_hooks:
+        launch_hooks.remove(_hook)
+        del ParallelContext.get_cpu_group  # type: ignore[attr-defined]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AliasFinder)]
+    for name in [name for name in sys.modules if name == _ALIAS or name.startswith(f"{_ALIAS}.")]:
+        del sys.modules[name]
+    for key in _KEYS:
+        ALIASES.pop(key, None)

@@ -1,0 +1,142 @@
+"""Ranks that see the same data must be given the same batches, and all ranks the same form of loss.
+
+Compared in the first steps and then rarely: a digest of what went in, one small collective, and the same error on
+every rank. A steady step computes nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from colonnade.comm.messages import message_device
+from colonnade.comm.torch_versions import all_gather_flat
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.schedule.base import rows_of
+from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
+from colonnade.errors import GradientError, ScheduleError, listed
+
+_FORMS = ("", "a mean", "(sum, count)")
+_SAMPLED = 1 << 16
+"""How many elements of a tensor are looked at, evenly spread: another batch differs in nearly all of them."""
+_BITS = (1 << 62) - 1
+
+
+_Given = tuple[int, int]
+"""(digest, rows)"""
+
+
+class _Said(NamedTuple):
+    """What one rank says of its step. Zeros: it has nothing to say."""
+
+    form: int = 0
+    inputs: int = 0
+    input_rows: int = 0
+    labels: int = 0
+    label_rows: int = 0
+
+
+class SameBatch:
+    """Looks at the batches of training steps, and compares them where ranks see the same data.
+
+    Which ranks do is said by the axes of the layout: tensor and pipeline, and axes of your own with `data="same"`. Ranks
+    of other axes (data, sequence) have batches, or parts of sequences, of their own.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._alone = context.world_size == 1
+        shares = any(axis.data == "same" and axis.size > 1 for axis in context.layout.axes)
+        self._looks = shares and context.config.get("compare_batches") is not False
+        self._step = 0
+        self.training = True
+        self._clear()
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that is under way is compared: the first two, and every power of two from the 64th on."""
+        return self._step < 2 or (self._step >= 64 and self._step & (self._step - 1) == 0)
+
+    def see(self, inputs: Any, labels: Any = None) -> None:
+        """Note what a rank was given; does nothing in a step that is not compared."""
+        if not (self._looks and self.training and self.due and torch.is_grad_enabled()):
+            return
+        for at, given in enumerate((inputs, labels)):
+            found = _digest(given)
+            if found is not None:
+                self._digests[at] = self._digests[at] * 31 + found
+                self._rows[at] += rows_of(given)
+
+    def end_step(self, counted: bool | None, whole: bool) -> None:
+        """Compare, if it is due. Collective over the world then; all ranks raise, or none.
+
+        `counted`: whether the step's losses were (sum, count), None if there was none. `whole`: whether this rank has
+        made all passes of the step; one that has not says nothing.
+        """
+        if not self._alone and self.due:
+            digests = [int(digest) & _BITS for digest in self._digests]
+            form = 0 if counted is None else 1 + counted
+            mine = _Said(form, digests[0], self._rows[0], digests[1], self._rows[1]) if whole else _Said()
+            with self._context.waits.during("comparing the batches"):
+                everyone = self._gather(mine)
+            self._check(everyone)
+        self._step += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._digests: list[Tensor | int] = [0, 0]
+        self._rows = [0, 0]
+
+    def _gather(self, mine: _Said) -> list[_Said]:
+        own = torch.tensor(mine, dtype=torch.int64, device=message_device(self._context.device))
+        everyone = own.new_empty(self._context.world_size * len(own))
+        all_gather_flat(everyone, own)
+        return [_Said(*row) for row in everyone.view(-1, len(own)).tolist()]
+
+    def _check(self, everyone: list[_Said]) -> None:
+        forms = {form: [rank for rank, said in enumerate(everyone) if said.form == form] for form in (1, 2)}
+        if all(forms.values()):
+            told = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
+            raise GradientError(f"step {self._step}: the loss is not of one form on all ranks: {told}. Use one form")
+        first: dict[tuple[Any, ...], tuple[int, _Given]] = {}
+        for rank, said in enumerate(everyone):
+            for what, given in (("inputs", said[1:3]), ("labels", said[3:5])):
+                if given[0]:
+                    self._compare(what, *first.setdefault((what, *self._place(rank)), (rank, given)), rank, given)
+
+    def _place(self, rank: int) -> tuple[int, ...]:
+        """Where the rank stands among those that see distinct data."""
+        here = self._context.layout.coordinates(rank)
+        return tuple(here[axis.name] for axis in self._context.layout.axes if axis.data == "distinct")
+
+    def _compare(self, what: str, other: int, theirs: _Given, rank: int, mine: _Given) -> None:
+        if theirs == mine:
+            return
+        here, there = (self._context.layout.coordinates(each) for each in (rank, other))
+        axes = listed(repr(name) for name in here if here[name] != there[name])
+        raise ScheduleError(
+            f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, but "
+            f"were given different {what}: {theirs[1]} rows on rank {other}, {mine[1]} on rank {rank}"
+            f"{'' if theirs[1] != mine[1] else ', of other content'}. {FEED_ALIKE}. Where the ranks of this axis are meant to "
+            f"get different ones, set compare_batches=False in the config"
+        )
+
+
+@torch.no_grad()
+def _digest(given: Any) -> Tensor | None:
+    """A number that another batch does not have, on the device of the tensors; None where there are no plain tensors."""
+    total: Tensor | None = None
+    for leaf in tree_leaves(given):
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+            continue
+        shape = torch.tensor(zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode()))
+        total = shape if total is None else total * 31 + shape
+        if leaf.numel():
+            flat = leaf.detach().reshape(-1)[:: -(-leaf.numel() // _SAMPLED)].contiguous().view(torch.uint8).long()
+            weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1
+            total = total.to(flat.device) + ((weights ^ (weights >> 29)) * flat).sum()
+    return total

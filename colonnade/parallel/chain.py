@@ -1,0 +1,130 @@
+"""Whether a model's forward pass is nothing but its layers, one after another: only then may `split` take it apart.
+
+What forward does between two layers (a scale, an addition, a dropout) would be in no stage, and be lost without a word.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node, Tracer
+from torch.utils._pytree import tree_flatten, tree_map
+
+from colonnade.errors import ScheduleError
+
+Layers = Sequence[tuple[str, nn.Module]]
+"""Layers in the order in which they are called, with their names in the model."""
+
+
+def compare_with_stages(model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+    """Refuse stages that give another result than the model, from the same random state, in the mode it is in.
+
+    Random state and buffers stay as they were.
+    """
+    what = f"the layers of {type(model).__name__}, one after another, give another result than its forward pass"
+    advice = "Put what its forward() does between the layers into one of them."
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    results = []
+    for module in (model, stages):
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                results.append(run(module))
+        except Exception as error:
+            if module is model:
+                raise
+            raise ScheduleError(f"{what}: they fail ({type(error).__name__}: {error}). {advice}") from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    (ours, form), (theirs, other) = (tree_flatten(result) for result in results)
+    try:
+        if form != other:
+            raise AssertionError(f"{form} and {other}")
+        for one, two in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(two, one, equal_nan=True)
+    except AssertionError as error:
+        raise ScheduleError(f"{what}. {advice}\n{error}") from error
+
+
+def cloned(sample: Any) -> Any:
+    """The same values in tensors of their own, which layers may change in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, sample)
+
+
+def require_chain(model: nn.Module, layers: Layers) -> None:
+    """Refuse a model that cannot be shown to call these layers one after another and nothing else, without running it."""
+    forward = type(model).forward
+    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
+    if hooks or "forward" in vars(model):
+        why = "it has hooks, or a forward() of its own instance, which no stage would have"
+    elif forward is nn.Module.forward or (forward is nn.Sequential.forward and not hasattr(model, "pipeline_layers")):
+        return
+    else:
+        why = _between(model, layers)
+    if why:
+        raise ScheduleError(
+            f"the forward pass of {type(model).__name__} cannot be shown to be its layers one after another: {why}. Put what "
+            f"forward() does between the layers into one of them; or pass sample=, the data of a batch, on which split "
+            f"and whole model are compared"
+        )
+
+
+class _Tracer(Tracer):
+    """Records a forward pass in which each layer is one call."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self._layers = {id(layer) for _, layer in layers}
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return id(module) in self._layers
+
+
+def _between(model: nn.Module, layers: Layers) -> str:
+    """What forward does beside calling the layers in this order; empty if nothing."""
+    try:
+        graph = _Tracer(layers).trace(model)
+    except Exception as error:  # a forward pass that looks at values can be traced no further
+        return f"it cannot be traced ({type(error).__name__}: {error})"
+    value = next(node for node in graph.nodes if node.op == "output").args[0]
+    for at in reversed(range(len(layers))):
+        name, layer = layers[at]
+        if (
+            not isinstance(value, Node)
+            or value.op != "call_module"
+            or model.get_submodule(str(value.target)) is not layer
+        ):
+            after = f"before {layers[at + 1][0]!r}" if at + 1 < len(layers) else "as its result"
+            return f"{after} it has {_named(value)}, not the result of {name!r}"
+        if at:
+            value = _source(value)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    direct = list(value.args) == inputs[: len(value.args)]
+    by_name = all(key == node.target for key, node in value.kwargs.items() if isinstance(node, Node))
+    return "" if direct and by_name else f"{layers[0][0]!r} does not get what the model gets"
+
+
+def _source(call: Node) -> Any:
+    """The one value that a layer is called with: alone, or a tuple's items by position, or a dict's by keyword."""
+    if len(call.args) == 1 and not call.kwargs:
+        return call.args[0]
+    given = [*enumerate(call.args), *call.kwargs.items()]
+    found = {_whole_of(value, key) for key, value in given}
+    return found.pop() if len(found) == 1 and not (call.args and call.kwargs) else None
+
+
+def _whole_of(value: Any, key: object) -> Any:
+    """What `value` is the item `key` of; None if it is no such item."""
+    is_item = isinstance(value, Node) and value.target is operator.getitem and value.args[1] == key
+    return value.args[0] if is_item else None
+
+
+def _named(value: Any) -> str:
+    if value is None:
+        return "several values"
+    return f"the input {value.name!r}" if isinstance(value, Node) and value.op == "placeholder" else repr(str(value))

@@ -1,0 +1,169 @@
+"""A thousand ranks that each write a slice of each tensor: the manifest stays small, and quick to write and to read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from colonnade.checkpoint.format.boxes import boxes_in_order, whole_box
+from colonnade.checkpoint.format.manifest import (
+    FileRecord,
+    GroupRecord,
+    ItemRecord,
+    LayoutRecord,
+    Manifest,
+    tensors_file,
+)
+from colonnade.checkpoint.format.records import to_json
+from colonnade.checkpoint.format.values import encode
+from colonnade.checkpoint.plan.notes import Outline, RankNote, merge_tensors
+from colonnade.checkpoint.random_state import random_state
+from colonnade.checkpoint.storage.verify import read_manifest
+from colonnade.checkpoint.storage.writer import StorageWriter
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
+
+RANKS, LAYERS, WIDTH = 1024, 80, 8192
+STATES = (("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
+FILE_SIZE = 1 << 40
+
+
+def shapes(layers: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of a language model; with 80 layers it has 69 G elements."""
+    matrices = {"q": WIDTH, "k": 1024, "v": 1024, "o": WIDTH, "gate": 28672, "up": 28672, "down": 28672}
+    found: dict[str, tuple[int, ...]] = {
+        "embed.weight": (32000, WIDTH),
+        "head.weight": (32000, WIDTH),
+        "norm": (WIDTH,),
+    }
+    for layer in range(layers):
+        found |= {f"layers.{layer}.{name}.weight": (rows, WIDTH) for name, rows in matrices.items()}
+        found |= {f"layers.{layer}.{name}.weight": (WIDTH,) for name in ("norm_1", "norm_2")}
+    return found
+
+
+def slices(count: int, shift: int) -> list[int]:
+    """Where the slice of each rank ends. No two parameters are cut alike: in a bucket each begins where another ends."""
+    return [min(count, count * (rank + 1) // RANKS + shift % 997) for rank in range(RANKS - 1)] + [count]
+
+
+def write_notes(writer: StorageWriter, layers: int) -> None:
+    """What every rank leaves in the staged folder under ZeRO: rank 0 has the weights, and each its slices."""
+    whole, texts, ends = [], [], []
+    for at, (name, shape) in enumerate(shapes(layers).items()):
+        rows = replace(Outline.of_rows(name, (name,), shape, whole_box(shape)), states=(("", "BF16"),))
+        step = Outline(name, (), (), (), (), None, (("step", "F32"),))
+        whole += [(json.dumps(to_json(rows)), shape[0]), (json.dumps(to_json(step)), 1)]
+        order = tuple(range(len(shape)))
+        outline = Outline(name, (), shape, (0,) * len(shape), shape, order, STATES)
+        texts.append(json.dumps(to_json(outline)))
+        ends.append([0, *slices(prod(shape), at)])
+    random = encode(random_state(ParallelContext()), "the random state")
+    for rank in range(RANKS):
+        file = FileRecord(tensors_file(rank), FILE_SIZE, "0" * 64)
+        item = ItemRecord("random", (rank,), random.value, len(random.tensors), file.name, "random")
+        note = RankNote(rank, [], list(texts), [end for stops in ends for end in stops[rank : rank + 2]], [item], file)
+        if rank == 0:
+            options = ItemRecord("optimizer/options/0", (0,), {"lr": 0.1}, 0, None, "optimizer/options/0")
+            note.groups = [("digest", GroupRecord(0, tuple(shapes(layers)), options, "AdamW"))]
+            for text, stop in whole:
+                note.outlines.append(text)
+                note.spans += [0, stop]
+        (writer.staged / f"rank-{rank:05d}.part").write_text(note.dump())
+        with open(writer.staged / file.name, "wb") as empty:
+            os.truncate(empty.fileno(), file.size)
+
+
+def needed_by(rank: int, manifest: Manifest, layers: int) -> int:
+    """How many blocks the rank reads to load its slices again; all else is never looked at."""
+    ends = {name: [0, *slices(prod(shape), at)] for at, (name, shape) in enumerate(shapes(layers).items())}
+    found = 0
+    for record in manifest.tensors:
+        if record.state_name in dict(STATES):
+            (part,) = record.parts
+            for box in boxes_in_order(*ends[record.label][rank : rank + 2], part.box, part.order or ()):
+                found += len(list(manifest.blocks(part, box)))
+    return found
+
+
+@pytest.mark.parametrize("layers", [4, pytest.param(LAYERS, marks=pytest.mark.long)])
+def test_1024_ranks_save_70_G_parameters_under_zero(tmp_path, layers):
+    writer = StorageWriter(1, tmp_path / ".tmp-1-00000000", 0, LayoutRecord(RANKS, (("data", RANKS, "data"),)), 0, 1)
+    writer.staged.mkdir()
+    write_notes(writer, layers)
+    share = layers / LAYERS
+
+    began = time.process_time()
+    writer.commit()
+    writing = time.process_time() - began
+    began = time.process_time()
+    manifest = read_manifest(tmp_path / "step-00000001")
+    reading = time.process_time() - began
+    size = (tmp_path / "step-00000001/manifest.json").stat().st_size
+    began = time.process_time()
+    blocks = needed_by(517, manifest, layers)
+    finding = time.process_time() - began
+    print(f"{layers} layers: {size / 2**20:.1f} MiB, {writing:.2f} s, {reading:.2f} s, {blocks} in {finding:.2f} s")
+
+    assert size < share * (64 << 20)
+    assert writing < share * 3 + 0.5
+    assert reading < share * 1 + 0.5
+    assert finding < 1
+    assert sum(len(cut.stops) for cut in manifest.cuts) > share * RANKS * 500
+    assert blocks < 12 * len(manifest.tensors)
+
+
+def note(rank: int, *pieces: tuple[Outline, int, int]) -> RankNote:
+    made = RankNote(rank, None, file=FileRecord(tensors_file(rank), 1, ""))
+    for piece in pieces:
+        made.add(*piece)
+    return made
+
+
+ROWS = Outline("w", ("w",), (6, 4), (0, 0), (6, 4), None, (("", "F32"),))
+FLAT = Outline("w", (), (6, 4), (0, 0), (6, 4), (1, 0), (("exp_avg", "F32"), ("exp_avg_sq", "F32")))
+
+
+def test_what_is_cut_alike_shares_one_cut():
+    (weight, *moments), cuts = merge_tensors(
+        [note(0, (ROWS, 0, 6), (FLAT, 0, 10)), note(1, (FLAT, 10, 10)), note(2, (FLAT, 10, 24))]
+    )
+    assert [(record.state_name, record.dtype) for record in moments] == [("exp_avg", "F32"), ("exp_avg_sq", "F32")]
+    assert [cut.stops for cut in cuts] == [(6,), (10, 24)]
+    assert cuts[1].files == (0, 2)
+    assert [part.cut for record in moments for part in record.parts] == [1, 1]
+    assert weight.parts[0].order is None
+
+
+def test_rows_with_another_grid_below_are_parts_of_their_own():
+    left, right = (replace(ROWS, offset=(0, at), part=(6, 2)) for at in (0, 2))
+    pieces = [(left, 0, 2), (right, 0, 2), (ROWS, 2, 6)]
+    (record,), _ = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
+    assert [(part.offset, part.shape) for part in record.parts] == [
+        ((0, 0), (2, 2)),
+        ((0, 2), (2, 2)),
+        ((2, 0), (4, 4)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(ROWS, 0, 5)],
+        [(ROWS, 0, 5), (ROWS, 4, 6)],
+        [(ROWS, 0, 6), (ROWS, 0, 6)],
+        [(FLAT, 0, 20)],
+        [(FLAT, 0, 10), (FLAT, 9, 24)],
+        [(FLAT, 0, 10), (FLAT, 11, 24)],
+        [(FLAT, 0, 24), (FLAT, 0, 24)],
+    ],
+    ids=str,
+)
+def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces):
+    with pytest.raises(CheckpointError, match=r"do not make a whole of shape \[6, 4\]: .* \(from ranks 0"):
+        merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])

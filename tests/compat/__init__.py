@@ -1,0 +1,1 @@
+"""Tests of the alias; the fixture `alias` installs it for a test."""

@@ -1,0 +1,149 @@
+"""Batches that are dicts, models that return their own loss, and schedules that return something else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade.engine.build import initialize
+from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.errors import ScheduleError
+from tests.engine.test_engine import world_of_one
+
+SCHEDULES = [{}, {"schedule": {"type": "GPipe", "num_microbatches": 2}}]
+BATCH = {"input_ids": torch.arange(12).view(4, 3) % 5, "labels": torch.arange(4) % 2}
+
+
+class Model(nn.Module):
+    """Tokens to two classes. `gives` says in which form it returns a loss of its own; without it, logits."""
+
+    def __init__(self, gives: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.gives = nn.Embedding(5, 4), nn.Linear(4, 2), gives
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.embedding(input_ids).mean(1))
+        if self.gives is None:
+            assert labels is None
+            return logits
+        assert labels is not None
+        return self.gives(F.cross_entropy(logits, labels), logits)
+
+
+class Strict(Model):
+    """Cannot be called with labels."""
+
+    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(input_ids)
+
+
+class NeedsLabels(Model):
+    """Cannot be called without labels, and hands them on."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(input_ids), labels
+
+
+def gradient(model: Model, criterion: Any, **config: Any) -> tuple[Tensor, Any, Tensor]:
+    """(gradient, label, loss) of one step."""
+    with world_of_one(**config) as gpc:
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), criterion, context=gpc)
+        *_, before = engine.execute_schedule(iter([dict(BATCH)]), forward_only=True)
+        weight = model.head.weight.detach().clone()
+        _, label, loss = engine.execute_schedule(iter([dict(BATCH)]))
+        assert loss is not None
+        torch.testing.assert_close(before, loss)
+        engine.step()
+        engine.close()
+        return weight - model.head.weight.detach(), label, loss
+
+
+def truth() -> tuple[Tensor, Tensor]:
+    model = Model()
+    loss = F.cross_entropy(model(BATCH["input_ids"]), BATCH["labels"])
+    loss.backward()
+    assert model.head.weight.grad is not None
+    return model.head.weight.grad, loss.detach()
+
+
+@pytest.mark.parametrize("config", SCHEDULES, ids=["whole", "pipeline"])
+@pytest.mark.parametrize(
+    ("model", "criterion"),
+    [
+        (Strict, nn.CrossEntropyLoss()),
+        (Model, F.cross_entropy),
+        (Model, lambda logits, labels: F.cross_entropy(logits, labels)),
+        (NeedsLabels, F.cross_entropy),
+    ],
+)
+def test_the_labels_of_a_dict_go_to_a_criterion_that_takes_them(model, criterion, config):
+    found, label, loss = gradient(model(), criterion, **config)
+    expected, expected_loss = truth()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected_loss, check_dtype=False)
+    assert model is NeedsLabels or torch.equal(label, BATCH["labels"])
+
+
+@pytest.mark.parametrize("config", SCHEDULES, ids=["whole", "pipeline"])
+@pytest.mark.parametrize(
+    ("gives", "criterion"),
+    [
+        (lambda loss, logits: loss, None),
+        (lambda loss, logits: {"loss": loss, "logits": logits}, None),
+        (lambda loss, logits: SimpleNamespace(loss=loss, logits=logits), None),
+        (lambda loss, logits: (loss, logits), None),
+        (lambda loss, logits: {"loss": (loss * len(logits), len(logits))}, None),
+        (lambda loss, logits: (loss * len(logits), len(logits)), None),
+        (lambda loss, logits: SimpleNamespace(loss=loss), lambda output: output.loss),
+    ],
+)
+def test_a_model_may_return_its_own_loss(gives, criterion, config):
+    found, _, loss = gradient(Model(gives), criterion, **config)
+    expected, expected_loss = truth()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(loss, expected_loss, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "batch", "told"),
+    [
+        (None, BATCH["input_ids"], r"a loss is asked for, but .* float32\[4, 2\].*pass criterion= to initialize"),
+        (F.cross_entropy, {"input_ids": BATCH["input_ids"]}, r"cross_entropy takes .*no label.*a dict with 'labels'"),
+        (nn.CrossEntropyLoss(), BATCH["input_ids"], r"CrossEntropyLoss takes .*no label.*data_process_func"),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_said(criterion, batch, told):
+    with world_of_one() as gpc:
+        model = Strict()
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), criterion, context=gpc)
+        with pytest.raises(ScheduleError, match=told):
+            engine.execute_schedule(iter([batch]))
+
+
+class Returns(BaseSchedule):
+    """Returns whatever it is told to."""
+
+    result: Any = None
+
+    def forward_back_step(self, engine, data_iter, forward_only=False, return_loss=True, return_output_label=True):
+        data, label = self.load_batch(data_iter)
+        loss = engine.criterion(engine(data), label)
+        engine.backward(loss)
+        return self.result if self.result != "loss" else loss
+
+
+@pytest.mark.parametrize(("result", "told"), [(None, "None"), ("loss", r"float32\[\]"), ((1, 2), r"\(1, 2\)")])
+def test_a_schedule_that_does_not_return_output_label_and_loss_is_refused(result, told):
+    with world_of_one() as gpc:
+        model = Model()
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, context=gpc)
+        engine.schedule = Returns()
+        engine.schedule.result = result
+        with pytest.raises(ScheduleError, match=rf"Returns.forward_back_step\(\) returned {told}; it returns"):
+            engine.execute_schedule(iter([(BATCH["input_ids"], BATCH["labels"])]))

@@ -1,0 +1,72 @@
+"""initialize: what memory it takes for a moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.testing import run_world
+
+WIDTH, LAYERS, BUCKET, ONE = 1024, 16, 32 << 20, 4 << 20
+"""64 MiB of parameters: twice as much as is broadcast at once, or lies in a bucket. ONE parameter is on its way."""
+CONFIGS: list[dict[str, Any]] = [
+    {"clip_grad_norm": 1.0},
+    {"clip_grad_norm": 1.0, "zero": {"stage": 1, "bucket_mb": 32}},
+    {"clip_grad_norm": 1.0, "zero": {"stage": 2, "bucket_mb": 32}},
+]
+
+
+class LiveMemory(TorchDispatchMode):
+    """After each operation: all memory that operations have given out and somebody still holds, in whatever thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[StorageWeakRef, int] = {}
+        self._moments: list[dict[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self._sizes = {storage: size for storage, size in self._sizes.items() if not storage.expired()}
+        self._moments.append(self._sizes)
+        return result
+
+    def most(self, but: list[Tensor]) -> int:
+        """The most bytes at one moment, but for the memory of these tensors."""
+        others = {StorageWeakRef(tensor.untyped_storage()) for tensor in but}
+        return max(sum(size for at, size in moment.items() if at not in others) for moment in self._moments)
+
+
+def _peaks() -> list[int]:
+    """For each config: the most bytes at one moment of building and initialising, gradients and shards left out."""
+    found = []
+    for config in CONFIGS:
+        with launch({"sync": {"shared_memory": False}, **config}, context=ParallelContext(), verbose=False) as gpc:
+            with LiveMemory() as memory:
+                model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+                engine = initialize(model, torch.optim.AdamW(model.parameters()), context=gpc)[0]
+            buckets = engine._sync.synchroniser.buckets
+            gradients = [buffer.flat for bucket in buckets for buffer in bucket.buffers]
+            gradients += [bucket.shard.flat for bucket in buckets if bucket.shard is not None]
+            found.append(memory.most(but=gradients))
+            engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_the_start_takes_one_bucket_of_memory_beside_parameters_and_gradients():
+    parameters = 4 * WIDTH * WIDTH * LAYERS
+    for peaks in run_world(2, _peaks, timeout=120).values:
+        assert max(peaks) <= parameters + BUCKET + ONE, peaks

@@ -1,0 +1,190 @@
+"""A mean that leaves entries out is the mean over the whole batch, however it is spread; counts that are none are refused."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.engine.losses import LossBook
+from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.loss import split_loss
+from colonnade.errors import GradientError
+from colonnade.nn import CrossEntropyLoss
+from colonnade.parallel.split import split
+from colonnade.testing import compare, gather_gradients, run_world
+from colonnade.trainer.records import weigh
+from tests.engine.test_engine import numbers, start, world_of_one
+
+CLASSES = 5
+WEIGHT = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
+
+LOSSES: dict[str, Callable[[ParallelContext | None], Any]] = {
+    "torch": lambda _: nn.CrossEntropyLoss(ignore_index=-1),
+    "smoothed": lambda _: nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1, weight=WEIGHT),
+    "function": lambda _: partial(F.cross_entropy, ignore_index=-1, weight=WEIGHT),
+    "nll": lambda _: lambda output, label: F.nll_loss(output.log_softmax(-1), label, ignore_index=-1),
+    "ours": lambda gpc: CrossEntropyLoss(ignore_index=-1) if gpc is not None else nn.CrossEntropyLoss(ignore_index=-1),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+
+
+def batch(part: int, rows: int = 6) -> tuple[Tensor, Tensor]:
+    """Of parts 0, 1, 2 and 3 other numbers of labels count, and of part 2 none."""
+    generator = torch.Generator().manual_seed(part)
+    label = torch.randint(CLASSES, (rows,), generator=generator)
+    label[: [5, 1, rows, 2][part]] = -1
+    return torch.randn(rows, 4, generator=generator, dtype=torch.float64), label
+
+
+def joined(parts: range) -> tuple[Tensor, Tensor]:
+    pieces = [batch(part) for part in parts]
+    return torch.cat([data for data, _ in pieces]), torch.cat([label for _, label in pieces])
+
+
+def truth(loss: str, parts: range) -> tuple[dict[str, Tensor], Tensor]:
+    model, (data, label) = net(), joined(parts)
+    value = LOSSES[loss](None)(model(data), label)
+    value.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, value.detach()
+
+
+def _pipeline() -> None:
+    """Micro-batches leave out unequally many, and one counts nothing."""
+    for name in LOSSES:
+        config = {"parallel": {"pipeline": 2}, "schedule": {"type": "OneFOneB", "num_microbatches": 4}}
+        with launch({**config, "gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+            whole = net()
+            engine = initialize(
+                split(whole, num_stages=2), lambda p: torch.optim.SGD(p, lr=0.0), LOSSES[name](gpc), context=gpc
+            )[0]
+            expected = truth(name, range(4))[0]
+            for parts in (range(2), range(2, 4)):
+                evaluated = engine.execute_schedule(iter([joined(parts)]), forward_only=True)[2]
+                loss = engine.execute_schedule(iter([joined(parts)]))[2]
+                torch.testing.assert_close(loss, truth(name, parts)[1])
+                torch.testing.assert_close(evaluated, loss)
+                engine.step()
+            compare(expected, gather_gradients(engine.model, gpc), 1e-12)
+            engine.close()
+
+
+def _data(loops: bool) -> None:
+    for name in LOSSES:
+        with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+            model = net()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), LOSSES[name](gpc), context=gpc)[0]
+            for part in range(gpc.get_global_rank(), 4, 2):
+                data, label = batch(part)
+                if loops:
+                    engine.backward(engine.criterion(engine(data), label))
+                else:
+                    engine.execute_schedule(iter([(data, label)]))
+                engine.step()
+            compare(truth(name, range(4))[0], gather_gradients(model, gpc), 1e-12)
+            engine.close()
+
+
+def _everywhere() -> None:
+    _pipeline()
+    _data(loops=True)
+    _data(loops=False)
+
+
+def test_a_mean_with_ignored_labels_is_the_mean_over_the_whole_batch():
+    run_world(2, _everywhere)
+
+
+@pytest.mark.parametrize(
+    ("loss", "counted"),
+    [
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=-1), 4),
+        (lambda x, y: F.cross_entropy(x.unsqueeze(-1), y.unsqueeze(-1), ignore_index=-1), 4),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=-1, label_smoothing=0.2), 4),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=-1, reduction="sum"), None),
+        (lambda x, y: F.cross_entropy(x, y, ignore_index=-1) + 0.1 * x.square().sum() / 3, None),
+        (lambda x, y: F.cross_entropy(x, x.softmax(-1).detach()), None),
+        (lambda x, y: x.square().mean(), None),
+    ],
+)
+def test_what_a_loss_is_a_mean_over_is_read_from_the_loss(loss, counted):
+    x, (_, y) = torch.randn(6, CLASSES, dtype=torch.float64, requires_grad=True), batch(3)
+    mean = loss(x, y)
+    value, count = split_loss(mean)
+    assert count is None if counted is None else int(count) == counted
+    torch.testing.assert_close(value, mean * (counted or 1))
+
+
+def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog):
+    with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
+        model = net()
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        logging.getLogger("colonnade").propagate = True
+        for _ in range(3):
+            data, label = batch(0)
+            out = engine(data)
+            engine.backward(F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean())
+            engine.step()
+        engine.close()
+    said = [record.message for record in caplog.records if "(sum, count)" in record.message]
+    assert len(said) == 1
+
+
+WRONG = [
+    math.nan,
+    math.inf,
+    -1,
+    -0.5,
+    None,
+    "3",
+    torch.tensor(math.nan),
+    torch.tensor(-2),
+    torch.tensor([1.0, 2.0]),
+]
+
+
+@pytest.mark.parametrize("count", WRONG, ids=str)
+def test_a_count_that_is_no_count_is_refused(count):
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        loss = engine.criterion(engine(numbers(3, 4, seed=0)), numbers(3, 2, seed=1))
+        with pytest.raises(GradientError, match=r"the count of a loss .* a number from 0 on"):
+            engine.backward((loss, count))
+        engine.backward((loss, 3))  # nothing was counted or summed
+        engine.step()
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])
+def test_a_wrong_count_on_a_device_makes_the_step_not_finite(count):
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 2)
+        book.add(torch.tensor(9.0))
+        book.add(torch.tensor(count))
+        factor = book.factor()
+        assert factor is not None
+        assert not factor.isfinite()
+
+
+def test_a_batch_without_anything_to_count_weighs_nothing():
+    class Counted(BaseSchedule):
+        loss_count = torch.tensor(0.0)
+
+        def forward_back_step(self, *args, **kwargs): ...
+
+    total, weight = weigh(Counted(), torch.tensor(math.nan))
+    assert isinstance(total, Tensor)
+    assert (total.item(), float(weight)) == (0.0, 0.0)

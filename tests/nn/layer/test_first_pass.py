@@ -1,0 +1,205 @@
+"""Activations that lie otherwise than a layer takes them: refused by name, on every rank, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import PlacementError
+from colonnade.nn import layer as L
+from colonnade.nn.layer import Arrangement, arrange, first_pass, gather_output, partition_input
+from colonnade.parallel.placement import place
+from colonnade.testing import run_world
+
+HIDDEN, WORDS = 16, 8
+
+
+class Way(nn.Module):
+    """The layers in a row, with a way in and a way out."""
+
+    def __init__(self, here: Arrangement, *layers: nn.Module, enter: bool = True, leave: Any = "outer") -> None:
+        super().__init__()
+        self.here, self.layers, self.enter, self.leave = here, nn.ModuleList(layers), enter, leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = partition_input(x, arrangement=self.here) if self.enter else x
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.leave is None else gather_output(x, side=self.leave, arrangement=self.here)
+
+
+class Scale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Positions(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(4))
+
+
+class Tokens(nn.Module):
+    """Words out of the whole input, by a plain embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x[..., 0].abs().long() % WORDS)
+
+
+def frozen(layer: nn.Module) -> nn.Module:
+    return layer.requires_grad_(False)
+
+
+def placed(layer: Scale, here: Arrangement) -> Scale:
+    place(layer.scale, here.outer.along_hidden(), (HIDDEN,))
+    return layer
+
+
+Build = Callable[[Arrangement], nn.Module]
+
+
+def linear(here: Arrangement, **options: Any) -> L.Linear:
+    return L.Linear(HIDDEN, HIDDEN, arrangement=here, **options)
+
+
+def row(here: Arrangement) -> L.Linear:
+    return linear(here, split="row")
+
+
+SQUARE: list[tuple[Build, str]] = [
+    (
+        lambda h: Way(h, linear(h), nn.Linear(8, 8), row(h)),
+        r"'layers.1' is a plain Linear.*what Linear 'layers.0' gives",
+    ),
+    (lambda h: Way(h, frozen(nn.Linear(8, 8)), linear(h)), r"'layers.0' is a plain Linear.*what partition_input gives"),
+    (lambda h: Way(h, linear(h), frozen(nn.LayerNorm(8)), row(h)), r"'layers.1' is a plain LayerNorm"),
+    (lambda h: Way(h, linear(h), nn.Linear(8, 8), leave=None), r"'layers.1' is a plain Linear"),
+    (lambda h: Way(h, nn.LayerNorm(8), linear(h)), r"'layers.0' is a plain LayerNorm.*what partition_input gives"),
+    (lambda h: Way(h, linear(h), Scale(8)), r"gather_output takes.*made with 'layers.1.scale'"),
+    (lambda h: Way(h, linear(h), Positions(8), row(h)), r"Linear 'layers.2' takes.*made with 'layers.1.table.weight'"),
+    (
+        lambda h: Way(h, Tokens(8), linear(h), enter=False),
+        r"Linear 'layers.1' takes.*made with 'layers.0.table.weight'",
+    ),
+    (lambda h: Way(h, nn.Linear(16, 16), linear(h), enter=False), r"made with 'layers.0.(weight|bias)'"),
+    (lambda h: Way(h, linear(h), enter=False), r"Linear 'layers.0' takes 8 of 16 features here.*it gets 16"),
+    (lambda h: Way(h, L.LayerNorm(HIDDEN, arrangement=h), enter=False), r"LayerNorm 'layers.0' takes 8 of 16"),
+    (
+        lambda h: Way(h, linear(h), Way(h, row(h))),
+        r"partition_input takes.*whole; it gets what Linear 'layers.0' gives",
+    ),
+    (lambda h: Way(h, linear(h), row(h)), ""),
+    (lambda h: Way(h, linear(h), nn.ReLU(), placed(Scale(8), h), row(h)), ""),
+    (lambda h: nn.Sequential(nn.Linear(16, 16), Way(h, linear(h), row(h)), nn.LayerNorm(16)), ""),
+]
+LINE: list[tuple[Build, str]] = [
+    (
+        lambda h: Way(h, linear(h), linear(h)),
+        r"Linear 'layers.1' takes.*is whole; it gets what Linear 'layers.0' gives",
+    ),
+    (lambda h: Way(h, linear(h), nn.Linear(16, 16)), r"'layers.1' is a plain Linear.*split, hidden over PARALLEL_1D"),
+    (lambda h: Way(h, linear(h), nn.PReLU(), row(h)), r"'layers.1' is a plain PReLU"),
+    (
+        lambda h: Way(h, linear(h, gather_output=True), row(h)),
+        r"Linear 'layers.1' takes.*is split, hidden over PARALLEL_1D",
+    ),
+    (lambda h: Way(h, row(h)), r"Linear 'layers.0' takes 4 of 16 features"),
+    (lambda h: Way(h, linear(h)), r"gather_output takes an activation that is whole"),
+    (lambda h: Way(h, L.MLP(16, 32, arrangement=h), nn.LayerNorm(16), linear(h), leave="inner"), ""),
+    (
+        lambda h: nn.Sequential(
+            Tokens(16), Way(h, linear(h, gather_output=True), nn.Linear(16, 16), linear(h), row(h))
+        ),
+        "",
+    ),
+]
+IN_SEQUENCE: list[tuple[Build, str]] = [
+    (
+        lambda h: Way(h, L.LayerNorm(16, arrangement=h), nn.LayerNorm(16)),
+        r"'layers.1' is a plain LayerNorm.*sequence over",
+    ),
+    (lambda h: Way(h, L.LayerNorm(16, arrangement=h), L.MLP(16, 32, arrangement=h)), ""),
+]
+CUBE: list[tuple[Build, str]] = [
+    (
+        lambda h: Way(h, linear(h), linear(h)),
+        r"Linear 'layers.1' takes.*hidden over PARALLEL_3D_OUTPUT; it gets what Linear",
+    ),
+    (lambda h: Way(h, linear(h), nn.Linear(8, 8), row(h)), r"'layers.1' is a plain Linear"),
+    (lambda h: Way(h, linear(h), row(h)), ""),
+    (lambda h: Way(h, linear(h, gather_output=True), linear(h), leave="inner"), ""),
+]
+
+
+def _attempts(mode: str, size: int, cases: str, sequence_split: bool = False, **more: Any) -> None:
+    with launch(
+        {"parallel": {"tensor": {"size": size, "mode": mode, **more}}}, context=ParallelContext(), verbose=False
+    ) as gpc:
+        for build, said in globals()[cases]:
+            model = build(arrange(gpc, sequence_split))
+            hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            x = torch.randn(8, 4, HIDDEN)
+            if said:
+                with pytest.raises(PlacementError, match=said):
+                    engine(x)
+                engine.close()
+            else:
+                engine.backward(engine(x).square().mean())
+                engine.step()
+                assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
+                assert not first_pass._watched
+                engine.close()
+
+
+def _square_and_line() -> None:
+    _attempts("2d", 4, "SQUARE")
+    _attempts("2.5d", 4, "SQUARE", depth=1)
+    _attempts("1d", 4, "LINE")
+    _attempts("1d", 4, "IN_SEQUENCE", sequence_split=True)
+
+
+def test_a_part_is_not_taken_for_the_whole_nor_an_inner_activation_for_an_outer_one():
+    run_world(4, _square_and_line)
+
+
+@pytest.mark.slow
+def test_two_default_linears_in_a_row_are_refused_on_a_cube():
+    run_world(8, _attempts, "3d", 8, "CUBE")
+
+
+def _whole_logits() -> None:
+    with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        model = nn.Sequential(linear(here, gather_output=True))
+        engine = initialize(
+            model, lambda p: torch.optim.SGD(p, lr=0.1), L.CrossEntropyLoss(arrangement=here), context=gpc
+        )[0]
+        logits = engine(torch.randn(8, HIDDEN))
+        with pytest.raises(
+            PlacementError, match=r"CrossEntropyLoss takes.*split, hidden over PARALLEL_1D; it gets what Linear"
+        ):
+            engine.criterion(logits, torch.zeros(8, dtype=torch.long))
+        engine.close()
+
+
+def test_whole_logits_are_not_taken_for_a_part_of_them():
+    run_world(2, _whole_logits)
