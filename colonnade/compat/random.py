@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.random import RandomStreams
 from colonnade.core import global_context
 
 _chosen = ExitStack()
@@ -27,14 +26,7 @@ def set_mode(parallel_mode: ParallelMode) -> None:
 
 def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
     """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
-    streams = global_context.streams
-    if not overwrite:
-        streams.add(parallel_mode, seed)
-        return
-    fresh = RandomStreams()
-    fresh.add(parallel_mode, seed)
-    mode = ParallelMode(parallel_mode).value
-    streams.load_state_dict({**streams.state_dict(), mode: fresh.state_dict()[mode]})
+    global_context.streams.add(parallel_mode, seed, overwrite)
 
 
 def reset_seeds() -> None:

@@ -68,7 +68,8 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        self.same_batch.see((args, kwargs))
+        if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
+            self.same_batch.see((args, kwargs))
         with self.context.waits.during("in the forward pass"):
             return self._model(*args, **kwargs)
 

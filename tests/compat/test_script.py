@@ -98,19 +98,22 @@ def _seeds() -> None:
     with pytest.raises(ContextError, match="already has a random stream"):
         add_seed(data, 7)
     drawn = []
-    for draw in (lambda: torch.rand(1).item(), with_seed(lambda: torch.rand(1).item(), data)):
-        add_seed(data, 7, overwrite=True)
-        with seed(tensor) if drawn else seed(data):
-            drawn.append(draw())
     add_seed(data, 7, overwrite=True)
-    before = torch.get_rng_state()
+    torch.manual_seed(1)
+    with seed(data):
+        drawn.append(torch.rand(1).item())
+    torch.manual_seed(1)
+    drawn.append(with_seed(lambda: torch.rand(1).item(), data)())
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
     set_mode(data)
     drawn.append(torch.rand(1).item())
     set_mode(tensor)
-    torch.rand(1)
+    set_mode(data)
+    drawn.append(torch.rand(1).item())
     reset_seeds()
-    assert drawn[0] == drawn[1] == drawn[2]
-    assert torch.equal(before, torch.get_rng_state())
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+    assert not torch.equal(after, torch.get_rng_state())  # each use takes one number from outside
     with pytest.raises(ContextError, match="no random stream"), seed(data):
         pass
 

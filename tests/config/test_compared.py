@@ -12,9 +12,8 @@ from colonnade.config.compared import compared_texts, text_of
 def test_keys_of_ones_own_and_keys_that_may_differ_are_left_out() -> None:
     config = {
         "mine": 1,
-        "log": {"level": "debug", "file": "a"},
         "model": {"width": 3, "num_chunks": 2},
-        "fp16": {"verbose": True, "init_scale": 8.0},
+        "fp16": {"init_scale": 8.0},
         "clip_grad_norm": None,
         "parallel": {"own": {"size": 2, "mode": None, "depth": 1}},
         "sync": {"reduce_dtype": torch.float32},
