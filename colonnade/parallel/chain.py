@@ -56,22 +56,29 @@ def cloned(sample: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, sample)
 
 
+def runs_in_order(model: nn.Module) -> bool:
+    """Whether there is nothing but the layers by construction: a Sequential's own forward(), or none at all."""
+    if _is_altered(model):
+        return False
+    forward = type(model).forward
+    return forward is nn.Module.forward or (forward is nn.Sequential.forward and not hasattr(model, "pipeline_layers"))
+
+
 def require_chain(model: nn.Module, layers: Layers) -> None:
     """Refuse a model that cannot be shown to call these layers one after another and nothing else, without running it."""
-    forward = type(model).forward
-    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
-    if hooks or "forward" in vars(model):
-        why = "it has hooks, or a forward() of its own instance, which no stage would have"
-    elif forward is nn.Module.forward or (forward is nn.Sequential.forward and not hasattr(model, "pipeline_layers")):
-        return
-    else:
-        why = _between(model, layers)
+    altered = "it has hooks, or a forward() of its own instance, which no stage would have"
+    why = altered if _is_altered(model) else _between(model, layers)
     if why:
         raise ScheduleError(
             f"the forward pass of {type(model).__name__} cannot be shown to be its layers one after another: {why}. Put what "
             f"forward() does between the layers into one of them; or pass sample=, the data of a batch, on which split "
             f"and whole model are compared"
         )
+
+
+def _is_altered(model: nn.Module) -> bool:
+    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
+    return bool(hooks) or "forward" in vars(model)
 
 
 class _Tracer(Tracer):

@@ -343,6 +343,17 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
     assert len(split(Plain(unseen), num_stages=2, sample=x)) == 2
 
 
+class Declared(nn.Module):
+    """Layers in an order, and no forward pass: the order is all there is."""
+
+    def __init__(self, plain: Plain) -> None:
+        super().__init__()
+        self.embed, self.pair, self.both, self.out = plain.pipeline_layers()
+
+    def pipeline_layers(self) -> list[str]:
+        return ["embed", "pair", "both", "out"]
+
+
 class Doubled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -361,6 +372,7 @@ def test_a_sequential_with_a_forward_pass_or_hooks_of_its_own_is_looked_at_too()
     hooked, patched = nn.Sequential(*layers), nn.Sequential(*layers)
     hooked.register_forward_hook(lambda module, args, output: output + 1)
     patched.forward = lambda x: x + 1  # type: ignore[method-assign]
+    assert len(split(Declared(Plain(None)), num_stages=2, sample=torch.ones(1, 4))) == 2
     for model in (hooked, patched):
         with pytest.raises(ScheduleError, match="hooks, or a forward"):
             split(model, num_stages=2)

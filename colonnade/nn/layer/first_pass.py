@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 _MARK = "colonnade_spread"
 _SIDES = ("outer", "inner")
-_watched: WeakKeyDictionary[ParallelContext, FirstPass] = WeakKeyDictionary()
+_watched: dict[int, ref[FirstPass]] = {}
+"""By the id of the context. An engine keeps its own alive; empty, and quickly looked at, once all have made a step."""
 
 
 def takes(
@@ -60,7 +61,10 @@ def gives(who: nn.Module | str, here: Arrangement, y: Tensor, spread: Spread) ->
 
 
 def _watch(here: Arrangement) -> FirstPass | None:
-    return None if torch.compiler.is_compiling() or not _watched else _watched.get(here.context)
+    if torch.compiler.is_compiling() or not _watched:
+        return None
+    found = _watched.get(id(here.context))
+    return None if found is None else found()
 
 
 class FirstPass:
@@ -82,14 +86,15 @@ class FirstPass:
             if type(module).__module__.startswith("torch.nn.") and held:
                 hook = _PlainLayer(name, self._whole[id(held[0])])
                 self._handles.append(module.register_forward_pre_hook(hook))
-        _watched[context] = self
+        _watched[id(context)] = ref(self)
 
     def close(self) -> None:
         """Watch no longer."""
         for handle in self._handles:
             handle.remove()
-        if _watched.get(self._context) is self:
-            del _watched[self._context]
+        found = _watched.get(id(self._context))
+        if found is not None and found() in (self, None):
+            del _watched[id(self._context)]
 
     def name(self, who: nn.Module | str) -> str:
         """A layer with its name in the model."""
