@@ -26,11 +26,7 @@ def set_mode(parallel_mode: ParallelMode) -> None:
 
 def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
     """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
-    streams = global_context.streams
-    if not overwrite:
-        streams.add(parallel_mode, seed)
-        return
-    streams.load_state_dict({**streams.state_dict(), "seeds": {ParallelMode(parallel_mode).value: seed}})
+    global_context.streams.add(parallel_mode, seed, overwrite)
 
 
 def reset_seeds() -> None:

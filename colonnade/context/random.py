@@ -31,10 +31,10 @@ class RandomStreams:
     def __init__(self) -> None:
         self._seeds: dict[ParallelMode, int] = {}
 
-    def add(self, mode: ParallelMode, seed: int) -> None:
-        """Give `mode` a stream."""
+    def add(self, mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
+        """Give `mode` a stream, or with `overwrite` another one."""
         mode = ParallelMode(mode)
-        if mode in self._seeds:
+        if mode in self._seeds and not overwrite:
             raise ContextError(f"{mode} already has a random stream; set_seed() of the context starts all of them anew")
         self._seeds[mode] = seed
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from colonnade.comm.messages import agreed_errors
-from colonnade.comm.waits import OUTSIDE
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -96,8 +95,6 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
-    context.waits.step = 0
-    context.waits.at(OUTSIDE)
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
 
@@ -134,8 +131,7 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
         context = global_context
     if not context.is_launched:
         raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
-    context.waits.step = None
-    context.waits.at("in initialize()")
+    context.waits.begin("in initialize()")
     return context
 
 

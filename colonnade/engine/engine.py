@@ -62,12 +62,14 @@ class Engine:
         self.gives_loss = criterion is not None
         """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
+        context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
-        self.same_batch.see((args, kwargs))
+        if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
+            self.same_batch.see((args, kwargs))
         with self.context.waits.during("in the forward pass"):
             return self._model(*args, **kwargs)
 
@@ -127,7 +129,7 @@ class Engine:
             return False
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
         return True
 
@@ -326,7 +328,7 @@ class Engine:
         self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
 
     def _check_not_failed(self) -> None:
@@ -386,10 +388,6 @@ class Engine:
             self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _clip_and_step(self) -> None:
-        with self.context.waits.during("clipping and stepping"):
-            self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False

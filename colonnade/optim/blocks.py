@@ -133,6 +133,10 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def check_order(p: float) -> float:
     """A norm order: a positive number, or inf; sums of powers above the 32nd of small gradients vanish in fp64."""
-    if not 0 < p <= 32 and p != math.inf:
+    try:
+        order = float(p)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not 0 < order <= 32 and order != math.inf:
         raise GradientError(f"the order of a gradient norm is a number above 0 and up to 32, or inf, not {p!r}")
-    return float(p)
+    return order

@@ -91,13 +91,13 @@ AGAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-def _gradient(run: Callable[..., Any], seed: int) -> Tensor:
+def _gradient(run: Callable[..., Any], seed: int, device: str) -> Tensor:
     """Of three blocks that draw from streams and from none; the second one begins inside a stream."""
     streams = RandomStreams()
     streams.add(ParallelMode.TENSOR, 3)
     streams.add(ParallelMode.EXPERT, 4)
     torch.manual_seed(seed)
-    layer = nn.Linear(8, 8)
+    layer = nn.Linear(8, 8, device=device)
 
     def block(x: Tensor) -> Tensor:
         with streams.use(ParallelMode.TENSOR):
@@ -106,18 +106,22 @@ def _gradient(run: Callable[..., Any], seed: int) -> Tensor:
                 x = F.dropout(x, 0.1)
         return F.dropout(x, 0.1)
 
-    x = run(block, torch.randn(4, 8, requires_grad=True))
+    x = run(block, torch.randn(4, 8, device=device, requires_grad=True))
     with streams.use(ParallelMode.TENSOR):
         x = run(block, x)
     run(block, x).square().sum().backward()
     return layer.weight.grad
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", AGAIN)
-def test_a_stream_gives_the_same_numbers_when_activations_are_computed_again(way):
+def test_a_stream_gives_the_same_numbers_when_activations_are_computed_again(way, device):
     for seed in range(10):
-        expected = _gradient(_run, seed)
-        assert torch.equal(_gradient(AGAIN[way], seed), expected), seed
+        expected = _gradient(_run, seed, device)
+        assert torch.equal(_gradient(AGAIN[way], seed, device), expected), seed
 
 
 def _drawn_inside(streams: RandomStreams) -> torch.Tensor:

@@ -148,7 +148,7 @@ def three_micro_batches() -> list[Fact]:
                     if micro == 2:
                         engine._reduce()
                         called.clear()
-                        engine._clip_and_step()
+                        engine._stepper.step()
                         engine._end_step()
                     else:
                         facts.append(Fact(f"step {step}: pass {micro} steps", engine.step(), False))
@@ -175,7 +175,7 @@ def loss_scale() -> list[Fact]:
             true = norm_of(model.assembled(gradients(dict(model.named_parameters()))).values(), 2.0) / (
                 1024.0 if fp16 else 1.0
             )
-            engine._clip_and_step()
+            engine._stepper.step()
             engine._end_step()
             moved = norm_of(model.assembled(dict(model.named_parameters())).values(), 2.0)
             facts += norm_facts(f"fp16={fp16}", engine.grad_norm, true, 1e-6)
@@ -235,7 +235,7 @@ def groups_apart() -> list[Fact]:
         engine._reduce()
         gradient = model.assembled(gradients(dict(model.named_parameters())))
         with collectives() as called:
-            engine._clip_and_step()
+            engine._stepper.step()
         engine._end_step()
         moved = model.assembled(dict(model.named_parameters()))
         true = norm_of((value for name, value in gradient.items() if not name.startswith("up")), 2.0)
@@ -259,7 +259,7 @@ def group_without_parameters_here() -> list[Fact]:
         engine.backward(model.loss(0))
         engine._reduce()
         gradient = model.assembled(gradients(dict(model.named_parameters())))
-        engine._clip_and_step()
+        engine._stepper.step()
         engine._end_step()
         wanted = {"first": gradient["first"], "last": gradient["last"], "rest": gradient["embed"]}
         facts = [

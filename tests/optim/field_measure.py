@@ -218,7 +218,7 @@ def _step(engine: Any, model: Bag, step: int, p: float, fused: bool) -> list[Fac
     gradient = model.assembled(gradients(dict(model.named_parameters())))
     true, flat_before = norm_of(gradient.values(), p), engine._stepper._step.flat
     with collectives() as called, Operations() as seen:
-        engine._clip_and_step()
+        engine._stepper.step()
     engine._end_step()
     moved = model.moved()
     scale = min(1.0, LIMIT / (true + EPSILON))

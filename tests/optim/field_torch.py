@@ -83,7 +83,7 @@ def _steps(label: str, model: nn.Module, gpc: ParallelContext) -> list[Fact]:
         engine._reduce()
         true = norm_of(gathered(model.parameters()), 2.0)
         with collectives() as called, Operations() as seen:
-            engine._clip_and_step()
+            engine._stepper.step()
         engine._end_step()
         after = norm_of(gathered(model.parameters()), 2.0)
         facts += [
@@ -156,7 +156,9 @@ def fsdp_over_tensor_without_context() -> list[Fact]:
 def sums_that_are_pending() -> list[Fact]:
     """Under sequence parallelism a norm layer's gradient is an unfinished sum: refused by the function, finished by
     the engine before it counts."""
-    with launched({"tensor": 2}, clip_grad_norm=LIMIT) as gpc:
+    with launched(
+        {"tensor": 2}, clip_grad_norm=LIMIT, compare_batches=False
+    ) as gpc:  # each rank has its part of a sequence
         torch.manual_seed(0)
         model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 3)).double()
         plan = {
@@ -175,7 +177,7 @@ def sums_that_are_pending() -> list[Fact]:
             refused = "nothing"
         except GradientError as error:
             refused = "pending" if "still pending" in str(error) else str(error)
-        engine._clip_and_step()
+        engine._stepper.step()
         engine._end_step()
         facts = [Fact("refused", refused, "pending"), *norm_facts("engine", engine.grad_norm, true, 1e-12)]
         engine.close()

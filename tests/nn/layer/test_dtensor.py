@@ -56,7 +56,7 @@ def _trained() -> None:
             engine._reduce()
             if step == 0:
                 compare(truth, gather_gradients(engine.model, gpc), RTOL)
-            engine._clip_and_step()
+            engine._stepper.step()
             engine._end_step()
             plain_gradients(plain, loss_of(plain, x, y))
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

@@ -223,7 +223,7 @@ def _compare(engine: Any, gpc: ParallelContext, case: Case, way: Way, truth: Tru
         engine._reduce()
         if step == 0:
             compare(truth.gradients, named(whole_gradients(engine, gpc), case), RTOL)
-        engine._clip_and_step()
+        engine._stepper.step()
         engine._end_step()
         mean = torch.stack(losses).mean()
         torch.distributed.all_reduce(mean)

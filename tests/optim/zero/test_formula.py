@@ -59,7 +59,7 @@ def _memory(dtype: torch.dtype) -> dict[int, tuple[int, int]]:
                 engine.backward(engine(x).float().square().mean())
                 engine._reduce()
                 if step < 2:
-                    engine._clip_and_step()
+                    engine._stepper.step()
                     engine._end_step()
             buckets = engine._sync.synchroniser.buckets if stage in (1, 2) else []
             found[stage] = (live_bytes() - before, max((bucket.numel for bucket in buckets), default=0))

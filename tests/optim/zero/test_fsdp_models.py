@@ -74,7 +74,7 @@ def check_parity(
                 for parameter in plain.parameters():
                     if parameter.grad is not None:
                         parameter.grad = parameter.grad * min(1.0, 0.5 / (norm + 1e-6))
-            engine._clip_and_step()
+            engine._stepper.step()
             engine._end_step()
             assert engine.grad_norm.item() == pytest.approx(norm, rel=1e-10)
             reference.step()
