@@ -63,6 +63,7 @@ def initialize(
         scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
+        refuse_marks(built, context)
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
@@ -70,9 +71,11 @@ def initialize(
         agreement.require(placements.alike())
     placements.check(agreement.sizes[1])
     warn_of_repeated_work(built, context)
-    broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
+    unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
     with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
+        if unequal is not None:
+            raise unequal
         plain = _build_optimizer(optimizer, built)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = shard_optimizer(plain, built, zero, config.get("flat_step"))
@@ -81,8 +84,8 @@ def initialize(
     if sharding is not None:
         sharding.guard(plain)
     sync, flat = _synchronise(built, chosen, handlers, context)
-    with agreed_errors(device):
-        stepper = Stepper(built, chosen, context, sync, clip, flat, scaler)
+    if isinstance(schedule, PipelineSchedule):
+        schedule.open_groups(context)
     with agreed_errors(device):
         engine = Engine(
             built,
@@ -90,7 +93,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=stepper,
+            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler),
             precision=precision,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
@@ -154,7 +157,6 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"{type(built).__name__}"
         )
     warn_of_batch_norm(built, context)
-    refuse_marks(built, context)
     return built.to(context.device)
 
 
@@ -176,7 +178,7 @@ def _compile(model: nn.Module, options: Any) -> None:
     for module in model if isinstance(model, nn.ModuleList) else [model]:
         try:
             module.compile(**given)
-        except Exception as error:  # torch says in many ways that it cannot
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 

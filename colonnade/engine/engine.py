@@ -217,12 +217,14 @@ class Engine:
     @property
     def loss_scale(self) -> float | Tensor:
         """What a mean loss is multiplied by before its backward pass: 1/accumulation, and the scale of fp16."""
-        return self.sum_scale / self.accumulation
+        scaler = self._stepper.scaler
+        return (scaler.scale if scaler is not None else 1.0) / self.accumulation
 
     @property
     def sum_scale(self) -> float | Tensor:
-        """What a loss given as (sum, count) is multiplied by before its backward pass: the scale of fp16."""
-        return self._stepper.scaler.scale if self._stepper.scaler is not None else 1.0
+        """What a loss given as (sum, count) is multiplied by before its backward pass: the scale of fp16, and 1/count."""
+        scaler = self._stepper.scaler
+        return scaler.scale / scaler.count if scaler is not None else 1.0
 
     @property
     def last_step_skipped(self) -> bool:
@@ -383,7 +385,7 @@ class Engine:
 
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.set_scale(self._book.factor())
+        self._sync.set_scale(self._book.factor(self._stepper.scaler))
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
         self._watch.unsummed = False

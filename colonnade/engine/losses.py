@@ -10,6 +10,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.precision import LossScaler
 from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, split_loss
 
 
@@ -67,8 +68,11 @@ class LossBook:
         """Whether the losses of this step are (sum, count); None before the first."""
         return self._form.counted
 
-    def factor(self) -> Tensor | None:
-        """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None."""
+    def factor(self, scaler: LossScaler | None = None) -> Tensor | None:
+        """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None.
+
+        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step.
+        """
         if not self._form.counted and not self.uneven:
             return None
         device = self._context.device
@@ -77,9 +81,12 @@ class LossBook:
         with self._context.waits.during("adding up the counts of the losses"):
             dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
-        divisor = torch.where(counted == 0, means / self._accumulation, counted)
+        divided = counted if scaler is None else counted / scaler.count
+        divisor = torch.where(counted == 0, means / self._accumulation, divided)
         # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
         divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
+        if scaler is not None:
+            scaler.expect(counted / self._context.layout.distinct_data)
         return self._context.layout.distinct_data / divisor
 
     def someone_has(self, batch_here: bool) -> bool:

@@ -90,6 +90,9 @@ class LossScaler:
         dynamic_grad_scale: bool = True,
     ) -> None:
         self.scale = torch.tensor(float(init_scale), device=device)
+        self.count = torch.ones((), device=device)
+        """What a loss given as (sum, count) is divided by for its backward pass, so that fp16 meets the gradients of a mean:
+        about the count of the step before, as a power of two, by which dividing costs no precision."""
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._factors = (growth_factor, backoff_factor, growth_interval)
         self._limits = (min_scale, max_scale)
@@ -101,6 +104,10 @@ class LossScaler:
         factor = self.scale.double() if p == float("inf") else self.scale.double() ** p
         return Norms(p, norms.sums / factor, norms.nonfinite)
 
+    def expect(self, count: Tensor) -> None:
+        """The losses of the next step will have about this count."""
+        self.count.copy_(torch.where(count.isfinite() & (count > 1), count, 1.0).log2().floor().exp2())
+
     def update(self, found_inf: Tensor) -> None:
         """After a step; `found_inf`: whether its gradient was not finite."""
         if not self._dynamic:
@@ -111,11 +118,12 @@ class LossScaler:
             self.scale.clamp_(low, high)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "good_steps": self._good_steps}
+        return {"scale": self.scale, "good_steps": self._good_steps, "count": self.count}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
+        self.count.copy_(state.get("count", torch.ones(())))
 
 
 def _check_castable(model: nn.Module, dtype: torch.dtype) -> None:

@@ -152,11 +152,12 @@ class Placements:
             )
 
 
-def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool = False) -> None:
+def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool = False) -> PlacementError | None:
     """Make weights and buffers equal on all their holders: the first holder's. Collective over the world.
 
     With `compare`, holders that see the same data and were seeded alike must have equal weights before, bit for bit:
-    others are parts of a parameter that nobody placed, which would be overwritten here.
+    others are parts of a parameter that nobody placed, overwritten here. Returns the error that says so, on these ranks
+    alone, to be raised on all.
     """
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
@@ -164,14 +165,13 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)
     twins = _seeded_alike(held, context) if compare else {}
     context.ensure_groups([*(ranks for ranks, _ in batches), *twins])
-    if compare and any(axis.size > 1 and not axis.seeded_apart for axis in context.layout.axes):
-        with agreed_errors(context.device):
-            _require_equal(twins, context)
+    problems = [_compare_weights(ranks, entries, context) for ranks, entries in twins.items()]
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
             flat: Tensor | None = None
             for tensors in _batches([local_part(entry.tensor) for entry in entries]):
                 flat = _broadcast(tensors, ranks, context, flat)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[int, ...], list[Held]]:
@@ -190,22 +190,20 @@ def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[
     return dict(sorted(found.items()))
 
 
-def _require_equal(twins: dict[tuple[int, ...], list[Held]], context: ParallelContext) -> None:
-    errors = []
-    for ranks, entries in twins.items():
-        group, bits = context.group_of_ranks(ranks), _bits([local_part(entry.tensor) for entry in entries])
-        if not is_same_everywhere(torch.initial_seed() % _LARGE_PRIME, context.device, group):
-            continue
-        try:
-            with agreed_errors(context.device, parts=[1], group=group) as agreement:
-                sums = {entry.name: f"{each:x}" for entry, each in zip(entries, bits, strict=True)}
-                shown = partial(_shown, entries, sums)
-                advice = _how_to_place(ranks, context)
-                agreement.require(Alike("the weights of", sums, advice, PlacementError, shown=shown))
-        except PlacementError as error:
-            errors.append(error)  # raised when this rank has told every group
-    if errors:
-        raise errors[0]
+def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: ParallelContext) -> PlacementError | None:
+    group = context.group_of_ranks(ranks)
+    if not is_same_everywhere(torch.initial_seed() % _LARGE_PRIME, context.device, group):
+        return None
+    bits = _bits([local_part(entry.tensor) for entry in entries])
+    sums = {entry.name: f"{each:x}" for entry, each in zip(entries, bits, strict=True)}
+    shown = partial(_shown, entries, sums)
+    try:
+        with agreed_errors(context.device, parts=[1], group=group) as agreement:
+            advice = _how_to_place(ranks, context)
+            agreement.require(Alike("the weights of", sums, advice, PlacementError, shown=shown))
+    except PlacementError as error:
+        return error
+    return None
 
 
 def _how_to_place(ranks: Sequence[int], context: ParallelContext) -> str:

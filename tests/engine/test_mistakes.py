@@ -291,14 +291,15 @@ def _goes_away() -> None:
         gc.collect()
         gc.disable()
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            model = Net()
+            dtype = torch.float32 if "bf16" in config else torch.float64
+            model = Net().to(dtype)
             engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
             old = [weakref.ref(bucket) for bucket in engine._sync.synchroniser.buckets]
             for step in range(3):
                 if step == 1 and "zero" not in config:
                     model.first.requires_grad_(False)
                 engine.zero_grad()
-                engine.backward(engine(_batch(0, step)).square().mean())
+                engine.backward(engine(_batch(0, step).to(dtype)).square().mean())
                 engine.step()
             if "zero" not in config:
                 assert all(bucket() is None for bucket in old), "buckets that were laid out anew"

@@ -139,3 +139,28 @@ def test_a_copy_computes_with_its_own_weights_and_close_gives_the_forward_pass_b
         engine.close()
         assert (type(built), type(criterion)) == (nn.Linear, nn.MSELoss)
         assert built(x).dtype is torch.float32
+
+
+def test_the_sums_of_a_counted_loss_fit_into_fp16():
+    """Their gradients are as large as those of a mean: the scale need not fall by the number of labels."""
+    config = {"fp16": {"init_scale": 2.0**15}, "gradient_accumulation": 2}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 5))
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.5), nn.CrossEntropyLoss(), context=gpc)[0]
+        for step in range(12):
+            engine.zero_grad()
+            x, y = torch.randn(4096, 4), torch.randint(5, (4096,))
+            y[: 1 + 2000 * (step % 2)] = -100
+            engine.execute_schedule(iter([(x, y)]))
+            engine.step()
+        assert engine.skipped_steps <= 1
+        scaler = engine._stepper.scaler
+        assert scaler.scale >= 2.0**14
+        assert scaler.count == 2.0**12  # 6190 labels a step
+        kept = {name: value.clone() for name, value in scaler.state_dict().items()}
+        scaler.expect(torch.tensor(9.0))
+        assert scaler.count == 8.0
+        scaler.load_state_dict(kept)
+        assert scaler.count == 2.0**12
+        engine.close()

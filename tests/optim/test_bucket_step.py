@@ -9,8 +9,6 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.gradient_handler import BaseGradientHandler
-from colonnade.registry import GRADIENT_HANDLER
 
 
 def built() -> nn.Module:
@@ -18,63 +16,61 @@ def built() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def stepped(gpc: ParallelContext, flat: bool, change: str) -> tuple[list[torch.Tensor], float, str | None]:
-    """The parameters after two steps, at the second of which a handler changes gradients as said; norm; first_bad."""
-    model = built()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = initialize(model, optimizer, context=gpc)[0]
-    for step in range(2):
-        engine.zero_grad()
-        engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
-        HandChanges.change = change if step == 1 else "none"
-        engine.step()
-        bad = engine._stepper._step.first_bad()
-    assert (engine._stepper._step.flat is not None) == flat
-    norm = engine.grad_norm.item()
-    engine.close()
-    return [parameter.detach().clone() for parameter in model.parameters()], norm, bad
+def changed(model: nn.Module, change: str) -> None:
+    """What a handler may do to gradients that are summed already."""
+    first, second, *_ = model.parameters()
+    if change == "replaced":
+        second.grad = torch.full_like(second, 5.0)
+    elif change == "taken away":
+        first.grad = None
+    elif change == "not finite":
+        second.grad[1] = torch.nan
 
 
-@GRADIENT_HANDLER.register_module
-class HandChanges(BaseGradientHandler):
-    """Writes gradients by hand, as a handler may."""
-
-    change = "none"
-
-    def covers(self) -> list:
-        return []
-
-    def handle_gradient(self) -> None:
-        first, second, *_ = self._model.parameters()
-        if self.change == "replaced":
-            second.grad = torch.full_like(second, 5.0)
-        elif self.change == "taken away":
-            first.grad = None
-        elif self.change == "not finite":
-            second.grad[1] = torch.nan
+def stepped(config: dict[str, object], change: str) -> tuple[list[torch.Tensor], float, str | None, bool]:
+    """Two steps, at the second of which gradients are changed. (parameters, norm, first bad name, was it flat)"""
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model = built()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = initialize(model, optimizer, context=gpc)[0]
+        for step in range(2):
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
+            if step == 1:
+                finish = engine._sync.finish
+                engine._sync.finish = lambda finish=finish: (finish(), changed(model, change))
+            engine.step()
+        took = engine._stepper._step
+        result = [p.detach().clone() for p in model.parameters()], engine.grad_norm.item(), took.first_bad()
+        was_flat = took.flat is not None
+        engine.close()
+        return *result, was_flat
 
 
 @pytest.mark.parametrize("change", ["none", "replaced", "taken away", "not finite"])
 def test_the_flat_step_sees_the_gradients_that_the_optimizer_would_see(change):
-    results = []
-    for flat in (True, False):
-        config = {"clip_grad_norm": 1.0, "flat_step": flat, "gradient_handlers": [{"type": "HandChanges"}]}
-        with launch(config, context=ParallelContext(), verbose=False) as gpc:
-            results.append(stepped(gpc, flat, change))
-    (found, norm, bad), (expected, expected_norm, expected_bad) = results
+    found, norm, bad, flat = stepped({"clip_grad_norm": 1.0, "flat_step": True}, change)
+    expected, expected_norm, expected_bad, was_flat = stepped({"clip_grad_norm": 1.0, "flat_step": False}, change)
+    assert flat
+    assert not was_flat
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert norm == pytest.approx(expected_norm, rel=1e-12, nan_ok=True)
     assert bad == expected_bad == ("0.bias" if change == "not finite" else None)
 
 
-def test_a_replaced_gradient_is_stepped_on():
-    with launch({"gradient_handlers": [{"type": "HandChanges"}]}, context=ParallelContext(), verbose=False) as gpc:
-        model = built()
-        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), context=gpc)[0]
-        before = model[0].bias.detach().clone()
-        HandChanges.change = "replaced"
-        engine.zero_grad()
-        engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
-        engine.step()
-        torch.testing.assert_close(model[0].bias.detach(), before - 5.0)
-        engine.close()
+def test_the_norm_counts_a_replaced_gradient_and_not_the_one_it_replaced():
+    norms = {change: stepped({"clip_grad_norm": 1e9}, change)[1] for change in ("none", "replaced", "taken away")}
+    assert norms["replaced"] ** 2 - norms["none"] ** 2 == pytest.approx(4 * 25 - _second_norm() ** 2, rel=1e-9)
+    assert norms["taken away"] < norms["none"]
+
+
+def _second_norm() -> float:
+    """The norm of the gradient of 0.bias at the second step, in plain torch."""
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(5, 3, dtype=torch.float64)).square().sum().backward()
+        norm = model[0].bias.grad.norm().item()
+        optimizer.step()
+    return norm

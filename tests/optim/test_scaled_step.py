@@ -180,7 +180,7 @@ def test_an_optimizer_that_takes_no_scale_steps_on_divided_gradients_and_is_drop
 
 def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -> None:
     one, other = params()
-    optimizer = SGD([{"params": [one], "fused": True}, {"params": [other], "fused": False}], lr=1.0)
+    optimizer = SGD([{"params": [one]}, {"params": [other], "fused": False}], lr=1.0, fused=True)
     give_grads([one, other], 1)
     expected = [t.detach() - t.grad / 4 for t in (one, other)]
     ScaledStep(optimizer).step(torch.tensor(4.0), KEEP)

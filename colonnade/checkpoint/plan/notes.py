@@ -1,7 +1,7 @@
 """What each rank tells of the tensors that it wrote, and the records of the manifest that all of it makes.
 
 Of a thousand ranks each may tell of a thousand tensors. What they all say alike is a text, an `Outline`, which is read
-once; only where a rank's piece of it starts and stops is looked at for every rank.
+once; of every rank only where its piece starts and stops is looked at, all ranks at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import lt
 
 from colonnade.checkpoint.format.boxes import Box
@@ -60,30 +60,30 @@ class Outline:
 class RankNote:
     """All that one rank adds to the manifest: the pieces that it wrote, values, and its file.
 
-    Piece n goes from spans[2n] to spans[2n + 1] of what outlines[n], an `Outline` as JSON, says; if these are equal, the
-    rank only knows of the tensor. `groups` come with a digest: those of equal index and digest are one. None: no optimizer.
+    Piece n goes from spans[2n] to spans[2n + 1] of what line n of `outlines`, an `Outline` as JSON, says; if these are
+    equal, the rank only knows of the tensor. `groups` come with a digest: those of equal index and digest are one. None: no optimizer.
     """
 
     rank: int
     groups: list[tuple[str, GroupRecord]] | None
-    outlines: list[str] = field(default_factory=list)
+    outlines: str = ""
     spans: list[int] = field(default_factory=list)
     items: list[ItemRecord] = field(default_factory=list)
     file: FileRecord | None = None
 
     def add(self, outline: Outline, start: int, stop: int) -> None:
         """A piece."""
-        self.outlines.append(json.dumps(to_json(outline)))
+        self.outlines += json.dumps(to_json(outline)) + "\n"
         self.spans += [start, stop]
 
     def dump(self) -> str:
         """As a text: a line for each outline, after one for all else."""
-        return "\n".join([json.dumps(to_json(replace(self, outlines=[]))), *self.outlines])
+        return json.dumps(to_json(replace(self, outlines=""))) + "\n" + self.outlines
 
     @classmethod
     def parse(cls, text: str, where: str) -> RankNote:
         """What `dump` was given."""
-        head, *outlines = text.split("\n")
+        head, _, outlines = text.partition("\n")
         return replace(from_json(cls, json.loads(head), where), outlines=outlines)
 
 
@@ -106,11 +106,14 @@ def merge_tensors(notes: Sequence[RankNote]) -> tuple[tuple[TensorRecord, ...], 
 
     Refuses a tensor that ranks see differently, or whose pieces overlap or leave a gap.
     """
-    told: dict[str, Pieces] = {}
+    alike: dict[str, list[RankNote]] = {}
     for note in notes:
-        spans, rank = iter(note.spans), note.rank
-        for text, start, stop in zip(note.outlines, spans, spans, strict=True):
-            told.setdefault(text, []).extend((start, stop, rank))
+        alike.setdefault(note.outlines, []).append(note)
+    told: dict[str, Pieces] = {}
+    for outlines, those in alike.items():
+        columns, ranks = zip(*(note.spans for note in those), strict=True), [note.rank for note in those]
+        for text, starts, stops in zip(outlines.split("\n")[:-1], columns, columns, strict=True):
+            told.setdefault(text, []).extend(chain.from_iterable(zip(starts, stops, ranks, strict=True)))
     cuts = _Cuts([note.rank for note in notes if note.file is not None])
     found: dict[tuple[str, str], list[tuple[Outline, Pieces]]] = {}
     for text, pieces in told.items():

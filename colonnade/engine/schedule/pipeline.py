@@ -88,6 +88,11 @@ class PipelineSchedule(BaseSchedule):
         """Which rank of a pipeline of `num_ranks` has each stage."""
         return check(self.table(num_ranks)).stage_ranks
 
+    def open_groups(self, context: ParallelContext) -> None:
+        """Before anything that may fail on one rank alone: what `pre_processing` needs of all. Collective over the world."""
+        if context.pipeline_parallel_size > 1:
+            _transfer_group(context)
+
     def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
         super().pre_processing(engine)

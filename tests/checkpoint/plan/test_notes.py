@@ -10,7 +10,7 @@ from math import prod
 
 import pytest
 
-from colonnade.checkpoint.format.boxes import boxes_in_order, whole_box
+from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
 from colonnade.checkpoint.format.manifest import (
     FileRecord,
     GroupRecord,
@@ -67,12 +67,14 @@ def write_notes(writer: StorageWriter, layers: int) -> None:
     for rank in range(RANKS):
         file = FileRecord(tensors_file(rank), FILE_SIZE, "0" * 64)
         item = ItemRecord("random", (rank,), random.value, len(random.tensors), file.name, "random")
-        note = RankNote(rank, [], list(texts), [end for stops in ends for end in stops[rank : rank + 2]], [item], file)
+        note = RankNote(
+            rank, [], "\n".join([*texts, ""]), [end for stops in ends for end in stops[rank : rank + 2]], [item], file
+        )
         if rank == 0:
             options = ItemRecord("optimizer/options/0", (0,), {"lr": 0.1}, 0, None, "optimizer/options/0")
             note.groups = [("digest", GroupRecord(0, tuple(shapes(layers)), options, "AdamW"))]
             for text, stop in whole:
-                note.outlines.append(text)
+                note.outlines += f"{text}\n"
                 note.spans += [0, stop]
         (writer.staged / f"rank-{rank:05d}.part").write_text(note.dump())
         with open(writer.staged / file.name, "wb") as empty:
@@ -167,3 +169,15 @@ def test_rows_with_another_grid_below_are_parts_of_their_own():
 def test_pieces_that_overlap_or_leave_a_gap_are_refused(pieces):
     with pytest.raises(CheckpointError, match=r"do not make a whole of shape \[6, 4\]: .* \(from ranks 0"):
         merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
+
+
+def test_only_the_pieces_and_blocks_that_are_needed_are_found():
+    (record, _), cuts = merge_tensors([note(0, (FLAT, 0, 4)), note(1, (FLAT, 4, 15)), note(2, (FLAT, 15, 24))])
+    assert list(cuts[0].pieces(4, 15)) == [(1, 4, 15)]
+    assert list(cuts[0].pieces(3, 5)) == [(0, 0, 4), (1, 4, 15)]
+    files = tuple(FileRecord(tensors_file(rank), 1, "") for rank in range(3))
+    manifest = Manifest(1, 0.0, LayoutRecord(3, ()), files, cuts, (record,), None, ())
+    (part,) = record.parts
+    column = Box((1, 1), (3, 1))  # elements 7 to 10 of columns of six
+    (block,) = manifest.blocks(part, column)
+    assert (block.file, block.first, block.shape, block.box) == (tensors_file(1), 3, (11,), column)
