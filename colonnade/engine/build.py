@@ -51,9 +51,9 @@ def initialize(
 ) -> Initialized:
     """Build the engine that the config of the launched context asks for. Collective over the world.
 
-    `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function
-    without arguments that returns one; `optimizer` is an instance, or a function of the parameters. Weights that ranks share are made equal, placements are checked, gradient
-    handlers are attached, and everything that is wrong is said now, on every rank.
+    `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function without
+    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Weights that ranks share are
+    made equal, handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
     config, device = context.config, context.device
@@ -63,7 +63,6 @@ def initialize(
         scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
-        refuse_marks(built, context)
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
@@ -156,6 +155,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    refuse_marks(built, context)
     warn_of_batch_norm(built, context)
     return built.to(context.device)
 
