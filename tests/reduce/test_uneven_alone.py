@@ -14,7 +14,7 @@ from colonnade.errors import GradientError
 from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.synchroniser import Synchroniser
-from colonnade.reduce.uneven import Agreement, settle
+from colonnade.reduce.uneven import GroupNotes, finish_uneven
 
 
 class Kept:
@@ -37,7 +37,7 @@ def state(count: int, bucket: Kept, sharding: Sharding | None = None, homeless: 
 def test_what_is_missing_on_some_ranks_is_whole_and_what_is_missing_on_all_is_absent():
     bucket = Kept()
     reports = [bytes([0, MISSING, MISSING, 0, MISSING]), bytes([0, 0, MISSING, MISSING, MISSING])]
-    uneven = settle(state(5, bucket, homeless=4), reports, 1.0)
+    uneven = finish_uneven(state(5, bucket, homeless=4), reports, 1.0)
     assert uneven == {1: [4], 3: [6]}
     assert bucket.attached == [11, 13]
     assert bucket.absent == {12}
@@ -45,17 +45,17 @@ def test_what_is_missing_on_some_ranks_is_whole_and_what_is_missing_on_all_is_ab
 
 def test_nothing_remarkable_leaves_every_gradient_where_it_is():
     bucket = Kept()
-    assert settle(state(2, bucket), [bytes(2), bytes(2)], 1.0) == {}
+    assert finish_uneven(state(2, bucket), [bytes(2), bytes(2)], 1.0) == {}
     assert bucket.attached == []
     assert bucket.absent == frozenset()
 
 
 def test_a_sharded_bucket_attaches_nothing_and_refuses_sparse_gradients():
     bucket = Kept(is_sharded=True)
-    assert settle(state(1, bucket, Sharding()), [bytes([MISSING]), bytes([0])], 1.0) == {0: [4]}
+    assert finish_uneven(state(1, bucket, Sharding()), [bytes([MISSING]), bytes([0])], 1.0) == {0: [4]}
     assert bucket.attached == []
     with pytest.raises(GradientError, match="'p0' is sparse, and ZeRO"):
-        settle(state(1, bucket, Sharding()), [bytes([SPARSE]), bytes([0])], 1.0)
+        finish_uneven(state(1, bucket, Sharding()), [bytes([SPARSE]), bytes([0])], 1.0)
 
 
 def alone(parameters: list[nn.Parameter], divisor: float = 1.0) -> Synchroniser:
@@ -100,7 +100,7 @@ class Heard:
 
 def agreed(group: Any) -> list[list[bytes]]:
     states = [SimpleNamespace(close_notes=lambda: b"ab"), SimpleNamespace(close_notes=lambda: b"c")]
-    agreement = Agreement(group, states)
+    agreement = GroupNotes(group, states)
     agreement.announce(3)
     assert agreement.resolve() is agreement.resolve()
     return agreement.resolve()
@@ -128,6 +128,6 @@ def test_a_gradient_outside_its_bucket_is_added_to_it():
     bucket.acquire()
     bucket.views[0].fill_(1.0)
     weight.grad = torch.full((3,), 6.0)
-    assert settle(one, [bytes([OUTSIDE])], 0.5) == {}
+    assert finish_uneven(one, [bytes([OUTSIDE])], 0.5) == {}
     torch.testing.assert_close(weight.grad, torch.full((3,), 4.0))  # what was there, and half of what came late
     assert weight.grad is bucket.grads[0]
