@@ -68,9 +68,14 @@ class WaitWatch:
         """This rank is here now."""
         self._place = what, self.step, time.time()
 
+    def begin(self, what: str) -> None:
+        """An engine is being built; no step is counted until it is."""
+        self.step = None
+        self.at(what)
+
     def end_step(self) -> None:
-        """The engine has made a step."""
-        self.step = (self.step or 0) + 1
+        """The engine has made a step; at first, it has been built."""
+        self.step = 0 if self.step is None else self.step + 1
         self.at(OUTSIDE)
 
     def during(self, what: str) -> _During:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from colonnade.comm.messages import agreed_errors
-from colonnade.comm.waits import OUTSIDE
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -57,8 +56,6 @@ def initialize(
     handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
-    context.waits.step = None
-    context.waits.at("in initialize()")
     config, device = context.config, context.device
     with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
         _apply_backend_flags(config)
@@ -99,8 +96,6 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
-    context.waits.step = 0
-    context.waits.at(OUTSIDE)
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
 
 
@@ -137,6 +132,7 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
         context = global_context
     if not context.is_launched:
         raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+    context.waits.begin("in initialize()")
     return context
 
 

@@ -62,6 +62,7 @@ class Engine:
         self.gives_loss = criterion is not None
         """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
+        context.waits.end_step()
 
     # -- the loop -----------------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class Engine:
             return False
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
         return True
 
@@ -326,7 +327,7 @@ class Engine:
         self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
-            self._clip_and_step()
+            self._stepper.step()
         self._end_step()
 
     def _check_not_failed(self) -> None:
@@ -386,10 +387,6 @@ class Engine:
             self._sync.finish()
         self._watch.unsummed = False
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _clip_and_step(self) -> None:
-        with self.context.waits.during("clipping and stepping"):
-            self._stepper.step()
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False

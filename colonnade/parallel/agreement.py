@@ -179,12 +179,14 @@ def _seeded_alike(held: Sequence[Held], context: ParallelContext) -> dict[tuple[
     layout = context.layout
     apart = [axis.name for axis in layout.axes if axis.seeded_apart]
     here = layout.coordinates(context.get_global_rank())
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
     found: dict[tuple[int, ...], list[Held]] = {}
-    for ranks in {entry.holding.ranks for entry in held}:
-        alike = tuple(r for r in ranks if all(layout.coordinates(r)[name] == here[name] for name in apart))
-        entries = [entry for entry in held if entry.holding.ranks == ranks and isinstance(entry.tensor, nn.Parameter)]
-        if len(alike) > 1 and entries:
-            found.setdefault(alike, []).extend(entries)
+    for entry in held:
+        ranks = entry.holding.ranks
+        if ranks not in known:
+            known[ranks] = tuple(r for r in ranks if all(layout.coordinates(r)[name] == here[name] for name in apart))
+        if len(known[ranks]) > 1 and isinstance(entry.tensor, nn.Parameter):
+            found.setdefault(known[ranks], []).append(entry)
     return dict(sorted(found.items()))
 
 

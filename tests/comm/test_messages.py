@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from colonnade.comm.messages import (
+    Alike,
     agreed_errors,
     gather_json,
     gather_numbers,
@@ -16,7 +17,7 @@ from colonnade.comm.messages import (
     share_texts,
 )
 from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, timeout_of
-from colonnade.errors import PlacementError
+from colonnade.errors import ColonnadeError, PlacementError
 from colonnade.testing import run_world
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ def _talk() -> dict[str, object]:
     rank = dist.get_rank()
     heard = {
         "texts": gather_texts("é" * rank, CPU),
+        "long": gather_texts("é" * 200 * rank, CPU),
         "json": gather_json({"rank": rank, "ranks": [0] * rank}, CPU),
         "numbers": gather_numbers(7 + rank, CPU),
         "same": [is_same_everywhere(5, CPU), is_same_everywhere(2**61 + rank, CPU)],
@@ -39,13 +41,55 @@ def _talk() -> dict[str, object]:
         heard["error"] = str(error)
     with agreed_errors(CPU):
         pass
+    try:
+        with agreed_errors(CPU, parts=(2,)) as agreement:
+            if rank == 2:
+                raise OSError("disk full")
+            agreement.require(Alike("key", {"a": str(rank)}, "Do."))
+    except (ColonnadeError, OSError) as error:
+        heard["foreign"] = f"{type(error).__name__}: {error}"
+    heard["alike"] = [_compare(*tables) for tables in ALIKE]
     return heard
+
+
+ALIKE = [
+    # What each rank says, in which of two parts of the world it is, and the error.
+    ([{"a": "1", "b": "2"}] * 3, (0, 1, 0), "sizes [2, 2]"),
+    ([{"a": "1"}, {"b": "2", "c": "3"}, {"a": "1"}], (0, 1, 0), "sizes [1, 2]"),
+    (
+        [{"a": "1"}, {"a": "1"}, {"a": "9" * 500}],
+        (0, 0, 0),
+        f"key 'a': 1 on rank 0, {'9' * 500} on rank 2 (differing from",
+    ),
+    ([{"a": "1"}, {"b": "1"}, {"b": "2"}], (0, 1, 1), "key 'b': 1 on rank 1, 2 on rank 2 (differing from rank 1: 2)"),
+    ([{"a": "1"}, {}, {}], (0, 0, 1), "key 'a': 1 on rank 0, nothing on rank 1 (differing from rank 0: 1)"),
+    (
+        [{"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {}],
+        (0, 0, 1),
+        "the order: key 'a' on rank 0 is in the place of 'b' on",
+    ),
+]
+
+
+def _compare(items: list[dict[str, str]], parts: tuple[int, ...], _: str) -> str:
+    rank = dist.get_rank()
+    try:
+        with agreed_errors(CPU, parts=(1, 2)) as agreement:
+            agreement.require(Alike("other", {"x": "y"}, "Do."))
+            agreement.require(Alike("key", items[rank], "Do this.", PlacementError, parts[rank]))
+    except PlacementError as error:
+        return str(error)
+    return f"sizes {agreement.sizes[1]}"
 
 
 def test_every_rank_hears_every_message():
     values = run_world(3, _talk).values
     for heard in values:
         assert [text.strip() for text in heard["texts"]] == ["", "é", "éé"]
+        assert heard["long"] == ["", "é" * 200, "é" * 400]
+        for told, (*_, part) in zip(heard["alike"], ALIKE, strict=True):
+            assert part in told
+            assert told.startswith("sizes") or told.endswith("\nDo this.")
         assert heard["json"] == [{"rank": rank, "ranks": [0] * rank} for rank in range(3)]
         assert heard["store"] == {0: "from 0", 2: "from 2"}
         assert heard["numbers"] == [7, 8, 9]
@@ -54,6 +98,11 @@ def test_every_rank_hears_every_message():
         "on rank 1 (this rank is 0): wrong here",
         "wrong here",
         "on rank 1 (this rank is 2): wrong here",
+    ]
+    assert [heard["foreign"] for heard in values] == [
+        "ColonnadeError: on rank 2 (this rank is 0): OSError: disk full",
+        "ColonnadeError: on rank 2 (this rank is 1): OSError: disk full",
+        "OSError: disk full",
     ]
 
 

@@ -193,6 +193,7 @@ def _unlaunched() -> tuple[float, int]:
     return norm.item(), len(called)
 
 
+@pytest.mark.slow
 def test_without_a_context_plain_tensors_are_this_process_alone() -> None:
     values = run_world(2, _unlaunched).values
     assert [called for _, called in values] == [0, 0]
@@ -214,6 +215,7 @@ def _launched(by_name: bool) -> tuple[float, float, bytes]:
         return norm.item(), true, norm.numpy().tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_launched_context_is_passed_or_found(by_name: bool) -> None:
     values = run_world(4, _launched, by_name, env={"CUDA_VISIBLE_DEVICES": ""}).values

@@ -87,6 +87,15 @@ def test_a_meter_sees_new_values_and_refuses_what_it_cannot_see_again() -> None:
         Meter([GradientBlock(torch.randn(40, 60)[:, :30])])
 
 
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_the_parts_of_several_devices_are_joined(p: float) -> None:
+    tensors = [torch.randn(5), torch.randn(7) * 3, torch.randn(4)]
+    together = Meter([Block(tensors[0]), Block(tensors[1], slot=1), Block(tensors[2])], p, slots=2)
+    apart = Meter([Block(tensors[0]), Block(tensors[1], slot=1)], p, slots=2)
+    apart._parts += Meter([Block(tensors[2])], p, slots=2)._parts  # as if on another device
+    torch.testing.assert_close(apart.measure(), together.measure())
+
+
 def test_no_blocks_and_empty_blocks_are_zero() -> None:
     for p in ORDERS:
         assert measured([], p).total().item() == 0

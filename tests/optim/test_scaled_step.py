@@ -152,3 +152,36 @@ def test_who_decides_on_the_host() -> None:
         with Operations() as watched:
             scaled.step(torch.tensor(2.0), found_inf)
         assert watched.host_reads == reads
+
+
+class Own(Optimizer):
+    """Looks like a fused one, and takes neither a scale nor a flag."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"fused": True})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            param -= param.grad
+
+
+def test_an_optimizer_that_takes_no_scale_steps_on_divided_gradients_and_is_dropped_by_the_host() -> None:
+    tensors = params()
+    give_grads(tensors, 1)
+    before, grads = [t.detach().clone() for t in tensors], [t.grad.clone() for t in tensors]
+    step = ScaledStep(Own(tensors))
+    assert step.waits_for_device
+    step.step(torch.tensor(4.0), DROP)
+    close([t.detach() for t in tensors], before)
+    step.step(torch.tensor(4.0), KEEP)
+    close([t.detach() for t in tensors], [b - g / 4 for b, g in zip(before, grads, strict=True)])
+
+
+def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -> None:
+    one, other = params()
+    optimizer = SGD([{"params": [one], "fused": True}, {"params": [other], "fused": False}], lr=1.0)
+    give_grads([one, other], 1)
+    expected = [t.detach() - t.grad / 4 for t in (one, other)]
+    ScaledStep(optimizer).step(torch.tensor(4.0), KEEP)
+    close([one.detach(), other.detach()], expected)

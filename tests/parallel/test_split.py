@@ -214,6 +214,22 @@ def test_stages_are_balanced_by_measured_time_and_nothing_is_left_behind() -> No
     assert [layer.training for layer in model] == [True, True, False, True, True, True]
 
 
+def test_the_callers_sample_is_not_changed_while_layers_are_timed() -> None:
+    sample = torch.tensor([[-1.0, 2.0], [3.0, -4.0]], requires_grad=True)
+    before = sample.detach().clone()
+    with_pair = {"x": sample, "n": torch.tensor([1, 2])}
+    split(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)), num_stages=2, balance="time", sample=sample)
+    split(nn.Sequential(InPlaceOfDict(), nn.Linear(2, 2)), num_stages=2, balance="time", sample=with_pair)
+    assert torch.equal(sample, before)
+    assert sample.grad is None
+    assert with_pair["x"] is sample
+
+
+class InPlaceOfDict(nn.Module):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
 def test_time_is_measured_for_layers_that_pass_dicts_and_integers() -> None:
     assert len(split(Language(), num_stages=2, balance="time", sample=torch.arange(4).view(2, 2))) == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,9 @@ from torch.nn import functional as F
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.reduce.gather import Gather, GatherAhead
 from colonnade.testing import run_world
+from tests.reduce.test_values import group, values
 
 
 class Reaches(nn.Module):
@@ -52,3 +56,47 @@ def _late() -> tuple[set[str], set[str]]:
 def test_only_parameters_that_their_module_announces_may_be_late():
     for first, second in run_world(2, _late).values:
         assert first == second == {"called.weight", "called.bias"}
+
+
+def test_a_bucket_is_held_back_as_long_as_one_of_its_parameters_is_not_announced():
+    model, x = Reaches(), torch.ones(2, 8)
+    mixed, announced = (
+        SimpleNamespace(bucket=SimpleNamespace(parameters=parameters))
+        for parameters in ([model.called.weight, model.reached.weight], [model.called.bias])
+    )
+    waits: list[object] = []
+    gather = SimpleNamespace(values=[mixed, announced], wait=lambda values=None: waits.append(values))
+    ahead = GatherAhead(model, [gather])
+    model(x)
+    assert waits == [[mixed], [announced]]  # the module that is called waits for what it has
+    waits.clear()
+    ahead.hold_back()
+    assert waits == [[mixed]]
+    model.reached(x)
+    waits.clear()
+    ahead.hold_back()
+    assert waits == [[]]
+    waits.clear()
+    model.state_dict()
+    assert waits == [None]
+    waits.clear()
+    ahead.close()
+    model(x)
+    model.state_dict()
+    assert waits == []
+
+
+def test_a_gather_is_under_way_until_it_is_waited_for_and_then_the_parameters_are_the_new_ones():
+    some = [values([(3,), (2, 2)], torch.float64, 1, 0) for _ in range(2)]
+    gather = Gather(group(1, 0), some)
+    for one in some:
+        for part in one.parts:
+            part.detach().fill_(7)
+    gather.begin()
+    assert all(gather.is_under_way(one) for one in some)
+    gather.wait([some[0]])
+    assert [gather.is_under_way(one) for one in some] == [False, True]
+    gather.wait()
+    assert not any(gather.is_under_way(one) for one in some)
+    for one in some:
+        assert all(torch.equal(p, torch.full_like(p, 7)) for p in one.bucket.parameters)

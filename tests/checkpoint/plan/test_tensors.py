@@ -15,9 +15,10 @@ from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.format.boxes import Box, tiles
-from colonnade.checkpoint.plan.tensors import boxes_in_memory
+from colonnade.checkpoint.plan.tensors import _uneven_offset, boxes_in_memory, extra_states, locate_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 
@@ -124,3 +125,47 @@ def test_ranges_of_any_memory_order_tile_the_whole(order, first, second):
     assert tiles(moved, tuple(local.shape))
     for box, (_, values) in zip(moved, found, strict=True):
         assert torch.equal(local[box.slices_in(Box((0, 0, 0), tuple(local.shape)))], values)
+
+
+def uneven(label: str, index: int, count: int) -> Any:
+    """Rank's part `index` of `count` along dimension 0, as it is known before the others have told theirs."""
+    return SimpleNamespace(label=label, names=(label,), placement="placed", parts={0: (index, count)})
+
+
+def test_uneven_parts_begin_where_those_before_them_end():
+    told = [{"w": {"0": [0, 3]}}, {"w": {"0": [1, 4]}}, {"w": {"0": [1, 4]}}, {"w": {"0": [2, 1]}}, {}]
+    assert [_uneven_offset(uneven("w", at, 3), 0, 8, told) for at in range(3)] == [0, 3, 7]
+    with pytest.raises(CheckpointError, match="3 parts have 3, 4, 1"):
+        _uneven_offset(uneven("w", 0, 3), 0, 9, told)
+    with pytest.raises(CheckpointError, match="3 parts have 3, None, 1"):
+        _uneven_offset(uneven("w", 0, 3), 0, 8, [*told, {"w": {"0": [1, 5]}}])
+    with pytest.raises(CheckpointError, match="3 parts have 3, None, None"):
+        _uneven_offset(uneven("w", 0, 3), 0, 8, told[:1])
+
+
+def test_in_one_process_every_tensor_is_found_once_under_all_its_names():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2, bias=False)
+            self.b.weight = self.a.weight
+            self.register_buffer("kept", torch.zeros(2, dtype=torch.int64))
+            self.register_buffer("gone", torch.zeros(2), persistent=False)
+
+        def get_extra_state(self) -> int:
+            return 5
+
+    model = Net()
+    found = locate_tensors(model, ParallelContext(), "saving")
+    assert [(one.label, one.names, one.shape) for one in found] == [
+        ("kept", ("kept",), (2,)),
+        ("a.weight", ("a.weight", "b.weight"), (2, 3)),
+        ("a.bias", ("a.bias",), (2,)),
+    ]
+    assert all(one.box.offset == (0,) * len(one.shape) and one.holders == (0,) for one in found)
+    assert found[1].local.data_ptr() == model.a.weight.data_ptr()
+    assert not any(one.may_be_uneven for one in found)
+    assert extra_states(model) == {"_extra_state": 5}
+    model.register_state_dict_post_hook(lambda module, state, *_: state.update({"a.bias": state["a.bias"].clone()}))
+    with pytest.raises(CheckpointError, match=r"does not hold the parameters a.bias"):
+        locate_tensors(model, ParallelContext(), "saving")

@@ -102,6 +102,7 @@ def test_no_tokens_at_all_give_gradients_of_zero():
     assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_weights_start_the_same_whatever_the_layout():
     torch.manual_seed(3)
     whole = Experts(HIDDEN, 5, EXPERTS, context=alone())
@@ -143,6 +144,7 @@ def _refused() -> tuple[str, str]:
     return str(uneven.value), str(lost.value)
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_fit_and_losses_that_a_pipeline_would_lose_are_refused():
     uneven, lost = run_world(2, _refused).values[0]
     assert "3 experts cannot lie evenly on the 2 ranks" in uneven
@@ -198,6 +200,7 @@ def _trained(
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "router",
     [
@@ -215,6 +218,7 @@ def test_experts_on_two_of_two_ranks_equal_one_process(router):
         assert (dropped > 0) == ("drops" in router)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "router", "rows"),
     [
@@ -230,12 +234,14 @@ def test_experts_inside_four_data_ranks_equal_one_process(size, router, rows):
     assert run_world(4, _trained, {"expert": size}, router, rows).values[0]["shape"][0] == EXPERTS // size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("empty", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_experts_without_a_token_and_ranks_without_one(empty):
     """Expert 0, or both experts of rank 0, never get a token; rank 1 has none to send."""
     run_world(2, _trained, {"expert": 2}, "sigmoid, bias", (4, 0), empty)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"inner": 7}, pytest.param({"gated": True, "bias": False}, marks=pytest.mark.slow)], ids=str
 )
@@ -244,12 +250,14 @@ def test_experts_split_over_tensor_too(settings):
     assert shape == (EXPERTS, HIDDEN, 4)
 
 
+@pytest.mark.slow
 def test_an_expert_group_across_tensor_ranks_shares_the_tokens_among_them():
     parallel = {"tensor": {"size": 2, "mode": "1d"}, "expert": {"size": 2, "over": "data*tensor"}}
     found = run_world(2, _trained, parallel, "top 2, drops", (4,)).values
     assert found[0]["shape"] == (2, HIDDEN, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("router", [pytest.param("top 2", marks=pytest.mark.long), "top 2, drops"])
 @pytest.mark.parametrize(
@@ -298,6 +306,7 @@ def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router):
     assert not waits & seen.names
 
 
+@pytest.mark.slow
 def test_what_is_sent():
     """Counts for the capacity, sums for the losses, one exchange of sizes; rows there and back; and backward."""
     forward = ["all_gather DATA", "all_reduce DATA", *["all_to_all EXPERT"] * 3]
@@ -326,6 +335,7 @@ def _over_the_rank() -> tuple[float, float]:
         return routings[0].loss.item(), routers[0](x.flatten(0, 1)).loss.item()
 
 
+@pytest.mark.slow
 def test_a_mean_of_ranks_losses_is_not_the_loss_of_the_joined_batch():
     """over="rank" needs no communication and is each rank's own loss; over="batch" is the same on all, and another."""
     (own, joined), (other, same) = run_world(2, _over_the_rank).values

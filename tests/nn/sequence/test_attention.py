@@ -66,6 +66,11 @@ def test_in_one_process_they_are_plain_attention():
     truth = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     for attention in ATTENTION.values():
         close(attention(q, k, v, causal=True), truth, RTOL)
+    everything = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for attention in ATTENTION.values():  # as torch's: not causal unless asked, scaled by the width unless told
+        close(attention(q, k, v), everything, RTOL)
+        scaled = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
+        close(attention(q, k, v, scale=0.3), scaled, RTOL)
 
 
 def _refusals() -> list[str]:

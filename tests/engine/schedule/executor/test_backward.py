@@ -230,3 +230,20 @@ def test_what_cannot_run_in_part_raises_and_can_still_run_whole() -> None:
         backward_input(outputs, grads_for(outputs), entrances)
     run_backward(outputs, grads_for(outputs), inputs=None, last=True)
     assert_same([entrance.grad for entrance in entrances], expected_inputs)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_only_the_last_of_several_groups_is_told_that_it_is_the_last(last: bool) -> None:
+    module, inputs = inputs_of(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]))
+    entrances, (x, y) = entered(inputs)
+    outputs = (module[2](torch.tanh(module[1](torch.tanh(module[0](x))))) + y,)
+    _, work = backward_input(outputs, grads_for(outputs), entrances)
+    told: list[bool] = []
+
+    def watched(*args: Any, last: bool, **options: Any) -> None:
+        told.append(last)
+        run_backward(*args, last=last, **options)
+
+    work.run(watched, last=last)
+    assert told == [False, False, last]
+    assert all(parameter.grad is not None for parameter in module.parameters())

@@ -1,0 +1,93 @@
+"""The folder of a run: what is listed, what is kept, and whether there is room."""
+
+from __future__ import annotations
+
+import errno
+from types import SimpleNamespace
+
+import pytest
+
+from colonnade.checkpoint.storage import folder as module
+from colonnade.checkpoint.storage.folder import (
+    check_space,
+    clean,
+    make_folder,
+    published,
+    retire,
+    step_of,
+    told_of_space,
+)
+from colonnade.errors import CheckpointError
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Sets how many bytes the disk has left."""
+    room = SimpleNamespace(free=0)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: room)
+    return room
+
+
+def test_a_save_begins_only_with_a_tenth_more_room_than_it_needs(tmp_path, free):
+    free.free = 1100
+    check_space(tmp_path, 1000)
+    for free.free in (1099, 1000, 0):
+        with pytest.raises(CheckpointError, match="no space for the checkpoint"):
+            check_space(tmp_path, 1000)
+
+
+def test_a_full_disk_is_told_as_such_and_other_errors_stay(tmp_path, free):
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        with (
+            pytest.raises(CheckpointError, match=r"no space .* Earlier checkpoints are untouched"),
+            told_of_space(tmp_path, 5),
+        ):
+            raise OSError(number, "full")
+    with pytest.raises(PermissionError), told_of_space(tmp_path, 5):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def steps(folder):
+    return [(found.step, found.revision) for found in published(folder)]
+
+
+def test_what_is_a_checkpoint_and_what_is_not(tmp_path):
+    for name in ("step-00000010", "step-00000002", "step-00000010.r1", "step-1", "step-00000003.x", ".tmp-4-0123abcd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000007").write_text("a file")
+    (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000010")
+    assert steps(tmp_path) == [(2, 0), (10, 0), (10, 1)]
+    assert step_of(tmp_path / "step-00000010.r1") == 10
+    assert step_of(tmp_path / "other") is None
+    clean(tmp_path)
+    assert not (tmp_path / ".tmp-4-0123abcd").exists()
+    assert (tmp_path / "step-1").exists()
+    assert published(tmp_path / "nowhere") == []
+    with pytest.raises(CheckpointError, match="is a file"):
+        published(tmp_path / "step-00000007")
+
+
+def test_the_newest_steps_are_kept_and_the_new_one_whatever_its_step(tmp_path):
+    for step in (1, 2, 3, 4):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    retire(tmp_path, tmp_path / "step-00000004", 3)
+    assert steps(tmp_path) == [(2, 0), (3, 0), (4, 0)]
+    (tmp_path / "step-00000001").mkdir()  # a run that began anew
+    retire(tmp_path, tmp_path / "step-00000001", 2)
+    assert steps(tmp_path) == [(1, 0), (4, 0)]
+
+
+def test_of_a_step_that_was_saved_again_the_later_one_is_kept(tmp_path):
+    for name in ("step-00000004", "step-00000004.r1", "step-00000003"):
+        (tmp_path / name).mkdir()
+    retire(tmp_path, tmp_path / "step-00000004.r1", 2)
+    assert steps(tmp_path) == [(3, 0), (4, 1)]
+
+
+def test_a_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path):
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        make_folder(tmp_path / "file" / "x")

@@ -1,0 +1,100 @@
+"""One save, without a world: how long its notes are waited for, what is published, and when it makes haste."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from colonnade.checkpoint.format.manifest import LayoutRecord
+from colonnade.checkpoint.storage import writer as module
+from colonnade.checkpoint.storage.writer import Pace, StorageWriter
+from colonnade.errors import CheckpointError
+
+
+def storage(folder: Path, ranks: int = 2, rank: int = 0) -> StorageWriter:
+    staged = folder / ".tmp-5-00000000"
+    staged.mkdir(exist_ok=True)
+    return StorageWriter(5, staged, rank, LayoutRecord(ranks, (("data", ranks, "data"),)), 0, 3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time that passes only while somebody waits, and whether the main thread is there."""
+    state = SimpleNamespace(now=0.0, alive=True, at=None)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: state.now))
+    main = SimpleNamespace(is_alive=lambda: state.alive)
+    monkeypatch.setattr(module, "threading", SimpleNamespace(main_thread=lambda: main, Event=threading.Event))
+    return state
+
+
+class Stop:
+    """An event that is never set; waiting for it lets time pass, and things happen at their time."""
+
+    def __init__(self, clock, events):
+        self.clock, self.events = clock, events
+
+    def wait(self, seconds):
+        self.clock.now += 5
+        for at in [at for at in self.events if at <= self.clock.now]:
+            self.events.pop(at)()
+        return False
+
+
+def test_while_the_process_lives_the_notes_are_waited_for_without_a_limit(tmp_path, clock):
+    one = storage(tmp_path)
+    one._note_file(0).touch()
+    one.wait_for_notes(Stop(clock, {1000: one._note_file(1).touch}))
+    assert clock.now == 1000
+
+
+def test_a_process_that_has_ended_gives_up_a_minute_later_and_not_before(tmp_path, clock):
+    one = storage(tmp_path)
+    one._note_file(0).touch()
+    ended = {500: lambda: setattr(clock, "alive", False)}
+    with pytest.raises(CheckpointError, match=r"given up after 565.0 s: ranks \[1\] have not written"):
+        one.wait_for_notes(Stop(clock, dict(ended)))
+    clock.now, clock.alive = 0.0, True
+    one.wait_for_notes(Stop(clock, {**ended, 555: one._note_file(1).touch}))
+
+
+def test_whoever_gives_up_is_heard_at_once(tmp_path):
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(CheckpointError, match=r"step 5 was given up .* ranks \[0, 1\]"):
+        storage(tmp_path).wait_for_notes(stop)
+
+
+def test_a_folder_that_this_rank_does_not_see_is_refused_after_a_while(tmp_path, monkeypatch):
+    one = storage(tmp_path, rank=1)
+    one.check_visible()
+    monkeypatch.setattr(module, "_VISIBLE_WITHIN", 0.2)
+    one.staged.rmdir()
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"rank 1 .* does not see"):
+        one.check_visible()
+    assert time.monotonic() - begin >= 0.2
+
+
+def test_only_the_first_rank_drops_what_is_left(tmp_path):
+    storage(tmp_path, rank=1).drop()
+    assert storage(tmp_path).staged.is_dir()
+    storage(tmp_path).drop()
+    assert not list(tmp_path.iterdir())
+
+
+def test_work_is_followed_by_rests_until_somebody_waits():
+    pace, rests = Pace(), []
+    pace._hurry = SimpleNamespace(wait=rests.append, set=lambda: rests.append("hurry"))
+    pace.rest()
+    end = time.thread_time() + 0.02
+    while time.thread_time() < end:
+        pass
+    pace.rest()
+    pace.hurry()
+    assert rests[0] == 0
+    assert 0.1 <= rests[1] <= 0.5  # five times as long as the work, and half a second at most
+    assert rests[2] == "hurry"

@@ -1,0 +1,115 @@
+"""The ledger by arithmetic alone: what is entered, what is refused, what stays open."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.context.build import build_layout
+from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.engine.gradient_handler.ledger import Ledger, match, require_complete
+from colonnade.errors import LedgerError
+from colonnade.parallel.placement import Replicate, place
+from colonnade.reduce.records import Reduction, read_demands
+
+LAYOUT = build_layout({"parallel": {"tensor": 2, "sequence": 2}}, 8)
+
+
+def model() -> nn.Module:
+    made = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    place(made[1].weight, {M.TENSOR: Replicate(owes="sum")})
+    return made
+
+
+@pytest.fixture
+def known():
+    """The demands of rank 0, and what a correct handler would do for each factor."""
+    demands = read_demands(model(), LAYOUT, 0)
+    factors = {(d.name, f.mode.name): (d, f) for d in demands for f in d.owed}
+    assert sorted(factors) == [
+        ("0.weight", "DATA"),
+        ("0.weight", "SEQUENCE"),
+        ("1.weight", "DATA"),
+        ("1.weight", "SEQUENCE"),
+        ("1.weight", "TENSOR"),
+    ]
+    return SimpleNamespace(demands=demands, factors=factors)
+
+
+def reduction(known, name: str, mode: str, **changes) -> Reduction:
+    demand, factor = known.factors[name, mode]
+    values = {"mode": factor.mode, "ranks": factor.ranks, "divisor": factor.divisor, **changes}
+    return Reduction((demand.name,), (demand.parameter,), values["mode"], values["ranks"], values["divisor"])
+
+
+def matched(known, *covered, waive=()) -> Ledger:
+    return match(known.demands, [(f"H{at}", one) for at, one in enumerate(covered)], LAYOUT, 0, waive)
+
+
+def who(ledger: Ledger) -> list[str | None]:
+    return [row.done_by for row in ledger.rows]
+
+
+def test_what_is_done_is_entered_and_the_rest_is_open(known):
+    ledger = matched(known, reduction(known, "0.weight", "DATA"), reduction(known, "1.weight", "TENSOR"))
+    assert who(ledger) == ["H0", None, None, None, "H1"]
+    assert len(ledger.open_rows()) == 3
+    with pytest.raises(LedgerError, match=r"0.weight: a sum over SEQUENCE .* is owed and no handler does it"):
+        require_complete(ledger)
+    filled = ledger.filled({("0.weight", "SEQUENCE"): "X", ("0.weight", "DATA"): "never: it is done"})
+    assert who(filled) == ["H0", "X", None, None, "H1"]
+    whole = filled.filled({("1.weight", mode): "Y" for mode in ("DATA", "SEQUENCE")})
+    require_complete(whole)
+    assert whole.open_rows() == []
+
+
+def test_one_sum_may_do_several_factors_at_once_if_its_divisor_is_theirs(known):
+    (_, data), (_, sequence) = known.factors["0.weight", "DATA"], known.factors["0.weight", "SEQUENCE"]
+    ranks = tuple(sorted({0, 2, 4, 6}))
+    both = reduction(known, "0.weight", "DATA", ranks=ranks, divisor=data.divisor * sequence.divisor)
+    assert who(matched(known, both))[:2] == ["H0", "H0"]
+    wrong = reduction(known, "0.weight", "DATA", ranks=ranks, divisor=data.divisor)
+    with pytest.raises(LedgerError, match=r"H0 .* divides by 2, but 4 ranks saw distinct data"):
+        matched(known, wrong)
+
+
+def test_what_is_wrong_is_refused_by_name(known):
+    good = reduction(known, "0.weight", "DATA")
+    with pytest.raises(LedgerError, match=r"H1 .*, which H0 does already"):
+        matched(known, good, good)
+    with pytest.raises(LedgerError, match="H sums twice over DATA"):
+        match(known.demands, [("H", good), ("H", good)], LAYOUT, 0)
+    with pytest.raises(LedgerError, match=r"sums over DATA \[0, 1\], but its placement .* owes DATA"):
+        matched(known, reduction(known, "0.weight", "DATA", ranks=(0, 1)))
+    with pytest.raises(LedgerError, match="divides by 3, but 2 ranks"):
+        matched(known, reduction(known, "0.weight", "DATA", divisor=3.0))
+
+
+def test_a_waived_parameter_is_in_no_check_and_its_rows_say_so(known):
+    wrong = reduction(known, "0.weight", "DATA", divisor=3.0)
+    ledger = matched(known, wrong, waive=["0.*"])
+    assert [row.waived for row in ledger.rows] == [True, True, False, False, False]
+    assert {row.parameter for row in ledger.open_rows()} == {"1.weight"}
+    with pytest.raises(LedgerError, match=r"'0.wieght' matches no parameter. Did you mean '0.weight'"):
+        matched(known, waive=["0.wieght"])
+    matched(known, waive=["of.another.stage", "*.nothing"])
+
+
+def test_parameters_that_are_not_the_models_are_nobodys_business(known):
+    stranger = Reduction(("x",), (nn.Parameter(torch.ones(1)),), M.DATA, (0, 1), 5.0)
+    assert who(matched(known, stranger)) == [None] * 5
+
+
+def test_many_problems_alike_are_one_line():
+    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(30)))
+    layout = build_layout({}, 2)
+    demands = read_demands(layers, layout, 0)
+    wrong = Reduction(tuple(d.name for d in demands), tuple(d.parameter for d in demands), M.DATA, (0, 1), 7.0)
+    with pytest.raises(LedgerError) as error:
+        match(demands, [("H", wrong)], layout, 0)
+    assert "0.weight: H sums over DATA [0, 1] and divides by 7, but 2 ranks saw distinct data (and 29 alike)" in str(
+        error.value
+    )

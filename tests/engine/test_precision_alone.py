@@ -1,0 +1,89 @@
+"""Precision in one process: what the config means, when the loss scale moves, and that a resumed one goes on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.engine.precision import LossScaler, Precision
+from colonnade.errors import ConfigError
+from colonnade.optim.norm import Norms
+
+CPU = torch.device("cpu")
+GOOD, BAD = torch.tensor(0.0), torch.tensor(1.0)
+
+
+def scales(scaler: LossScaler, steps: list[torch.Tensor]) -> list[float]:
+    seen = []
+    for found_inf in steps:
+        scaler.update(found_inf)
+        seen.append(scaler.scale.item())
+    return seen
+
+
+def test_the_scale_grows_after_good_steps_and_falls_after_a_bad_one():
+    scaler = LossScaler(CPU, 8.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2)
+    assert scales(scaler, [GOOD, GOOD, GOOD, BAD, GOOD, GOOD]) == [8, 32, 32, 8, 8, 32]
+
+
+def test_a_resumed_scaler_has_counted_the_good_steps_before():
+    options = {"init_scale": 8.0, "growth_interval": 3}
+    whole, first, second = (LossScaler(CPU, **options) for _ in range(3))
+    expected = scales(whole, [GOOD] * 5)
+    before = scales(first, [GOOD] * 2)
+    second.load_state_dict({key: value.clone() for key, value in first.state_dict().items()})
+    assert before + scales(second, [GOOD] * 3) == expected == [8, 8, 16, 16, 16]
+    scales(first, [BAD])
+    second.load_state_dict(first.state_dict())
+    assert second.scale.item() == 4.0
+
+
+def test_limits_and_a_scale_that_stays():
+    assert scales(LossScaler(CPU, 8.0, growth_interval=1, max_scale=20.0), [GOOD] * 3) == [16, 20, 20]
+    assert scales(LossScaler(CPU, 8.0, min_scale=3.0), [BAD] * 3) == [4, 3, 3]
+    assert scales(LossScaler(CPU, 8.0, growth_interval=1, dynamic_grad_scale=False), [GOOD, BAD]) == [8, 8]
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+def test_norms_are_those_of_the_unscaled_gradient(p):
+    gradient = torch.tensor([3.0, -4.0], dtype=torch.float64) * 8
+    sums = gradient.abs().amax().view(1) if math.isinf(p) else gradient.abs().pow(p).sum().view(1)
+    norms = LossScaler(CPU, 8.0).unscaled(Norms(p, sums, torch.zeros(1)))
+    torch.testing.assert_close(norms.total(), torch.linalg.vector_norm(gradient / 8, p))
+
+
+def test_what_the_config_means():
+    assert Precision.read({}) == Precision()
+    assert Precision.read({"fp16": {"enabled": False}, "bf16": True}) == Precision(torch.bfloat16)
+    assert Precision.read({"fp16": True}) == Precision(torch.float16, {})
+    assert Precision.read({"fp16": {"init_scale": 4, "min_scale": None}}) == Precision(torch.float16, {"init_scale": 4})
+    assert Precision.read({"bf16": {"master_weights": False}}) == Precision(torch.bfloat16, None, False)
+    assert Precision.read({"bf16": True}).build_scaler(CPU) is None
+    scaler = Precision(torch.float16, {"init_scale": 4.0, "enabled": True}).build_scaler(CPU)
+    assert scaler is not None
+    assert scaler.scale.item() == 4.0
+    with pytest.raises(ConfigError, match="hysteresis"):
+        Precision(torch.float16, {"hysteresis": 2}).build_scaler(CPU)
+
+
+def test_forward_passes_run_in_the_chosen_dtype_until_it_is_undone():
+    precision, model, criterion = Precision(torch.bfloat16), nn.Linear(2, 2), nn.MSELoss()
+    precision.apply(model, CPU)
+    x = torch.ones(1, 2)
+    assert model(x).dtype == torch.bfloat16
+    assert model.weight.dtype == torch.float32
+    around = precision.around(criterion, CPU)
+    assert around(model(x), x).dtype == torch.float32
+    precision.undo(model, None, around)
+    assert model(x).dtype == torch.float32
+    assert precision.around(None, CPU) is None
+    assert Precision().around(criterion, CPU) is criterion
+    assert precision.around(lambda y: y @ y.T, CPU)(x).dtype == torch.bfloat16
+    cast = nn.Linear(2, 2)
+    Precision(torch.bfloat16, master_weights=False).apply(cast, CPU)
+    assert cast.weight.dtype == torch.bfloat16
+    Precision().apply(model, CPU)
+    assert model(x).dtype == torch.float32

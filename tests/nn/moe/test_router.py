@@ -1,0 +1,99 @@
+"""Routers in one process: who is chosen, what is counted, and what evaluation leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colonnade.errors import ConfigError
+from colonnade.nn.moe import SwitchRouter, TopKRouter, balance_experts
+
+HIDDEN, EXPERTS, TOKENS = 6, 4, 40
+
+
+def tokens(count: int = TOKENS) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def router(**options: object) -> TopKRouter:
+    torch.manual_seed(0)
+    return TopKRouter(HIDDEN, EXPERTS, **options).double()
+
+
+def test_evaluation_does_not_move_the_bias_and_training_does():
+    made = router(bias_rate=0.1)
+    made.eval()
+    made(tokens())
+    balance_experts(made)
+    assert made.load.sum() == made.steps.abs().sum() == 0
+    made.train()
+    counts = made(tokens()).counts.sum(0)
+    assert torch.equal(made.load, counts)
+    balance_experts(made)
+    # More than a fair share loses, less gains; and counting begins anew.
+    assert torch.equal(made.steps, (counts.sum() - counts * EXPERTS).sign())
+    assert made.load.sum() == 0
+    assert torch.equal(made.bias, made.steps.double() * 0.1)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    made = router(bias_rate=1.0, k=1, normalize=False)
+    made.steps[2] = 5
+    routing = made(tokens())
+    assert torch.equal(routing.experts, torch.full((1, TOKENS), 2))
+    torch.testing.assert_close(routing.weights[0], (tokens() @ made.weight.T).softmax(-1)[:, 2])
+
+
+def test_noise_is_of_training_alone_and_as_large_as_it_says():
+    made = router(noise=0.25)
+    plain = tokens() @ made.weight.T
+    made.eval()
+    assert torch.equal(made._logits(tokens()), plain)
+    made.train()
+    noisy = [made._logits(tokens()) for _ in range(2)]
+    assert not torch.equal(*noisy)
+    with torch.no_grad():
+        made.weight.copy_(torch.eye(EXPERTS, HIDDEN))  # now a logit is an input
+    factors = torch.cat([(made._logits(tokens()) / tokens()[:, :EXPERTS]).flatten() for _ in range(5)])
+    assert 0.75 <= factors.min() < 0.8
+    assert 1.2 < factors.max() <= 1.25
+    assert torch.equal(router()._logits(tokens()), router().eval()._logits(tokens()))
+
+
+def test_capacity_takes_the_first_assignments_and_first_choices_come_first():
+    made = router(capacity=0.5, k=2)
+    routing = made(tokens())
+    room = torch.full((EXPERTS,), 2 * TOKENS * 0.5 / EXPERTS).ceil().long()
+    first, second = routing.counts
+    assert torch.equal(routing.limits, torch.minimum(first, room) + torch.minimum(second, (room - first).clamp(min=0)))
+    assert router(k=2)(tokens()).limits is None
+
+
+def test_the_auxiliary_losses_are_those_of_the_formula_and_only_in_training():
+    made = router(k=2, balance_loss=0.3, z_loss=0.2)
+    routing, logits = made(tokens()), tokens() @ made.weight.T
+    share = routing.counts.sum(0) / (2 * TOKENS)
+    balance = EXPERTS * (share * logits.softmax(-1).mean(0)).sum()
+    torch.testing.assert_close(routing.loss, 0.3 * balance + 0.2 * logits.logsumexp(-1).square().mean())
+    assert made.eval()(tokens()).loss is None
+    assert router(balance_loss=0.0)(tokens()).loss is None
+    assert router(balance_loss=0.0, z_loss=0.1)(tokens()).loss is not None
+
+
+def test_weights_add_up_to_one_or_are_the_scores():
+    made = router(k=3)
+    torch.testing.assert_close(made(tokens()).weights.sum(0), torch.ones(TOKENS, dtype=torch.float64))
+    switch = SwitchRouter(HIDDEN, EXPERTS).double()
+    scores = (tokens() @ switch.weight.T).softmax(-1)
+    torch.testing.assert_close(switch(tokens()).weights[0], scores.amax(-1))
+    sigmoid = router(k=1, normalize=False, score="sigmoid")
+    torch.testing.assert_close(sigmoid(tokens()).weights[0], (tokens() @ sigmoid.weight.T).sigmoid().amax(-1))
+
+
+@pytest.mark.parametrize(
+    "options", [{"k": 0}, {"k": 5}, {"score": "x"}, {"over": "x"}, {"capacity": 0.0}, {"noise": 1.0}, {"noise": -0.1}]
+)
+def test_options_that_make_no_router(options):
+    with pytest.raises(ConfigError, match=f"router: {next(iter(options))}="):
+        router(**options)
+    router(k=EXPERTS, capacity=0.1, noise=0.0)
