@@ -47,6 +47,7 @@ def launch(
     room for a rank that writes a checkpoint or prepares data while the others wait. Where nothing long can be going on
     (the agreements of `launch` itself) it is 120 at most. Long before that, a rank that has waited 8 seconds says where
     the others are.
+    `seed` (else the config's, else 1024) seeds torch, Python and numpy: alike on ranks that see the same data.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
     address = override(_running_world() or detect(), rank, world_size, local_rank, host, port)

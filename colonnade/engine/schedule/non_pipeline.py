@@ -66,13 +66,16 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
 def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
-        if len(outputs) < (needed := len(required_arguments(criterion))):
+        try:
+            return criterion(*outputs)
+        except TypeError as error:
+            if len(outputs) >= (needed := len(required_arguments(criterion))):
+                raise
             name = getattr(criterion, "__name__", type(criterion).__name__)
             raise ScheduleError(
                 f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
                 f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule"
-            )
-        return criterion(*outputs)
+            ) from error
     if isinstance(label, dict):
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
     labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
