@@ -135,7 +135,7 @@ def check_order(p: float) -> float:
     """A norm order: a positive number, or inf; sums of powers above the 32nd of small gradients vanish in fp64."""
     try:
         order = float(p)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         order = math.nan
     if not 0 < order <= 32 and order != math.inf:
         raise GradientError(f"the order of a gradient norm is a number above 0 and up to 32, or inf, not {p!r}")
