@@ -66,3 +66,11 @@ def test_a_polynomial_falls_to_its_end():
     seen = rates(lambda o: PolynomialWarmupLR(o, 8, 0, end=0.25, power=2.0), 10)
     assert seen[4] == pytest.approx(2.0 * (0.25 + 0.75 * 0.25))
     assert seen[8] == seen[9] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "make", [CosineAnnealingLR, CosineAnnealingWarmupLR, LinearWarmupLR, MultiStepWarmupLR, PolynomialWarmupLR]
+)
+def test_without_a_warm_up_the_first_steps_are_those_of_no_warm_up(make):
+    assert rates(lambda o: make(o, total_steps=10), 2) == rates(lambda o: make(o, total_steps=10, warmup_steps=0), 2)
+    assert rates(lambda o: make(o, total_steps=10), 2)[0] == 2.0

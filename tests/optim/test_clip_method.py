@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colonnade.errors import CheckpointError, ConfigError, RegistryError
-from colonnade.optim.clip_method import CLIP_METHOD, Measured, NormClip, divisor_to
+from colonnade.optim.clip_method import CLIP_METHOD, Measured, NormClip, divisor_to, positive
 from colonnade.optim.norm import Norms
 
 
@@ -56,3 +56,11 @@ def test_methods_without_memory_have_an_empty_state() -> None:
     method.load_state_dict({})
     with pytest.raises(CheckpointError, match="NormClip needs"):
         method.load_state_dict({"count": torch.zeros(())})
+
+
+def test_a_limit_may_be_a_whole_number_that_a_float_holds() -> None:
+    assert positive("max_norm", 2) == 2.0
+    assert positive("max_norm", 2**62) == 2.0**62
+    for value in (2**63, 0, -1, True, "1", math.nan):
+        with pytest.raises(ConfigError, match="max_norm is a number above 0"):
+            positive("max_norm", value)  # type: ignore[arg-type]

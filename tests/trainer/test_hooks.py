@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from colonnade.checkpoint import CheckpointManager
 from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
-from colonnade.trainer.hooks import LossHook, LRSchedulerHook
+from colonnade.trainer.hooks import LossHook, LRSchedulerHook, SaveCheckpointHook
 from colonnade.trainer.hooks.hook_list import POINTS, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
@@ -165,3 +167,17 @@ def test_every_built_in_hook_is_registered_under_its_name():
     bases = {"BaseHook", "LogByEpochHook"}
     for name in set(hooks.__all__) - bases:
         assert HOOKS.get_module(name) is getattr(hooks, name)
+
+
+def _fails_while_saving(folder: Path) -> None:
+    trainer = make_trainer({})
+    hook = SaveCheckpointHook(1, folder, by_epoch=False, background=True)
+    with pytest.raises(HookError, match="Failing"):
+        trainer.fit(cut(range(24), 24), epochs=1, hooks=[hook, Failing("after_train_iter", 0, 1)])
+    assert hook._manager is None
+    with CheckpointManager(folder, trainer.context):  # nobody else holds the folder
+        pass
+
+
+def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
+    run_world(1, _fails_while_saving, tmp_path)
