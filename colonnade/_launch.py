@@ -44,10 +44,10 @@ def launch(
     initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is
     nccl where there is CUDA, gloo elsewhere.
     `timeout`: the seconds that a rank waits for the others at most, to join and in every collective; 1800 unless given
-    (torch's own where torch.distributed was initialised before), which leaves room for a rank that writes a checkpoint or
-    prepares data while the others wait. Where nothing long can be going on (the agreements of `launch`, once all ranks
-    have joined) it is 120 at most. Long before that, after about 8 seconds, a rank that
-    waits says where the others are.
+    (torch's own limit where torch.distributed was initialised before), which leaves room for a rank that writes a
+    checkpoint or prepares data while the others wait. Where nothing long can be going on (the agreements of `launch`, once all ranks
+    have joined) it is 120 at most. Long before that, about 8 seconds after it began to wait, a rank
+    that has joined says where the others are.
     `seed` (else the config's, else 1024) seeds torch, Python and numpy: alike on ranks that see the same data.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
