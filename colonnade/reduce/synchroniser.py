@@ -288,7 +288,7 @@ class Synchroniser:
         return list(zip(states, reports, strict=True))
 
     def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
-        """Tell the world, with the last bucket if it can carry that; else whoever makes a collective next has to."""
+        """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
         assert self.riders is not None
         self.told, self.verdict = told, None
         if carrier is not None:
