@@ -43,10 +43,11 @@ def launch(
     Rank, world size, host and port come from the arguments, else from torch.distributed if it is already
     initialised, else from the environment (torchrun's variables), else this is a world of one. The backend is
     nccl where there is CUDA, gloo elsewhere.
-    `timeout`: the seconds that a rank waits for the others at most, in every collective; 1800 unless given, which leaves
-    room for a rank that writes a checkpoint or prepares data while the others wait. Where nothing long can be going on
-    (the agreements of `launch` itself) it is 120 at most. Long before that, a rank that has waited 8 seconds says where
-    the others are.
+    `timeout`: the seconds that a rank waits for the others at most, to join and in every collective; 1800 unless given
+    (torch's own limit where torch.distributed was initialised before), which leaves room for a rank that writes a
+    checkpoint or prepares data while the others wait. Where nothing long can be going on (the agreements of `launch`, once all ranks
+    have joined) it is 120 at most. Long before that, about 8 seconds after it began to wait, a rank
+    that has joined says where the others are.
     `seed` (else the config's, else 1024) seeds torch, Python and numpy: alike on ranks that see the same data.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """

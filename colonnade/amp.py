@@ -1,4 +1,4 @@
-"""Kinds of mixed precision by the ancestor's names, for configs that say `fp16 = dict(mode=AMP_TYPE.TORCH)`.
+"""Kinds of mixed precision by Colossal-AI's names, for configs that say `fp16 = dict(mode=AMP_TYPE.TORCH)`.
 
 All mean the same here: the forward pass in fp16 under autocast, fp32 weights, a loss scale that all ranks share.
 """
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class AMP_TYPE(Enum):
-    """What the ancestor told apart."""
+    """What Colossal-AI tells apart."""
 
     APEX = "apex"
     TORCH = "torch"

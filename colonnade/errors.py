@@ -14,7 +14,7 @@ class ColonnadeError(Exception):
 
 
 class ConfigError(ColonnadeError, ValueError):
-    """A configuration that cannot be used; raised before any process group exists."""
+    """A configuration that cannot be used, or that is not the same on all ranks."""
 
 
 class RegistryError(ColonnadeError, LookupError):

@@ -156,7 +156,8 @@ class CheckpointManager:
 
         A damaged one is passed over for the last good one, with a warning; one that was asked for by its step is an
         error. A checkpoint of another model is an error that lists what does not fit. All of it is read before anything
-        changes: if it cannot be read on some rank, or an object does not take its state, nothing is loaded on any.
+        changes: if it cannot be read on some rank, or an object does not take its state, nothing is loaded on any. (If the
+        optimizer's own `load_state_dict` fails after that, the error says that only a part was loaded.)
         Objects in `extra` get their state; plain values come back in the result.
         """
         self.wait()

@@ -48,7 +48,7 @@ class ProcessGroups:
         return group
 
     def adopt(self, ranks: RankSet, group: Any, others: Iterable[RankSet]) -> None:
-        """Use a group that somebody else created and will destroy, and know of those that he created on `others`."""
+        """Use a group that somebody else created and will destroy, and know of those that it created on `others`."""
         self._groups[ranks] = group
         self._known.update([ranks, *others])
 

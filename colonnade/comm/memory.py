@@ -36,7 +36,8 @@ def allocate(
 ) -> Memory:
     """Zeroed memory of `numel` elements on every rank. Collective.
 
-    `shared` (None: where it can be) as far as the system has room for it; else it is logged, or an error.
+    `shared`: in memory that all ranks of the group see, unless it is False or their memory cannot be shared. Where the
+    system has no room for it, the group says whether that is logged or an error.
     """
     if shared is not False and group.sockets is not None and device.type == "cpu":
         every, problem = allocate_shared(group, numel, dtype)

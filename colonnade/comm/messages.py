@@ -137,7 +137,7 @@ def agreed_errors(device: torch.device, parts: Sequence[int] = (), group: Any = 
 
 
 def _compare(agreement: Agreement, failed: bool, device: torch.device, group: Any) -> tuple[bool, bool]:
-    """(Whether any rank failed, whether any differ), by the least of each number: digests, and digests with a minus."""
+    """(Whether any rank failed, whether any differ), by one MIN over the ranks, of each digest and of its negative."""
     rows = [[-int(failed)] + [_NOBODY] * 2, *([_NOBODY] * 3 for _ in range(sum(agreement.parts)))]
     start = 1
     for table, parts in zip(agreement.tables, agreement.parts, strict=not failed):

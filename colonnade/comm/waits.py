@@ -18,7 +18,8 @@ from colonnade.comm.torch_versions import default_store
 from colonnade.errors import listed
 
 SAY_AFTER = 5.0
-"""Seconds at one place after which a rank tells the others; half as long again, and it says who waits for whom."""
+"""Seconds at one place after which a rank tells the others where it is; after one and a half times as long it says where
+they are."""
 
 OUTSIDE = "outside the engine"
 _KEY = "colonnade/waits/{}"

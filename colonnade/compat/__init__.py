@@ -26,7 +26,7 @@ __all__ = ["get_cpu_group", "install", "uninstall"]
 _ALIAS = "colossalai"
 _HOME = "colonnade"
 _MOVED = {f"{_HOME}.context.process_group_initializer": f"{_HOME}.context.dist_group_initializer"}
-"""Modules of the ancestor that have another name here."""
+"""Modules of Colossal-AI that have another name here."""
 _KEYS = {"NUM_MICRO_BATCHES": "num_microbatches"}
 _hook = AncestralGroups()
 
@@ -68,7 +68,7 @@ def install() -> None:
     """Make `colossalai` and every submodule path an alias of `colonnade`. Refuses if a real one is installed.
 
     From then on a config may also use the names that its keys had there. Launches that follow take initializers of the
-    ancestor's kind, and make the groups of `get_cpu_group`.
+    kind that creates groups itself, and make the groups of `get_cpu_group`.
     """
     if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return

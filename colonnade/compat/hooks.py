@@ -1,4 +1,4 @@
-"""Trainer hooks with the ancestor's spelling of their arguments."""
+"""Trainer hooks whose arguments have the names that Colossal-AI gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`colossalai.nn`: layers by the ancestor's names and signatures."""
+"""`colossalai.nn`: layers with its names and signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ancestor's names that have another place or another signature here, as data: module by module, from where each comes.
+"""Colossal-AI's names that have another place or another signature here, as data: module by module, from where each comes.
 
 Modules that Colonnade has too get further names while the alias is installed; the others exist under the alias alone.
 """
@@ -102,7 +102,7 @@ MISSING: dict[str, dict[str, str]] = {
 
 
 class Missing:
-    """Stands for a name of the ancestor that has no counterpart: it can be imported, and any use of it is an error."""
+    """Stands for a name of Colossal-AI that has no counterpart: it can be imported, and any use of it is an error."""
 
     def __init__(self, name: str, instead: str) -> None:
         self._told = f"{name} of Colossal-AI has no counterpart here. {instead}."
@@ -123,7 +123,7 @@ _changed: list[tuple[Any, str, Any]] = []
 
 
 def add_names(alias: str, home: str) -> None:
-    """Give the modules of the package `home` the ancestor's names, and make those that only `alias` has."""
+    """Give the modules of the package `home` Colossal-AI's names, and make those that only `alias` has."""
     for path in sorted({*NAMES, *MISSING}):
         module = _module(alias, home, path)
         for source, names in NAMES.get(path, {}).items():

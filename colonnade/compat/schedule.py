@@ -1,4 +1,4 @@
-"""`colossalai.engine.schedule`: our schedules with the ancestor's order of arguments."""
+"""`colossalai.engine.schedule`: our schedules with its order of arguments."""
 
 from __future__ import annotations
 

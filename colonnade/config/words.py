@@ -155,7 +155,7 @@ _FOREIGN = (
     Foreign(("sync", "overlap"), "sync = dict(overlap=...)", "overlap_comm overlap_grad_reduce"),
 )
 ALIASES: dict[str, str] = {}
-"""Further names of our top-level keys that are valid too: `colonnade.compat` adds the ancestor's."""
+"""Further names of our top-level keys that are valid too: `colonnade.compat` adds Colossal-AI's."""
 
 _BY_WORD = {squeezed(word): entry for entry in _FOREIGN for word in entry.words.split()}
 

@@ -180,6 +180,6 @@ def _is_list_of_rank_lists(value: Any) -> bool:
 
 
 def _is_made(returned: Any) -> bool:
-    """Whether these are groups that exist: tuples of the ancestor's kind, one or several."""
+    """Whether these are groups that exist: tuples as Colossal-AI's initializers return them, one or several."""
     made = returned if isinstance(returned, list) else [returned]
     return bool(made) and all(isinstance(item, tuple) and len(item) == 6 for item in made)

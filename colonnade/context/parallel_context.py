@@ -51,8 +51,9 @@ launch_hooks: list[LaunchHook] = []
 class ParallelContext:
     """The world of this process. Usable as a context manager; several may live one after another.
 
-    Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) nothing is
-    left behind: groups, sockets, seeds, sizes and the config are as they were before.
+    Before `launch` it is a world of one rank. After `destroy()` (or the end of the `with` block) it is a
+    world of one again: groups, sockets, random streams, sizes and the config are gone. The random generators of torch,
+    Python and numpy stay as they are.
     """
 
     config: Config
@@ -119,7 +120,7 @@ class ParallelContext:
         if adopted:
             self._layout = Layout(self._axes, self._build.groups)
             agree_on_layout(self._layout, self.device)
-        # Where all ranks create alike, and in a world of our own, nobody need wait for groups that he is not in.
+        # Where all ranks create alike, and in a world of our own, no rank need wait for groups that it is not in.
         alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
         for ranks in self._layout.rank_sets(self._rank if alone else None):
             groups.add(ranks, alone)
@@ -206,7 +207,7 @@ class ParallelContext:
         asked = sorted({tuple(sorted(ranks)) for ranks in rank_sets})
         new = [ranks for ranks in asked if ranks not in self._joined() and not self._layout.is_group(ranks)]
         if is_same_everywhere(len(new), self.device) and not new:
-            return  # as a rule: the groups of the modes are there, and nobody need tell what he asks for
+            return  # as a rule: the groups of the modes are there, and no rank need tell what it asks for
         for ranks in sorted({tuple(ranks) for sets in gather_json(new, self.device) for ranks in sets}):
             self._joined().add(ranks)
 

@@ -52,7 +52,7 @@ class Engine:
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
         self.same_batch = SameBatch(context)
-        """Told by whoever is given a batch; ranks that see the same data compare theirs now and then."""
+        """Is shown every batch; in some steps, ranks that see the same data compare theirs."""
         self._passes = self._total_passes = 0
         self._failed = False
         self._watch = LoopWatch(model, optimizer, context)

@@ -64,7 +64,7 @@ class LoopWatch:
 
 
 class _StepGuard:
-    """A step hook that only looks: a flat step need not be made as if somebody listened."""
+    """A step hook that only checks: a flat step need not treat its optimizer as one that somebody watches."""
 
     only_looks = True
 

@@ -1,4 +1,4 @@
-"""Steps that were dropped: counted, and kept from learning-rate schedulers, without making the host wait."""
+"""Steps that were dropped: counted, and kept from learning-rate schedulers. Only `SkipReport.read` makes the host wait."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class CosineAnnealingLR(_WarmupLR):
 
 @LR_SCHEDULERS.register_module
 class CosineAnnealingWarmupLR(CosineAnnealingLR):
-    """`CosineAnnealingLR` with the warm-up second among its arguments, as the ancestor has it."""
+    """`CosineAnnealingLR` with the warm-up second among its arguments, as Colossal-AI has it."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1

@@ -158,7 +158,7 @@ class ShardedBucket(OwnedBucket):
 class BucketStep:
     """Measures and steps over what `buckets()` gives, together with gradients that are in no bucket.
 
-    `generation()` changes whenever the buckets are others. `flat` as in the config: None is "where it can be".
+    `generation()` changes whenever there are new buckets. `flat` as in the config: None is "where it can be".
     `loose` are the parameters whose gradients may lie outside: in no bucket, or put elsewhere by somebody. `self.flat` is
     the flat step, once one has been taken.
     """

@@ -37,8 +37,9 @@ def clip_grad_norm_(
 
     In a launched context every element of the model's gradient counts once, whatever its placement, and
     every rank must call it. DTensors may lie on any meshes and be mixed with plain tensors. Without a
-    context it is torch's function; ranks outside a DTensor's mesh must then hold copies of it. If they do not, as in a
-    pipeline, the norm is NaN, and an error that says why with `error_if_nonfinite`.
+    context plain tensors are clipped as torch's function does, on this rank alone. Beside DTensors every rank must call it
+    all the same, and ranks outside a DTensor's mesh must hold copies of it: if they do not, as in a pipeline, the norm is
+    NaN, and with `error_if_nonfinite` an error that says why.
     `foreach` is accepted and has no effect: there is one way here.
     """
     held = _as_list(parameters)
@@ -59,7 +60,7 @@ def grad_norm(
     *,
     context: ParallelContext | None = None,
 ) -> Tensor:
-    """The total norm of the gradients over the whole world: one collective, the same bits on every rank.
+    """The total norm of the gradients over the whole world: at most one collective, the same bits on every rank.
 
     `error_if_nonfinite` raises on every rank alike, which (as in torch) waits for the device.
     """

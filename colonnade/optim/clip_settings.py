@@ -30,7 +30,8 @@ class ClipSettings:
     def read(cls, value: Any) -> ClipSettings | None:
         """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=).
 
-        None, 0 and dict(max_norm=0) are off; inf, or a dict without max_norm, measures (and clips groups of their own).
+        None, 0 and dict(max_norm=0) are off; inf measures without clipping. Beside groups, no max_norm or 0 is inf: the rest
+        is measured only. (The check of a config asks for one of max_norm, groups and method.)
         """
         if not value:
             return None

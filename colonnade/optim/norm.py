@@ -169,7 +169,7 @@ class _DeviceSums:
 
 
 def _nothing_bound() -> Tensor:
-    raise GradientError("the gradients that were measured are gone; give the others first")
+    raise GradientError("the gradients that were measured are gone; give others with rebind() first")
 
 
 def _reader(tensors: Sequence[Tensor], p: float, *, once: bool) -> Callable[[], Tensor]:

@@ -80,7 +80,7 @@ def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelM
     ranks = set(layout.group_of(mode, rank))
 
     def is_shared_out(placement: Placement) -> bool:
-        """Over `mode`, a part of it, or ranks of which some are its."""
+        """Whether it is split, or owes a sum, over ranks of which several are in this group of `mode`."""
         return any(
             len(ranks.intersection(layout.group_of(other, rank))) > 1
             for other, spec in placement.modes.items()

@@ -194,7 +194,9 @@ def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode]
     while frontier:
         at = frontier.pop()
         if placement.tied is not None:
-            reach = _find_reach(layout, placement, at)  # from stages without the parameter, ways lead in only
+            reach = _find_reach(
+                layout, placement, at
+            )  # stages without the parameter reach its holders, but not the other way round
         for factor, _ in _find_factors(layout, placement, at, reach):
             if factor.mode in wanted:
                 frontier.extend(other for other in factor.ranks if other not in reached)

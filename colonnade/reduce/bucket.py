@@ -35,7 +35,7 @@ SPARSE = 4
 FROZEN = 8
 """The parameter does not require a gradient on this rank."""
 FAILED = 16
-"""Backward failed on this rank: whatever there is of a gradient is worth nothing. Of the first parameter of a sum."""
+"""Backward failed on this rank, so its gradients are worth nothing. Noted at the first parameter of a sum."""
 
 
 class Bucket:

@@ -61,9 +61,9 @@ class Synchroniser:
         self.failed_ranks: list[int] = []
         """The ranks that gave the last step up, so that its gradients are worth nothing."""
         self.riders: Riders | None = None
-        """Given by who can drop a step on the device, and makes a collective over the world at each."""
+        """Set by whoever can drop a step on the device and makes a collective over the world at every step."""
         self.told: Tensor | None = None
-        """What this rank has to say of the last step to the world, by those riders."""
+        """What the riders of this rank have to tell the world about the last step."""
         self.verdict: Tensor | None = None
         """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
@@ -288,7 +288,7 @@ class Synchroniser:
         return list(zip(states, reports, strict=True))
 
     def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
-        """Tell the world, with the last bucket if it can carry that; else whoever makes a collective next has to."""
+        """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
         assert self.riders is not None
         self.told, self.verdict = told, None
         if carrier is not None:

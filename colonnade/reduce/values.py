@@ -73,7 +73,7 @@ class BucketValues:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring the stepped slice to this rank's parameters; the others' still have to be told."""
+        """Bring the stepped slice to this rank's parameters; the other ranks still have to be sent it."""
         if self.has_master:
             self._own_part.copy_(self.owned)
 

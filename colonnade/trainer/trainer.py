@@ -94,7 +94,8 @@ class Trainer:
         """Train until `epochs` epochs or `max_steps` steps have been made, counted from the start of the run.
 
         Evaluates on `test_dataloader` after every `test_interval` epochs. Hooks are objects, or dicts as in a config.
-        Ranks may have different numbers of batches. An error of a hook or a loader on one rank is raised on all.
+        Ranks may have different numbers of batches, where their forward passes do not need each other. An error of a hook
+        or a loader on one rank is raised on all.
         After a stop by a signal (`StopOnSignal`) it ends with SystemExit(75), when everything has been cleaned up.
         """
         self._set_limits(epochs, max_steps, test_interval)

@@ -57,7 +57,7 @@ def attach_automatic(ledger: Ledger, model: nn.Module, optimizer: Any) -> tuple[
 
 
 def describe(attached: Sequence[Any], named: Sequence[Any]) -> str:
-    """What was attached and why, for one log line per handler."""
+    """Which handlers there are, and why, as one line for the log."""
     lines = [f"{type(handler).__name__}: {handler.reason}" for handler in attached]
     lines += [
         f"{type(handler).__name__}: {getattr(handler, 'reason', '') or 'named in the config'}" for handler in named

@@ -28,7 +28,7 @@ class GradientSync:
 
     Automatic sums start during backward, so they are waited for before a user's handler may look at
     a gradient. All sums are linear: the order does not change the result. `loose` are the parameters of each handler
-    whose gradients are in no bucket (and last those of nobody: FSDP's, say, which come final by themselves).
+    whose gradients are in no bucket (and last those that no handler sums: FSDP's, say, which are final when they come).
     """
 
     def __init__(

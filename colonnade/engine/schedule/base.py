@@ -22,7 +22,7 @@ StepResult = tuple[Any, Any, Tensor | None]
 class BaseSchedule(ABC):
     """Runs the forward and backward passes of one step on an engine.
 
-    Implement `forward_back_step` (a subclass with the ancestor's `forward_backward_step` works too),
+    Implement `forward_back_step` (a subclass with Colossal-AI's `forward_backward_step` works too),
     register the class in `SCHEDULE`, and choose it with `schedule=dict(type="YourSchedule", ...)`.
     `data_process_func(batch) -> (data, label)` says how a batch of the loader is taken apart. Without it, the "labels"
     (or "label") of a dict are the label if the criterion takes two arguments and the model does not need them; any

@@ -113,8 +113,8 @@ class MeanWatch:
 _MEAN_OF_MEANS = (
     "the loss is made out of a mean cross-entropy whose labels hold ignored entries. Ranks, passes and micro-batches "
     "leave out unequally many, so the mean of their means is not the mean over the whole batch. Give the loss as (sum, "
-    "count): F.cross_entropy(..., reduction='sum') with what is added to it, times the same count, and the number of "
-    "labels that are not ignored (said once)"
+    "count): (F.cross_entropy(..., reduction='sum') + added * count, count), where count is the number of labels that are "
+    "not ignored and added is what you add to the mean (said once)"
 )
 
 

@@ -57,7 +57,7 @@ class Linear(nn.Module):
 
     @classmethod
     def from_module(cls: type[Own], module: nn.Linear, *, parts: int = 1, **options: Any) -> Own:
-        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as of the class.
+        """This rank's block of a whole torch.nn.Linear, the same on every rank; options as for the class.
 
         A weight that another layer shares comes out shared only if you give it: Classifier.from_module(head,
         weight=embedding.weight). `initialize` refuses a model in which such a tie was lost.

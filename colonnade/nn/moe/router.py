@@ -143,7 +143,7 @@ class TopKRouter(nn.Module):
 
 
 class SwitchRouter(TopKRouter):
-    """Sends each token to one expert and multiplies what comes back by its probability; options as of TopKRouter."""
+    """Sends each token to one expert and multiplies what comes back by its probability; options as for TopKRouter."""
 
     def __init__(self, hidden: int, experts: int, **options: Any) -> None:
         super().__init__(hidden, experts, 1, normalize=False, **options)

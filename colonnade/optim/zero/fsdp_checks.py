@@ -1,9 +1,10 @@
 """Checks of stage 3: optimizers that can step on shards, and ranks that run the same modules in the same order.
 
 FSDP2 pairs the collectives of modules by their order alone. A rank that skips a module would be given another
-module's weights, and the sums would mix their gradients. The first step agrees on every collective before it is issued. What was seen becomes the plan of later steps, which are
-only compared once each, while nobody waits. A rank that is about to leave the plan takes part in the rest of it with
-zeros, so that nobody hangs, and then says so; ranks that all leave it in the same way (an evaluation) go on.
+module's weights, and the sums would mix their gradients. In the first step the ranks agree on every collective before it
+is issued. What was seen becomes the plan of later steps, which are compared once each, while nobody waits. A rank that is
+about to leave the plan takes part in the rest of it with zeros, so that nobody hangs, and then says so; ranks that all
+leave it in the same way (an evaluation) go on.
 """
 
 from __future__ import annotations

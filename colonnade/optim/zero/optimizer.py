@@ -178,7 +178,7 @@ class ZeroOptimizer(Optimizer):
         return self._state.whole_gradient(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of whole parameters in torch's format, on every rank. Collective, and as large as it says.
+        """The state of whole parameters in torch's format, on every rank, which needs memory for all of it. Collective.
 
         Checkpoints do not use it: they take each rank's slices as they are.
         """

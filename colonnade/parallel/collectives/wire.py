@@ -74,7 +74,7 @@ def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
 
 
 def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum of everybody's tensor, or what else `op` says."""
+    """The sum of everybody's tensor, or what `op` makes of them instead."""
     total = x.clone(memory_format=torch.contiguous_format)
     _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
     dist.all_reduce(total, op, group=members.group)

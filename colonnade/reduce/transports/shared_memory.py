@@ -26,8 +26,8 @@ _CACHE_BYTES = 512 << 10
 class SharedMemory(Transport):
     """Nothing is started early: the sum is memory traffic of the same cores that run backward.
 
-    That the others' gradients are in place, the ranks of the group have told each other before `finish`; where
-    buckets take turns in the memory, each is told by itself.
+    Before `finish`, the ranks of the group tell each other that their gradients are in place: once for all buckets, or
+    for each one where buckets take turns in the memory.
     """
 
     name = "shared memory"

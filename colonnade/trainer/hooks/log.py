@@ -123,7 +123,7 @@ class MemoryHook(LogByEpochHook):
 
 @HOOKS.register_module
 class LogMemoryByEpochHook(MemoryHook):
-    """Logs that too."""
+    """A MemoryHook that also writes the peak to the log."""
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         super().after_train_epoch(trainer)

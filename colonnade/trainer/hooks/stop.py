@@ -58,8 +58,8 @@ class StopOnSignal(BaseHook):
 class EarlyStopHook(BaseHook):
     """Stops the run when a metric has not got better by `min_delta` for more than `patience` epochs.
 
-    `on` says which: that of the test data, after each evaluation, or of the training data. `mode` is min or max; a
-    metric knows it otherwise.
+    `on` says which: that of the test data, after each evaluation, or of the training data. `mode` is min or max;
+    left out, the metric says which.
     """
 
     def __init__(
