@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STEPS_LATE = 2
+"""After how many steps numbers are read that all ranks decide by: by then they have usually come, and it is the same step
+on every rank. What has come (`ready`) is not the same on all."""
+
 
 class HostCopy:
     """A copy of a small tensor as it is now. Reading it waits for nothing younger than it is."""
@@ -20,6 +24,11 @@ class HostCopy:
             self._done.record()
         else:
             self._copy = tensor.detach().clone()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the number was on the host from the start."""
+        return self._done is None
 
     def ready(self) -> bool:
         """Whether it can be read without waiting."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.host_copy import STEPS_LATE, HostCopy
 
 
 class SkipReport:
@@ -46,31 +46,29 @@ class SkipReport:
 class SkipAwareScheduler:
     """A learning-rate scheduler that stands still when the engine's last step was dropped.
 
-    Where the device has not come to that yet, it goes on, and stands still at a later call instead if it must.
+    On a device nobody waits for that: it goes on, and stands still two calls later instead, the same on every rank.
     """
 
     def __init__(self, scheduler: Any, engine: Any) -> None:
         self._scheduler = scheduler
         self._engine = engine
-        self._unsure: deque[HostCopy] = deque()
+        self._flags: deque[HostCopy] = deque()
         self._ahead = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, unless the last step was dropped."""
-        while self._unsure and self._unsure[0].ready():
-            self._ahead += self._unsure.popleft().read() > 0
         flag = self._engine.last_skip_flag
-        if flag is not None and not flag.ready():
-            self._unsure.append(flag)
-        elif flag is not None and flag.read() > 0:
-            return
+        if flag is not None:
+            self._flags.append(flag)
+        while self._flags and (self._flags[0].on_host or len(self._flags) > STEPS_LATE):
+            self._ahead += self._flags.popleft().read() > 0
         if self._ahead:
             self._ahead -= 1
             return
         self._scheduler.step(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_unsure": deque()}  # what is on its way to the host cannot be copied
+        return {**self.__dict__, "_flags": deque()}  # what is on its way to the host cannot be copied
 
     def __getattr__(self, name: str) -> Any:
         if name == "_scheduler":  # a copy that is being made has none yet

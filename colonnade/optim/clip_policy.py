@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.host_copy import STEPS_LATE, HostCopy
 from colonnade.errors import CheckpointError, ConfigError, GradientError, did_you_mean, listed
 from colonnade.optim.blocks import to_device
 from colonnade.optim.clip_method import ClipMethod, Measured, divisor_to, positive
@@ -106,12 +106,12 @@ class ClipPolicy:
         return Decision(total, divisor, found_inf, norms, bad)
 
     def raise_pending(self) -> None:
-        """With "raise": report non-finite gradients of earlier steps, as far as the host knows of them.
+        """With "raise": report non-finite gradients of the step before; on a device, of the second step before.
 
-        Nothing is waited for, so the error may come a step late; the step itself was dropped, on every rank.
+        So all ranks raise at the same step, and hardly wait; the step itself was dropped, on every rank.
         """
         slots: list[int] = []
-        while self._reports and not slots and self._reports[0].ready():
+        while self._reports and not slots and (self._reports[0].on_host or len(self._reports) >= STEPS_LATE):
             slots = [slot for slot, count in enumerate(self._reports.popleft().read()) if count > 0]
         if slots:
             self._reports.clear()

@@ -119,13 +119,14 @@ def test_two_ranks_on_one_gpu() -> None:
     assert first == second == pytest.approx(wanted, rel=1e-7)
 
 
-def test_raise_policy_reads_the_step_before() -> None:
+def test_raise_policy_reads_the_second_step_before() -> None:
     policy = ClipPolicy(NormClip(1.0), nonfinite="raise")
     grad = torch.randn(5000, device="cuda")
     meter = Meter([GradientBlock(grad[:4992])])
     policy.decide(reduce_norms(meter.measure()))
     grad[7] = math.inf
     assert policy.decide(reduce_norms(meter.measure())).found_inf.item() == 1.0
+    policy.decide(reduce_norms(meter.measure()))
     with pytest.raises(GradientError, match="not finite, in: all"):
         policy.decide(reduce_norms(meter.measure()))
 
