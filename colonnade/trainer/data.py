@@ -125,10 +125,12 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
 
 
 def _other_distinct(context: ParallelContext) -> list[str]:
+    """Axes whose ranks see distinct data and meet in forward passes; with experts the data axis is one."""
+    experts = context.is_initialized(ParallelMode.EXPERT) and context.get_world_size(ParallelMode.EXPERT) > 1
     return [
         axis.name
         for axis in context.layout.axes
-        if axis.data == "distinct" and axis.size > 1 and axis.mode is not ParallelMode.DATA
+        if axis.data == "distinct" and axis.size > 1 and (experts or axis.mode is not ParallelMode.DATA)
     ]
 
 

@@ -119,6 +119,7 @@ TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     [
         (PIPELINE, "short", "ConfigError after 0"),
         (TENSOR, "short", "ConfigError after 0"),
+        ({"parallel": {"expert": 2}}, "short", "ConfigError after 0"),
         (PIPELINE, "unsized", "TrainerError after 3"),
         (PIPELINE, "breaking", "TrainerError after 2"),
         ({}, "breaking", "TrainerError after 2"),
