@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class RankGroup:
         self.sockets: HostSockets | None = None
         self._gather = _cpu_gather(group) if group is not None else _gather_alone
         self._sent: tuple[bytes, Tensor, Any] | None = None
+        self.under_way: deque[Any] = deque()
+        """The sums over these ranks that were started and are waited for before their memory is used again."""
         self._log = log
         self._must_share = False
 

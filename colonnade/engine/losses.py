@@ -11,7 +11,8 @@ from torch import Tensor
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import LossScaler
-from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, split_loss
+from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, split_loss
+from colonnade.errors import GradientError
 
 
 class LossBook:
@@ -34,6 +35,9 @@ class LossBook:
         self._last_count: Count = 1
         self._count: Tensor | float = 0.0
         self._means = 0
+        self._joins = (
+            False  # this rank has given counts: it goes on taking part, or one that gives a mean would be waited for
+        )
         self.uneven = False
         """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
         # Ranks that see the same data report the same count; each reports its share of it.
@@ -64,6 +68,7 @@ class LossBook:
         `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
         """
         self._form.keep(count is not None)
+        self._joins = self._joins or count is not None
         if not here:
             return
         if count is None:
@@ -83,7 +88,7 @@ class LossBook:
 
         `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step.
         """
-        if not self._form.counted and not self.uneven:
+        if not self._joins and not self.uneven:
             return None
         device = self._context.device
         mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
@@ -91,13 +96,21 @@ class LossBook:
         with self._context.waits.during("adding up the counts of the losses"):
             dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
         counted, means = totals.unbind()
+        self._refuse_two_forms(counted, means)
         divided = counted if scaler is None else counted / scaler.count
         divisor = torch.where(counted == 0, means / self._accumulation, divided)
+        divisor = torch.where((counted > 0) & (means > 0), torch.nan, divisor)
         # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
         divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
         if scaler is not None:
-            scaler.expect(counted / self._context.layout.distinct_data)
+            expected = counted / self._context.layout.distinct_data
+            scaler.expect(torch.where(means > 0, scaler.count, expected))
         return self._context.layout.distinct_data / divisor
+
+    def _refuse_two_forms(self, counted: Tensor, means: Tensor) -> None:
+        """Raise where some ranks gave counts and others means. On a device only those that gave means wait to see it."""
+        if (counted.device.type == "cpu" or self._form.counted is False) and counted > 0 and means > 0:
+            raise GradientError(f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}")
 
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""

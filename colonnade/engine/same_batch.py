@@ -18,6 +18,7 @@ from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.base import rows_of
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
+from colonnade.engine.schedule.loss import USE_ONE_FORM
 from colonnade.errors import GradientError, ScheduleError, listed
 
 _FORMS = ("", "a mean", "(sum, count)")
@@ -101,7 +102,7 @@ class SameBatch:
         forms = {form: [rank for rank, said in enumerate(everyone) if said.form == form] for form in (1, 2)}
         if all(forms.values()):
             told = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
-            raise GradientError(f"step {self._step}: the loss is not of one form on all ranks: {told}. Use one form")
+            raise GradientError(f"step {self._step}: the loss is not of one form on all ranks: {told}; {USE_ONE_FORM}")
         first: dict[tuple[Any, ...], tuple[int, _Given]] = {}
         for rank, said in enumerate(everyone):
             for what, given in (("inputs", said[1:3]), ("labels", said[3:5])):
@@ -131,7 +132,7 @@ def _digest(given: Any) -> Tensor | None:
     """A number that another batch does not have, on the device of the tensors; None where there are no plain tensors."""
     total: Tensor | None = None
     for leaf in tree_leaves(given):
-        if type(leaf) is not Tensor or leaf.layout is not torch.strided:
+        if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
             continue
         shape = torch.tensor(zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode()))
         total = shape if total is None else total * 31 + shape

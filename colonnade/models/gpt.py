@@ -125,8 +125,8 @@ class Head(nn.Module):
 class LanguageModelLoss(nn.Module):
     """Cross entropy per token of the whole sequences, of which this rank has a part; labels are whole.
 
-    What a rank gives is its part's sum over the mean number of tokens of a part: the mean over ranks, which the engine
-    takes, is the mean over tokens, however long the parts are and wherever labels are ignored.
+    What a rank gives is its part's sum over the mean number of tokens of a part, and the engine takes the mean over all
+    tokens that count, however long the parts are and wherever labels are ignored.
     """
 
     def __init__(
@@ -139,5 +139,12 @@ class LanguageModelLoss(nn.Module):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         context = self._here.context
         mine = split_sequence(labels, balanced=self._balanced, context=context)
-        counted = (labels != self.ignore_index).sum().clamp(min=1)
-        return self._sum(logits, mine) * sequence_place(context)[0] / counted
+        counted = (labels != self.ignore_index).sum().double()
+        return mean_over(self._sum(logits, mine), counted / sequence_place(context)[0])
+
+
+def mean_over(total: Tensor, count: Tensor) -> Tensor:
+    """The mean of so many, which tells the engine both: its mean is over the whole batch, over ranks and micro-batches."""
+    mean = total / count.masked_fill(count == 0, 1).to(total.dtype)
+    mean.sum_and_count = total, count  # type: ignore[attr-defined]
+    return mean

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding, TransformerBlock
+from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding, TransformerBlock, mean_over
 from colonnade.nn.layer import Arrangement
 from colonnade.nn.moe import MoE, TopKRouter
 
@@ -79,4 +79,5 @@ class MoELoss(LanguageModelLoss):
     """The loss per token and the auxiliary losses."""
 
     def forward(self, logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(logits, labels) + loss
+        total, count = super().forward(logits, labels).sum_and_count  # type: ignore[attr-defined]
+        return mean_over(total + loss * count.to(total.dtype), count)

@@ -51,6 +51,17 @@ def compare_with_stages(model: nn.Module, stages: nn.Module, run: Callable[[nn.M
         raise ScheduleError(f"{what}. {advice}\n{error}") from error
 
 
+def in_modes(model: nn.Module, check: Callable[[], None]) -> None:
+    """`check` the model as it is, and as one to be trained: its own forward() may do more then. Its layers stay as they are."""
+    before = model.training
+    try:
+        for training in {before, True}:
+            model.training = training
+            check()
+    finally:
+        model.training = before
+
+
 def cloned(sample: Any) -> Any:
     """The same values in tensors of their own, which layers may change in place."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, sample)

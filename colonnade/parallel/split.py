@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colonnade.errors import ScheduleError, did_you_mean, listed
-from colonnade.parallel.chain import Layers, cloned, compare_with_stages, require_chain, runs_in_order
+from colonnade.parallel.chain import Layers, cloned, compare_with_stages, in_modes, require_chain, runs_in_order
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -104,13 +104,14 @@ def split(
     _check_covered(model, layers)
     in_order = runs_in_order(model)
     if sample is None and not in_order:
-        require_chain(model, layers)
+        in_modes(model, lambda: require_chain(model, layers))
     if at is not None:
         firsts = _given_cuts(layers, [at] if isinstance(at, str) else at, num_stages)
     else:
         firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
     if sample is not None and not in_order:
-        compare_with_stages(model, Stage(layers, one_value), lambda module: call_layer(module, cloned(sample)))
+        whole = Stage(layers, one_value)
+        in_modes(model, lambda: compare_with_stages(model, whole, lambda module: call_layer(module, cloned(sample))))
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
     return Split(stages, find_ties(stages))
 

@@ -29,7 +29,8 @@ class BucketStorage:
         self._sum, self._group = sum_, group
         self._dtype, self._device = dtype, device
         self._memory: list[Memory] = []
-        self._under_way: deque[Bucket] = deque()
+        # One for all memory of the group: a signal says that one bucket is full, so no two may be waited for at once.
+        self._under_way: deque[Bucket] = group.under_way
         self._turn = 0
 
     def lay_out(self, order: Sequence[int]) -> list[Bucket]:

@@ -99,8 +99,33 @@ def _data(loops: bool) -> None:
             engine.close()
 
 
+def _change_of_form() -> None:
+    """All ranks together may change the form from step to step; one alone is refused on all, not waited for."""
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model, rank = net(), gpc.get_global_rank()
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)[0]
+        for step in range(5):
+            data, label = batch(rank)
+            out = engine(data)
+            engine.zero_grad()
+            engine.backward(F.cross_entropy(out, label, ignore_index=-1) if step != 3 else out.square().mean())
+            engine.step()
+            if step == 3:
+                whole = net()
+                whole(joined(range(2))[0]).square().mean().backward()
+                truths = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+                compare(truths, gather_gradients(model, gpc), 1e-12)
+        out = engine(data)
+        engine.backward(F.cross_entropy(out, label, ignore_index=-1) if rank == 0 else 0 * out.sum())
+        with pytest.raises(
+            GradientError, match=r"some ranks .* as a mean; use one form.* give \(0 \* output.sum\(\), 0\)"
+        ):
+            engine.step()
+
+
 def _everywhere() -> None:
     _pipeline()
+    _change_of_form()
     _data(loops=True)
     _data(loops=False)
 
@@ -129,7 +154,14 @@ def test_what_a_loss_is_a_mean_over_is_read_from_the_loss(loss, counted):
     torch.testing.assert_close(value, mean * (counted or 1))
 
 
-def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog):
+def _compiled(out: Tensor, label: Tensor) -> Tensor:
+    return torch.compile(F.cross_entropy, backend="aot_eager")(out, label.where(label != -1, -100))
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda out, label: F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean(), _compiled]
+)
+def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog, loss):
     with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:
         model = net()
         engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
@@ -137,7 +169,7 @@ def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog):
         for _ in range(3):
             data, label = batch(0)
             out = engine(data)
-            engine.backward(F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean())
+            engine.backward(loss(out, label))
             engine.step()
         engine.close()
     said = [record.message for record in caplog.records if "(sum, count)" in record.message]

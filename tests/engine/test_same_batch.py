@@ -169,7 +169,7 @@ def test_a_digest_tells_batches_apart():
     assert len(set(digests)) == len(digests) == 1 + len(others)
     assert int(_digest([x.clone()])) == digests[0]
     assert int(_digest(torch.tensor([0, 2, 0]))) != int(_digest(torch.tensor([1, 0, 1])))
-    assert _digest("text") is None
+    assert _digest(["text", torch.nested.nested_tensor([x[0], x[0]]), x.to("meta")]) is None
 
 
 def test_a_steady_step_looks_at_nothing(monkeypatch):

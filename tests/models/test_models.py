@@ -153,6 +153,54 @@ def test_the_auxiliary_losses_are_those_of_the_layers():
     assert model(tokens)[1].item() == 0.0
 
 
+def _ignored(part: int) -> tuple[Tensor, Tensor]:
+    """A batch of which another number of labels counts in every part, and in every micro-batch."""
+    tokens, labels = (column.clone() for column in batch("GPT", part, 0))
+    labels[:, : 1 + 3 * part], labels[0, 3:] = -100, -100
+    return tokens, labels
+
+
+def _ignoring() -> None:
+    piped = {"pipeline": 2}, {"schedule": {"type": "OneFOneB", "num_microbatches": 4}}
+    for model, parallel, options in (
+        ("GPT", {}, {"gradient_accumulation": 1}),
+        ("GPT", {"sequence": 2}, {"gradient_accumulation": 2}),
+        ("GPT", *piped),
+        ("MoE-GPT", *piped),
+    ):
+        config = {"parallel": parallel, "clip_grad_norm": 1.0, **options}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            made, plain = (MODELS[model](context=context).double() for context in (gpc, ParallelContext()))
+            passes = gpc.config.get("gradient_accumulation") or 1
+            parts = [_ignored(part) for part in range(passes * gpc.data_parallel_size)]
+
+            def run(engine: Any, step: int, gpc: Any = gpc, passes: int = passes, parts: Any = parts) -> None:
+                for at in range(passes):
+                    mine = parts[at * gpc.data_parallel_size + gpc.get_local_rank(ParallelMode.DATA)]
+                    engine.execute_schedule(iter([mine]), return_output_label=False)
+                    if at + 1 < passes:
+                        engine.step()
+
+            def loss_of(plain: Any, step: int, model: str = model, parts: Any = parts) -> Tensor:
+                x, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+                if model == "GPT":
+                    return F.cross_entropy(plain(x).flatten(0, 1), y.flatten())
+                rows = [(plain(x[at : at + 1]), y[at : at + 1]) for at in range(len(x))]  # as the micro-batches
+                counts = [(label != -100).sum() for _, label in rows]
+                sums = [
+                    F.cross_entropy(out.flatten(0, 1), label.flatten(), reduction="sum") + loss * count
+                    for ((out, loss), label), count in zip(rows, counts, strict=True)
+                ]
+                return sum(sums) / sum(counts)
+
+            stages = split(made, num_stages=2) if parallel.get("pipeline") else made
+            train(gpc, stages, plain, run, loss_of, criterion=made.criterion())
+
+
+def test_ignored_labels_weigh_nothing_wherever_they_lie():
+    run_world(2, _ignoring)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------
 
 

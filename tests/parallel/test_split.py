@@ -328,6 +328,10 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
             split(Plain(forward), num_stages=2)
         with pytest.raises(ScheduleError, match="layers of Plain, one after another, give another result"):
             split(Plain(forward), num_stages=2, sample=x)
+    model = Plain(dropped).eval()  # does nothing more in this mode
+    with pytest.raises(ScheduleError, match="layers of Plain, one after another, give another result"):
+        split(model, num_stages=2, sample=x)
+    assert not any(module.training for module in model.modules())
     with pytest.raises(ScheduleError, match=r"cannot be traced \(TraceError"):
         split(Plain(unseen), num_stages=2)
     for options in ({}, {"sample": x}):

@@ -19,7 +19,13 @@ from colonnade.logging import get_dist_logger
 
 Count = Tensor | int | float
 
+USE_ONE_FORM = (
+    "use one form. A mean that cross-entropy has made counts as (sum, count): times 1.0 it is a plain mean, and where "
+    "there is nothing to learn from give (0 * output.sum(), 0)"
+)
+
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+_IGNORE_INDEX = -100  # torch's default
 _MEAN = 1  # torch's number for reduction="mean"
 
 
@@ -85,6 +91,14 @@ def _ignored(node: Any) -> Tensor:
     return node._saved_target == (index - (1 << 64) if index >= 1 << 63 else index)
 
 
+def _leaves_out(node: Any) -> bool:
+    """Whether it is a mean whose labels hold ignored entries. Of compiled code only what it has kept is seen."""
+    if node.name() in _NLL:
+        return node._saved_reduction == _MEAN and bool(_ignored(node).any())
+    kept = node.saved_tensors if node.name().startswith("CompiledFunction") else ()
+    return any(tensor.dtype is torch.int64 and bool((tensor == _IGNORE_INDEX).any()) for tensor in kept)
+
+
 class MeanWatch:
     """Says once that a loss is a mean of means: it was made out of a cross-entropy that leaves entries out."""
 
@@ -102,10 +116,9 @@ class MeanWatch:
             node, seen = nodes.pop(0), seen + 1
             if node is None:
                 continue
-            if node.name() in _NLL and node._saved_reduction == _MEAN:
-                if bool(_ignored(node).any()):
-                    self._looks = 0
-                    get_dist_logger().warning(_MEAN_OF_MEANS)
+            if _leaves_out(node):
+                self._looks = 0
+                get_dist_logger().warning(_MEAN_OF_MEANS)
                 return
             nodes += [below for below, _ in node.next_functions]
 
@@ -157,7 +170,7 @@ class LossForm:
             raise GradientError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
         if self.counted is not None and self.counted != counted:
             forms = {True: "(sum, count)", False: "a mean"}
-            raise GradientError(f"the loss was {forms[not counted]} before and is {forms[counted]} now; use one form")
+            raise GradientError(f"the loss was {forms[not counted]} before and is {forms[counted]} now; {USE_ONE_FORM}")
         self.counted = counted
 
 

@@ -83,3 +83,38 @@ def test_chunks_of_a_pipeline(name):
     truth, *others = (run_world(4, _chunks, stage, name).values[0] for stage in (0, 1, 2))
     for found in others:
         compare(truth, found, 1e-10)
+
+
+class _TwoDtypes(nn.Module):
+    """Gradients of one dtype come between those of the other, so their buckets take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=dtype) for dtype in (torch.float64, torch.float32) * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x
+
+
+def _train_two_dtypes() -> list[dict[str, Tensor]]:
+    found = []
+    for stage in (0, 1, 2):
+        with launch({**_config(stage, "auto"), "gradient_accumulation": 2}, context=ParallelContext()) as gpc:
+            engine = initialize(_TwoDtypes(), lambda p: torch.optim.AdamW(p, lr=0.01), nn.MSELoss(), context=gpc)[0]
+            for step in range(6):
+                data = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + gpc.get_global_rank()))
+                engine.zero_grad()
+                engine.execute_schedule(iter([(data.double(), data)]))
+                engine.step()
+            found.append(gather_weights(engine.model, gpc))
+            engine.close()
+    return found
+
+
+def test_a_model_of_two_dtypes():
+    truth, *others = run_world(2, _train_two_dtypes).values[0]
+    for weights in others:
+        compare(truth, weights, 1e-6)
