@@ -30,14 +30,10 @@ class LossBook:
         self._watch = MeanWatch()
         # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
         self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
-        self._counts_means: bool | None = None
-        """Whether means count as (sum, count) in this run, by its first; else ranks might take part in other collectives."""
-        self._last_count: Count = 1
         self._count: Tensor | float = 0.0
         self._means = 0
-        self._joins = (
-            False  # this rank has given counts: it goes on taking part, or one that gives a mean would be waited for
-        )
+        # This rank has given counts once: it goes on taking part, or one that gives a mean would be waited for.
+        self._joins = False
         self.uneven = False
         """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
         # Ranks that see the same data report the same count; each reports its share of it.
@@ -49,17 +45,10 @@ class LossBook:
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
         """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
         value, count = split_loss(loss)
-        if not isinstance(loss, Tensor):
-            return value, count, count
-        if self._counts_means is None:
-            self._counts_means = count is not None and not self._one_mean
-        if count is None and not self._one_mean:
-            self._watch.look(loss)
-        if not self._counts_means:
+        if isinstance(loss, Tensor) and (self._one_mean or count is None):
+            if not self._one_mean:
+                self._watch.look(loss)
             return loss, None, count
-        if count is None:  # a mean with something added, on this rank or in this pass alone: over as many as the last
-            value, count = loss * self._last_count, self._last_count
-        self._last_count = count.detach() if isinstance(count, Tensor) else count
         return value, count, count
 
     def add(self, count: Count | None, *, here: bool = True) -> None:

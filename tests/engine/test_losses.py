@@ -220,35 +220,3 @@ def test_a_batch_without_anything_to_count_weighs_nothing():
     total, weight = weigh(Counted(), torch.tensor(math.nan))
     assert isinstance(total, Tensor)
     assert (total.item(), float(weight)) == (0.0, 0.0)
-
-
-def _something_is_added_now_and_then() -> None:
-    """One rank, in one step, adds something to its loss. With nothing ignored all counts are alike."""
-    with launch({}, context=ParallelContext(), verbose=False) as gpc:
-        rank, model, plain = gpc.get_global_rank(), net(), net()
-        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)[0]
-        for step in range(4):
-            losses = []
-            for part in range(2):
-                data, label = batch(part)
-                loss = F.cross_entropy((engine if part == rank else plain)(data), label.abs())
-                added = step in (1, 3) and part == step // 2
-                losses.append(loss + 0.5 * loss.detach() * loss if added else loss)
-            engine.zero_grad()
-            engine.backward(losses[rank])
-            engine.step()
-            plain.zero_grad()
-            both = [F.cross_entropy(plain(data), label.abs()) for data, label in map(batch, range(2))]
-            if step in (1, 3):
-                both[step // 2] = both[step // 2] + 0.5 * both[step // 2].detach() * both[step // 2]
-            (sum(both) / 2).backward()
-            compare(gradients_of(plain), gather_gradients(model, gpc), 1e-10)
-        engine.close()
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_a_rank_may_add_something_to_its_mean_now_and_then() -> None:
-    run_world(2, _something_is_added_now_and_then, timeout=30)
