@@ -186,11 +186,13 @@ def _try_again(port: int, at_once: bool) -> list[float]:
     return sums
 
 
+@pytest.mark.slow
 def test_a_launch_that_failed_on_one_rank_can_be_tried_again():
     for at_once in (True, False):
         assert run_world(2, _try_again, free_port(), at_once, backend=None).values == [[1.0, 1.0], [1.0, 1.0]]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -94,6 +94,7 @@ def test_a_real_one_is_not_hidden(tmp_path, monkeypatch):
         compat.install()
 
 
+@pytest.mark.slow
 def test_the_alias_works_in_a_fresh_interpreter():
     code = (
         "from colonnade import compat; compat.install(); import colossalai; "

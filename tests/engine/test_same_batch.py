@@ -151,6 +151,7 @@ def _both() -> str:
     return _forms()
 
 
+@pytest.mark.slow
 def test_batches_of_ones_own_are_fine_and_ranks_that_do_not_do_the_same_are_named():
     result = run_world(2, _both)
     assert (

@@ -80,6 +80,7 @@ def test_the_same_seed_chooses_the_same_changes():
         choose(["colonnade/nowhere"], 1, 0)
 
 
+@pytest.mark.slow
 def test_the_mirrored_test_comes_first_and_users_follow():
     matching = Matching(ROOT)
     tests = matching.tests_for("colonnade/reduce/uneven.py")

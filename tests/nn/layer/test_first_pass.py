@@ -177,6 +177,7 @@ def _square_and_line() -> None:
     _attempts("1d", 4, "IN_SEQUENCE", sequence_split=True)
 
 
+@pytest.mark.slow
 def test_a_part_is_not_taken_for_the_whole_nor_an_inner_activation_for_an_outer_one():
     run_world(4, _square_and_line)
 
