@@ -23,7 +23,7 @@ from colonnade.config.compared import compared_texts
 from colonnade.context.build import Build, run_initializers
 from colonnade.context.layout import Layout
 from colonnade.context.mesh import mesh_of
-from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.context.random import RandomStreams, derive_seed
 from colonnade.context.rendezvous import (
     agree_on_layout,
@@ -177,7 +177,7 @@ class ParallelContext:
 
     def get_local_rank(self, mode: ParallelMode) -> int:
         """This process's position in its group of `mode`."""
-        return self._layout.local_rank(ParallelMode(mode), self._rank)
+        return self._layout.local_rank(mode_of(mode), self._rank)
 
     def get_world_size(self, mode: ParallelMode) -> int:
         """How many ranks this process's group of `mode` has."""
@@ -185,7 +185,7 @@ class ParallelContext:
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
         """The global ranks of this process's group of `mode`, ascending."""
-        return list(self._layout.group_of(ParallelMode(mode), self._rank))
+        return list(self._layout.group_of(mode_of(mode), self._rank))
 
     def get_group(self, mode: ParallelMode) -> dist.ProcessGroup:
         """The torch process group of `mode` that this rank is in."""
@@ -238,11 +238,11 @@ class ParallelContext:
 
     def is_initialized(self, mode: ParallelMode) -> bool:
         """Whether this rank is in a group of `mode`."""
-        return self._launched and self._layout.has(ParallelMode(mode), self._rank)
+        return self._launched and self._layout.has(mode_of(mode), self._rank)
 
     def device_mesh(self, *modes: ParallelMode) -> DeviceMesh:
         """These modes as a torch DeviceMesh (outermost first) on the groups that already exist."""
-        wanted = [ParallelMode(mode) for mode in modes]
+        wanted = [mode_of(mode) for mode in modes]
         groups = [self.get_group(mode) for mode in wanted]
         return mesh_of(self._layout, wanted, groups, self._rank, self.device.type)
 

@@ -144,6 +144,11 @@ class ParallelMode(metaclass=_OpenEnum):
         return _restore, (self.name, self.value, self.data)
 
 
+def mode_of(value: object) -> ParallelMode:
+    """`ParallelMode(value)`, also in compiled code: torch.compile takes a call of the class for a new object of it."""
+    return value if isinstance(value, ParallelMode) else ParallelMode(value)
+
+
 def _restore(name: str, value: str, data: DataKind) -> ParallelMode:
     return ParallelMode.register(name, value, data)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.errors import ContextError, listed
 
 State = dict[str, Tensor]
@@ -33,7 +33,7 @@ class RandomStreams:
 
     def add(self, mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
         """Give `mode` a stream, or with `overwrite` another one."""
-        mode = ParallelMode(mode)
+        mode = mode_of(mode)
         if mode in self._seeds and not overwrite:
             raise ContextError(f"{mode} already has a random stream; set_seed() of the context starts all of them anew")
         self._seeds[mode] = seed
@@ -45,7 +45,7 @@ class RandomStreams:
         The outer stream moves on by one number, however many are drawn inside, also on errors. So ranks that draw
         alike outside must enter alike.
         """
-        mode = ParallelMode(mode)
+        mode = mode_of(mode)
         if mode not in self._seeds:
             raise ContextError(
                 f"{mode} has no random stream; streams: {listed(known.name for known in self._seeds)}. "

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -158,8 +159,19 @@ def _compiled(out: Tensor, label: Tensor) -> Tensor:
     return torch.compile(F.cross_entropy, backend="aot_eager")(out, label.where(label != -1, -100))
 
 
+def _recomputed(out: Tensor, label: Tensor) -> Tensor:
+    result = checkpoint(F.cross_entropy, out, label.where(label != -1, -100), use_reentrant=True)
+    assert isinstance(result, Tensor)
+    return result
+
+
 @pytest.mark.parametrize(
-    "loss", [lambda out, label: F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean(), _compiled]
+    "loss",
+    [
+        lambda out, label: F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean(),
+        _compiled,
+        _recomputed,
+    ],
 )
 def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog, loss):
     with launch({"gradient_accumulation": 2}, context=ParallelContext(), verbose=False) as gpc:

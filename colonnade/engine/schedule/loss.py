@@ -92,10 +92,10 @@ def _ignored(node: Any) -> Tensor:
 
 
 def _leaves_out(node: Any) -> bool:
-    """Whether it is a mean whose labels hold ignored entries. Of compiled code only what it has kept is seen."""
+    """Whether it is a mean whose labels hold ignored entries. Of compiled or recomputed code only what it keeps is seen."""
     if node.name() in _NLL:
         return node._saved_reduction == _MEAN and bool(_ignored(node).any())
-    kept = node.saved_tensors if node.name().startswith("CompiledFunction") else ()
+    kept = node.saved_tensors if node.name().startswith(("CompiledFunction", "CheckpointFunction")) else ()
     return any(tensor.dtype is torch.int64 and bool((tensor == _IGNORE_INDEX).any()) for tensor in kept)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.parallel_mode import ParallelMode, mode_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def recorded() -> Iterator[list[Call]]:
 
 def members_of(mode: ParallelMode, context: ParallelContext) -> Members | None:
     """This rank's group of `mode`, or None where there is nobody to talk to."""
-    mode = ParallelMode(mode)
+    mode = mode_of(mode)
     if not context.is_initialized(mode):
         return None
     ranks = context.get_ranks_in_group(mode)
