@@ -385,7 +385,7 @@ class Engine:
 
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.set_scale(self._book.factor(self._stepper.scaler))
+        self._sync.set_scale(self._book.factor(self._stepper.scaler, self._sync.world))
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
         self._watch.unsummed = False

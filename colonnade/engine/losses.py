@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, split_loss
 from colonnade.errors import GradientError
+
+_NUMBERS = struct.Struct("2d")
 
 
 class LossBook:
@@ -72,10 +76,11 @@ class LossBook:
         """Whether the losses of this step are (sum, count); None before the first."""
         return self._form.counted
 
-    def factor(self, scaler: LossScaler | None = None) -> Tensor | None:
+    def factor(self, scaler: LossScaler | None = None, world: RankGroup | None = None) -> Tensor | None:
         """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None.
 
-        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step.
+        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step. `world`: all ranks,
+        where they have sockets between them, which take a tenth of the time of a collective.
         """
         if not self._joins and not self.uneven:
             return None
@@ -83,7 +88,11 @@ class LossBook:
         mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
         totals = torch.stack(mine) * self._share
         with self._context.waits.during("adding up the counts of the losses"):
-            dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
+            if world is None:
+                dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
+            else:
+                told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*totals.tolist()))]
+                totals = torch.tensor(told, dtype=torch.float64).sum(0)
         counted, means = totals.unbind()
         self._refuse_two_forms(counted, means)
         divided = counted if scaler is None else counted / scaler.count

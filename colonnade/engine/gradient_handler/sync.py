@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.messages import agreed_errors
+from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.automatic import attach_automatic, describe
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler
@@ -69,6 +71,14 @@ class GradientSync:
             for parameter in self._unscaled:
                 if parameter.grad is not None:
                     local_part(parameter.grad).mul_(scale)
+
+    @property
+    def world(self) -> RankGroup | None:
+        """All ranks, if they have sockets between them on which nothing is on its way, as may be where sums are sharded."""
+        if any(bucket.is_sharded for bucket in self.synchroniser.buckets):
+            return None
+        world = self.synchroniser.groups.get(tuple(range(dist.get_world_size())))
+        return world if world is not None and world.sockets is not None else None
 
     def set_scale(self, scale: float | Tensor | None) -> None:
         """A further factor on the gradients of this step."""
