@@ -205,6 +205,7 @@ def test_a_port_in_use_is_said():
             launch({}, 1, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_address_is_said():
     with pytest.raises(LaunchError, match="rank 1 could not reach rank 0"):
         launch({}, 1, 2, "127.0.0.1", free_port(), context=ParallelContext(), timeout=1)

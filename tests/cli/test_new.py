@@ -29,6 +29,7 @@ def run_test(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=file.parents[1], env=env, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.slow
 def test_it_says_what_it_wrote_and_how_to_run_it(tmp_path):
     done = colonnade("new", "parallelism", "ring_rows", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

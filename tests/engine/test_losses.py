@@ -131,6 +131,7 @@ def _everywhere() -> None:
     _data(loops=False)
 
 
+@pytest.mark.slow
 def test_a_mean_with_ignored_labels_is_the_mean_over_the_whole_batch():
     run_world(2, _everywhere)
 

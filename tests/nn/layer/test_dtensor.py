@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -67,5 +68,6 @@ def _trained() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_plan_of_torchs_equals_one_process():
     run_world(4, _trained, timeout=100)

@@ -128,6 +128,7 @@ def test_a_model_equals_one_process(sequence_split):
     run("1d 2", ["model"], sequence_split)
 
 
+@pytest.mark.slow
 def test_a_model_on_a_square_equals_one_process():
     run("2d 4", ["model"])
 

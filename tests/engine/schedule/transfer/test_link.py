@@ -187,6 +187,7 @@ def keep_diary() -> list[dict[int, list[tuple[str, int]]]]:
     return diaries
 
 
+@pytest.mark.slow
 def test_both_sides_of_every_pair_keep_one_order() -> None:
     """What a backend with one queue per pair of ranks (NCCL) needs, or it locks up."""
     ranks = run_world(4, keep_diary, timeout=90).values
