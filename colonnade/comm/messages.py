@@ -62,9 +62,15 @@ def gather_numbers(number: int, device: torch.device, group: Any = None) -> list
 
 def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:
     """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the group's size."""
-    both = torch.tensor([number, -number], dtype=torch.int64, device=message_device(device))
+    return are_same_everywhere([number], device, group)[0]
+
+
+def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[bool]:
+    """For each number, as many on every rank, whether all ranks say the same. One collective."""
+    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=message_device(device))
     dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
-    return bool(both[0] == -both[1])
+    lowest, highest = both.view(2, -1).tolist()
+    return [low == -high for low, high in zip(lowest, highest, strict=True)]
 
 
 def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
