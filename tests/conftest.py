@@ -62,8 +62,11 @@ LONG = (
     "models/test_grid.py::test_models_equal_one_process[GPT, tied: pipeline 2 x tensor 4 2d]",
     "models/test_grid.py::test_models_equal_one_process[GPT, tied: sequence 2 x tensor 4 2d]",
     "models/test_grid.py::test_models_equal_one_process[MoE-GPT: data 2 x expert 2 x tensor 4 2d]",
+    "models/test_grid.py::test_models_equal_one_process[GPT, tied: tensor 8 2.5d depth=2]",
+    "nn/layer/test_parity.py::test_every_layer_equals_one_process[3d 8]",
     "models/test_models.py::test_a_run_goes_on_in_another_layout[GPT-{'tensor': {'size': 4, 'mode': '2d'}}",
     "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[data 8-inf]",
+    "optim/zero/test_parity.py::test_every_optimizer_clipped_and_accumulated[data 2 x tensor 2-2]",
     "optim/zero/test_parity.py::test_every_optimizer_clipped_and_accumulated[data 4-3]",
     "trainer/test_killed_runs.py::test_ten_kills_at_random_steps_change_no_bit[4 ranks]",
 )

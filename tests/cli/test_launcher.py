@@ -302,7 +302,7 @@ def test_temporary_logs_are_removed(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [3, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("times", [2, pytest.param(30, marks=[pytest.mark.long, pytest.mark.timeout(400)])])
 def test_restarts_in_a_row_all_come_up(script: Path, times: int) -> None:
     done = colonnade("run", "--nproc", 2, "--max-restarts", times, script, "fail_often", times, timeout=60 + 10 * times)
     assert done.returncode == 0, done.stderr
