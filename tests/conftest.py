@@ -68,6 +68,13 @@ LONG = (
     "optim/test_field_bugs.py::test_every_layout_by_engine_for_every_order[data 8-inf]",
     "optim/zero/test_parity.py::test_every_optimizer_clipped_and_accumulated[data 2 x tensor 2-2]",
     "optim/zero/test_parity.py::test_every_optimizer_clipped_and_accumulated[data 4-3]",
+    "checkpoint/test_engine_resume.py::test_a_resumed_engine_goes_on_to_the_bit[data 2 x pipeline 4, tied]",
+    "optim/test_random_placements.py::test_fifty_layouts_on_8_ranks",
+    "optim/zero/test_formula.py::test_memory_is_what_the_formula_says[torch.bfloat16-4]",
+    "optim/zero/test_formula.py::test_memory_is_what_the_formula_says[torch.float32-4]",
+    "optim/zero/test_scenarios.py::test_every_scenario[data 2 x pipeline 4, tied]",
+    "reduce/test_uneven.py::test_a_parameter_without_gradient_on_some_ranks_and_on_all[4]",
+    "trainer/test_killed_runs.py::test_a_run_that_is_started_again_by_the_launcher_ends_as_the_undisturbed_one",
     "trainer/test_killed_runs.py::test_ten_kills_at_random_steps_change_no_bit[4 ranks]",
 )
 """Single cases of which others stay in `make test`: each takes longer than most."""
