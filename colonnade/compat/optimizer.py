@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from colonnade.errors import ConfigError, PlacementError
 from colonnade.parallel.placement import is_dtensor, placement_of
 
 
-class _LayerWise(Optimizer):
+class _LayerWise(Optimizer, ABC):
     """Scales the update of each parameter by norms of the whole parameter, so it must be whole on this rank."""
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
@@ -43,8 +44,9 @@ class _LayerWise(Optimizer):
                 f"split ({placement_of(parameter)}). Use AdamW, or replicate the parameters."
             )
 
+    @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Change the parameter in place by its gradient."""
 
 
 class Lamb(_LayerWise):
