@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_ma
 from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
+from colonnade.reduce.options import SyncOptions
 from colonnade.registry import ORDERS, SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -60,10 +62,10 @@ def initialize(
     with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
+        scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
-        precision.apply(built, device)
+        precision.apply(built, device, zero.stage)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
         agreement.require(numeric_settings())
@@ -97,7 +99,20 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
+    get_dist_logger().info(str(engine.precision_table()))
     return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+
+
+def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
+    """The `zero` section, with what others say of dtypes."""
+    sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
+    options = SyncOptions.read(sync)
+    return replace(
+        ZeroSettings.read(config.get("zero")),
+        master_weights=precision.master_weights,
+        gather_dtype=precision.dtype,
+        reduce_dtype=options.narrow or options.reduce_dtype,
+    )
 
 
 def _synchronise(

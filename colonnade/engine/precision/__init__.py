@@ -1,0 +1,6 @@
+"""Mixed precision: what is computed, kept, reduced and stepped on in which dtype."""
+
+from colonnade.engine.precision.policy import Precision as Precision
+from colonnade.engine.precision.scaler import LossScaler as LossScaler
+from colonnade.engine.precision.table import PrecisionTable as PrecisionTable
+from colonnade.engine.precision.table import precision_table as precision_table
