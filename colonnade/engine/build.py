@@ -99,8 +99,13 @@ def initialize(
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
+    return _announced(engine), train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+
+
+def _announced(engine: Engine) -> Engine:
+    """Say what lies in which dtype, and what it takes."""
     get_dist_logger().info(str(engine.precision_table()))
-    return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+    return engine
 
 
 def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
