@@ -16,7 +16,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.precision import Precision
+from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
@@ -177,7 +177,11 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
         )
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
-    return built.to(context.device)
+    built = built.to(context.device)
+    float8 = Float8.read(context.config.get("float8"))
+    if float8 is not None:
+        float8.convert(built, context.device)
+    return built
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

@@ -18,6 +18,7 @@ RANKS, STEPS, LR = 2, 3, 0.2
 HALF, FULL = "bfloat16", "float32"
 MASTERS: dict[str, Any] = {"bf16": True}
 NONE: dict[str, Any] = {"bf16": {"master_weights": False}}
+WIDE: dict[str, Any] = {"sync": {"reduce_dtype": "fp32"}}
 
 
 class Case(NamedTuple):
@@ -44,15 +45,15 @@ CASES = [
     Case(MASTERS, (FULL, 4), 0, (FULL, 4), FULL),
     Case(MASTERS, (FULL, 4), 0, (FULL, 4), FULL, half=True),
     Case(NONE, (HALF, 2), 0, (HALF, 2), HALF),
-    Case({**NONE, "sync": {"reduce_dtype": "fp32"}}, (HALF, 2), 0, (HALF, 2), FULL),
+    Case({**NONE, **WIDE}, (HALF, 2), 0, (HALF, 2), FULL),
     Case({**MASTERS, "sync": {"reduce_dtype": "bf16", "shared_memory": False}}, (FULL, 4), 0, (FULL, 4), HALF),
     Case({**MASTERS, "zero": 1}, (FULL, 4), 0, (FULL, 4), FULL),
-    Case({"zero": 1}, (HALF, 2), 2, (f"{HALF}, {FULL}", 4), FULL, half=True),
+    Case({"zero": 1, **WIDE}, (HALF, 2), 2, (f"{HALF}, {FULL}", 4), FULL, half=True),
     Case({**NONE, "zero": 1}, (HALF, 2), 0, (HALF, 2), HALF),
     Case({"zero": {"stage": 1, "master_weights": False}}, (HALF, 2), 0, (HALF, 2), HALF, half=True),
     Case({**MASTERS, "zero": 2}, (FULL, 4), 0, (FULL, 2), FULL),
-    Case({**MASTERS, "zero": 2}, (HALF, 2), 2, (FULL, 2), FULL, half=True),
-    Case({**NONE, "zero": 2, "sync": {"reduce_dtype": "fp32"}}, (HALF, 2), 0, (HALF, 1), FULL),
+    Case({**MASTERS, "zero": 2, **WIDE}, (HALF, 2), 2, (FULL, 2), FULL, half=True),
+    Case({**NONE, "zero": 2, **WIDE}, (HALF, 2), 0, (HALF, 1), FULL),
     Case({"zero": 2, "sync": {"shared_memory": False}}, (HALF, 2), 2, (FULL, 2), HALF, half=True),
     Case(
         {"zero": 2, "sync": {"reduce_dtype": "bf16", "shared_memory": False}, **MASTERS}, (FULL, 4), 0, (FULL, 2), HALF
@@ -62,7 +63,7 @@ CASES = [
     Case({"zero": 3}, (FULL, 2), 0, (FULL, 2), FULL, half=True),
     Case({**MASTERS, "zero": 3, "sync": {"reduce_dtype": "bf16"}}, (FULL, 2), 0, (FULL, 2), HALF),
     Case({**NONE, "zero": 3}, (HALF, 1), 0, (HALF, 1), HALF),
-    Case({**NONE, "zero": 3, "sync": {"reduce_dtype": "fp32"}}, (HALF, 1), 0, (HALF, 1), FULL),
+    Case({**NONE, "zero": 3, **WIDE}, (HALF, 1), 0, (HALF, 1), FULL),
     Case({"fp16": {"init_scale": 256.0}, "zero": 3}, (FULL, 2), 0, (FULL, 2), FULL),
 ]
 
@@ -91,7 +92,7 @@ def truth() -> dict[str, Tensor]:
         plain.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         plain.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], Any, Any]:
@@ -112,7 +113,8 @@ def train(case: Case) -> tuple[dict[str, Tensor], Any, Any]:
 
 
 def _all_cases() -> None:
-    exact, begun = truth(), dict(build().double().named_parameters())
+    exact = truth()
+    begun = {name: parameter.detach().cpu() for name, parameter in build().double().named_parameters()}
     gathered: list[torch.dtype] = []
     real = fsdp_checks.all_gather_flat
 
