@@ -35,6 +35,7 @@ from tests.engine import test_clip, test_engine, test_pipeline
 from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
 from tests.models import grid
+from tests.nn.sequence import test_attention
 from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
@@ -77,13 +78,20 @@ class Check(NamedTuple):
 
 def checks() -> list[Check]:
     """All of them, part by part."""
-    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
+    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients(), *_attention()]
 
 
 def _models() -> Iterator[Check]:
     known = {str(case): case for case in reversed(grid.GRID)}
     for name in GRID:
         yield Check("grid", name, known[name].ranks, grid.trained, (known[name],))
+
+
+def _attention() -> Iterator[Check]:
+    """In float64 by exact arithmetic, in bfloat16 by the GPU's kernels."""
+    for kind in test_attention.ATTENTION:
+        yield Check("attention", f"{kind}, float64", 4, test_attention._all_cases, (kind, 4))
+        yield Check("attention", f"{kind}, bfloat16", 4, test_attention._low_precision, (kind,))
 
 
 def _handlers() -> Iterator[Check]:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence.parts import parts_of, sequence_place
-from colonnade.nn.sequence.ring import check_heads
+from colonnade.nn.sequence.masks import Sight
+from colonnade.nn.sequence.parts import Parts, parts_of, sequence_place
+from colonnade.nn.sequence.ring import attention_over, check_heads
 from colonnade.parallel.collectives import all_to_all
 
 
@@ -23,6 +23,9 @@ def ulysses_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
     context: ParallelContext | None = None,
@@ -35,9 +38,6 @@ def ulysses_attention(
     check_heads(q, k, v)
     context = given_or_global(context)
     size, at = sequence_place(context)
-    grouped = q.size(1) != k.size(1)
-    if size == 1:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     for name, tensor in (("q", q), ("k and v", k)):
         if tensor.size(1) % size:
             raise LayoutError(
@@ -45,9 +45,11 @@ def ulysses_attention(
                 f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads"
             )
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths
+    sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
+    if size == 1:
+        return attention_over(q, k, v, whole, sight, scale, dropout)
     q, k, v = (_to_heads(tensor, all_lengths, context) for tensor in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return _to_sequence(out, all_lengths, at, context)
+    return _to_sequence(attention_over(q, k, v, whole, sight, scale, dropout), all_lengths, at, context)
 
 
 def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext) -> Tensor:

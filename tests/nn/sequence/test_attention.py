@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,12 +28,26 @@ def _inputs(length: int, kv_heads: int) -> list[Tensor]:
     return [numbers(2, each, length, 3, seed=at).requires_grad_() for at, each in enumerate(heads)]
 
 
+def _seen(total: int, causal: bool, window: int | None, documents: Sequence[int] | None) -> Tensor:
+    """Which keys (columns) a query (row) sees."""
+    places = torch.arange(total)
+    behind = places - places.unsqueeze(-1)
+    seen = behind <= (0 if causal else total)
+    if window is not None:
+        seen &= behind.abs() <= window
+    if documents is not None:
+        document = torch.bucketize(places, torch.tensor(documents), right=True)
+        seen &= document == document.unsqueeze(-1)
+    return seen
+
+
 def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext, kv_heads: int = 4, **more: Any):
     parts = Parts(split, more.get("balanced", False))
     mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
-    truth = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=kv_heads != 4)
+    seen = _seen(sum(split), causal, more.get("window"), more.get("documents"))
+    truth = F.scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=kv_heads != 4)
     grads = torch.autograd.grad(truth, whole, weight)
     local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
     out = ATTENTION[kind](*local, causal=causal, context=gpc, **more)
@@ -42,6 +57,11 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     close(gather_sequence(out, 2, lengths=split, balanced=parts.balanced, context=gpc), truth, RTOL)
 
 
+def _documents(total: int) -> list[int]:
+    """One that ends inside a part, a short one, and one over the rest."""
+    return [0, total // 3, total // 3 + 1, total]
+
+
 def _all_cases(kind: str, size: int) -> None:
     with launch({"parallel": {"sequence": size}}, context=ParallelContext(), verbose=False) as gpc:
         uneven = (5, 1, 0, 3)[:size] if kind == "ring" else (5, 1, 2, 3)[:size]
@@ -49,7 +69,14 @@ def _all_cases(kind: str, size: int) -> None:
             for lengths in ((4,) * size, uneven):
                 _case(kind, causal, lengths, gpc)
                 _case(kind, causal, lengths, gpc, lengths=lengths)
+                for masked in ({"window": 2}, {"window": 5, "documents": _documents(sum(lengths))}):
+                    _case(kind, causal, lengths, gpc, **masked)
+            _case(kind, causal, (4,) * size, gpc, documents=_documents(4 * size))
             if kind == "ring":
+                _case(kind, causal, (4,) * size, gpc, kv_heads=2, window=1)
+                balanced = Parts.of(4 * size + 1, size, True).lengths
+                _case(kind, causal, balanced, gpc, balanced=True, window=3)
+                _case(kind, causal, balanced, gpc, balanced=True, documents=_documents(4 * size + 1), kv_heads=2)
                 _case(kind, causal, (4,) * size, gpc, kv_heads=2)
                 for total in (4 * size, 4 * size + 3):
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
@@ -71,6 +98,39 @@ def test_in_one_process_they_are_plain_attention():
         close(attention(q, k, v), everything, RTOL)
         scaled = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
         close(attention(q, k, v, scale=0.3), scaled, RTOL)
+
+
+def _low_precision(kind: str) -> None:
+    """As near to the truth as one process in the same precision, where the kernels of a GPU are used if there is one."""
+    with launch({"parallel": {"sequence": 4}}, context=ParallelContext(), verbose=False) as gpc:
+        total, options = 512, {"balanced": True} if kind == "ring" else {}
+        mine = Parts.of(total, 4, kind == "ring").positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
+        exact = [numbers(1, heads, total, 64, seed=at).bfloat16().double() for at, heads in enumerate((8, 4, 4, 8))]
+        for causal, masked in (
+            (True, {}),
+            (False, {}),
+            (True, {"window": 100}),
+            (True, {"documents": [0, 70, 300, 512]}),
+        ):
+            seen = _seen(total, causal, masked.get("window"), masked.get("documents")).to(exact[0].device)
+            answers = []
+            for dtype in (torch.float64, torch.bfloat16):
+                *inputs, grad = (tensor.to(dtype).requires_grad_() for tensor in exact)
+                out = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)
+                answers.append([t[:, :, mine].double() for t in (out, *torch.autograd.grad(out, inputs, grad))])
+            *inputs, grad = (tensor[:, :, mine].bfloat16().requires_grad_() for tensor in exact)
+            out = ATTENTION[kind](*inputs, causal=causal, context=gpc, **options, **masked)
+            found = [out, *torch.autograd.grad(out, inputs, grad)]
+            for truth, one, ours in zip(*answers, found, strict=True):
+                assert ours.dtype == torch.bfloat16
+                apart, theirs = ((x.double() - truth).norm() / truth.norm() for x in (ours, one))
+                assert apart <= 1.5 * theirs + 2e-3, (causal, masked, apart.item(), theirs.item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_bfloat16_is_as_near_as_in_one_process(kind):
+    run_world(4, _low_precision, kind)
 
 
 def _refusals() -> list[str]:
