@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _measure import interleave
-from _step_cuda import Step, _agreed, _block, slowest
+from _step_cuda import Step, _agreed, _block, _device, slowest
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,6 +38,7 @@ def measure(seconds: float = 6.0) -> tuple[dict[str, float], dict[str, float], d
     """Ratios, goals and details: of a block, and of 4 ranks."""
     ratios, details = blocks()
     goals = {name: BLOCK_GOAL for name in ratios if "/put" not in name}
+    print("a block, ms:", details, flush=True)
     more, times = over_ranks(seconds)
     goals |= dict.fromkeys(more, RANKS_GOAL)
     return ratios | more, goals, {"block_ms": details, "ranks_ms": times}
@@ -135,11 +136,11 @@ def _on_a_rank(seconds: float) -> dict[str, Any]:
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     context = launch({"parallel": {"sequence": RANKS}}, context=ParallelContext(), verbose=False)
-    mesh, answers = init_device_mesh("cuda", (RANKS,)), {}
+    mesh, answers = init_device_mesh(_device().type, (RANKS,)), {}
     lengths = [LENGTH // RANKS] * RANKS
     torch.manual_seed(dist.get_rank())
     inputs = [
-        torch.randn(1, HEADS, lengths[0], WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(1, HEADS, lengths[0], WIDTH, device=_device(), dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     ]
     grad = torch.randn_like(inputs[0])
@@ -156,7 +157,7 @@ def _on_a_rank(seconds: float) -> dict[str, Any]:
             """Its context is entered once for many steps, and not around ours: it replaces torch's function."""
             if case != "context_parallel":
                 return contextlib.nullcontext()
-            return context_parallel(mesh, buffers=[torch.zeros(1, LENGTH, device="cuda")], buffer_seq_dims=[1])
+            return context_parallel(mesh, buffers=[torch.zeros(1, LENGTH, device=_device())], buffer_seq_dims=[1])
 
         answers[name] = _in_turns(steps, around, seconds / 2)
     return answers
