@@ -9,6 +9,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from torch import Tensor
+
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.parts import Parts, Segment
 
@@ -59,7 +61,7 @@ class Sight:
     documents: tuple[int, ...] | None = None
 
     @staticmethod
-    def of(causal: bool, window: int | None, documents: Sequence[int] | None, total: int) -> Sight:
+    def of(causal: bool, window: int | None, documents: Sequence[int] | Tensor | None, total: int) -> Sight:
         """Checked against the length of the whole sequence."""
         if window is not None and window < 0:
             raise LayoutError(
@@ -67,7 +69,14 @@ class Sight:
             )
         if documents is None:
             return Sight(causal, window)
-        ends = tuple(int(end) for end in documents)
+        if isinstance(documents, Tensor):
+            if documents.device.type != "cpu":
+                raise LayoutError(
+                    f"documents lie on {documents.device}, and to read them in every layer would wait for it; give "
+                    f"documents.tolist(), read once for all layers"
+                )
+            documents = documents.tolist()
+        ends = tuple(documents)
         if len(ends) < 2 or ends[0] != 0 or ends[-1] != total or any(b <= a for a, b in pairwise(ends)):
             raise LayoutError(
                 f"documents={list(ends)}: cumulative lengths from 0 to the {total} tokens of the whole sequence, each more "

@@ -35,7 +35,7 @@ def ring_attention(
     *,
     causal: bool = False,
     window: int | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,

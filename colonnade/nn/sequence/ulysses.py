@@ -24,7 +24,7 @@ def ulysses_attention(
     *,
     causal: bool = False,
     window: int | None = None,
-    documents: Sequence[int] | None = None,
+    documents: Sequence[int] | Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
@@ -48,19 +48,20 @@ def ulysses_attention(
     sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
     if size == 1:
         return attention_over(q, k, v, whole, sight, scale, dropout)
-    q, k, v = (_to_heads(tensor, all_lengths, context) for tensor in (q, k, v))
+    q, k, v = _to_heads([q, k, v], all_lengths, context)
     return _to_sequence(attention_over(q, k, v, whole, sight, scale, dropout), all_lengths, at, context)
 
 
-def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext) -> Tensor:
-    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width)."""
-    batch, heads, length, width = x.shape
-    share = heads // len(lengths)
-    rows = x.permute(1, 2, 0, 3).reshape(heads * length, batch * width)
-    sizes = [share * other for other in lengths]
-    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [share * length] * len(lengths), sizes, context=context)
-    parts = [part.view(share, -1, batch, width) for part in arrived.split(sizes)]
-    return torch.cat(parts, 1).permute(2, 0, 1, 3)
+def _to_heads(tensors: Sequence[Tensor], lengths: Sequence[int], context: ParallelContext) -> list[Tensor]:
+    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width), of all in one message."""
+    batch, _, length, width = tensors[0].shape
+    size, shares = len(lengths), [x.size(1) // len(lengths) for x in tensors]
+    by_rank = [x.permute(1, 2, 0, 3).unflatten(0, (size, -1)) for x in tensors]
+    rows = torch.cat(by_rank, 1).reshape(size * sum(shares) * length, batch * width)
+    sizes = [sum(shares) * other for other in lengths]
+    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [sum(shares) * length] * size, sizes, context=context)
+    parts = [part.view(sum(shares), -1, batch, width) for part in arrived.split(sizes)]
+    return [x.permute(2, 0, 1, 3) for x in torch.cat(parts, 1).split(shares)]
 
 
 def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -14,10 +14,10 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence import Parts, gather_sequence, ring_attention, ulysses_attention
-from colonnade.parallel.collectives import recorded
+from colonnade.nn.sequence import Parts, SharedLengths, gather_sequence, ring_attention, ulysses_attention
+from colonnade.parallel.collectives import recorded, wire
 from colonnade.testing import run_world
-from tests.nn.sequence.training import close, numbers
+from tests.nn.sequence.training import close, numbers, seen_keys
 
 RTOL = 1e-12
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -28,25 +28,12 @@ def _inputs(length: int, kv_heads: int) -> list[Tensor]:
     return [numbers(2, each, length, 3, seed=at).requires_grad_() for at, each in enumerate(heads)]
 
 
-def _seen(total: int, causal: bool, window: int | None, documents: Sequence[int] | None) -> Tensor:
-    """Which keys (columns) a query (row) sees."""
-    places = torch.arange(total)
-    behind = places - places.unsqueeze(-1)
-    seen = behind <= (0 if causal else total)
-    if window is not None:
-        seen &= behind.abs() <= window
-    if documents is not None:
-        document = torch.bucketize(places, torch.tensor(documents), right=True)
-        seen &= document == document.unsqueeze(-1)
-    return seen
-
-
 def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext, kv_heads: int = 4, **more: Any):
     parts = Parts(split, more.get("balanced", False))
     mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
-    seen = _seen(sum(split), causal, more.get("window"), more.get("documents"))
+    seen = seen_keys(sum(split), causal, more.get("window"), more.get("documents"))
     truth = F.scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=kv_heads != 4)
     grads = torch.autograd.grad(truth, whole, weight)
     local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
@@ -57,6 +44,19 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     close(gather_sequence(out, 2, lengths=split, balanced=parts.balanced, context=gpc), truth, RTOL)
 
 
+def _dropped(kind: str, gpc: ParallelContext) -> None:
+    """The output is linear in the values: <weight, out> = <dv, v> over all ranks, if the same weights are dropped."""
+    at = gpc.get_local_rank(ParallelMode.SEQUENCE)
+    q, k, v, weight = (numbers(2, 4, 6, 3, seed=10 * at + seed).requires_grad_() for seed in range(4))
+    options: dict[str, Any] = {"causal": True, "window": 9, "context": gpc}
+    out, plain = (ATTENTION[kind](q, k, v, dropout=dropout, **options) for dropout in (0.4, 0.0))
+    assert not torch.allclose(out, plain)
+    (dv,) = torch.autograd.grad(out, v, weight)
+    sides = torch.stack([(weight * out).sum(), (dv * v).sum()]).detach()
+    torch.distributed.all_reduce(sides, group=gpc.get_group(ParallelMode.SEQUENCE))
+    close(sides[0], sides[1], 1e-12)
+
+
 def _documents(total: int) -> list[int]:
     """One that ends inside a part, a short one, and one over the rest."""
     return [0, total // 3, total // 3 + 1, total]
@@ -64,6 +64,7 @@ def _documents(total: int) -> list[int]:
 
 def _all_cases(kind: str, size: int) -> None:
     with launch({"parallel": {"sequence": size}}, context=ParallelContext(), verbose=False) as gpc:
+        _dropped(kind, gpc)
         uneven = (5, 1, 0, 3)[:size] if kind == "ring" else (5, 1, 2, 3)[:size]
         for causal in (False, True):
             for lengths in ((4,) * size, uneven):
@@ -112,7 +113,7 @@ def _low_precision(kind: str) -> None:
             (True, {"window": 100}),
             (True, {"documents": [0, 70, 300, 512]}),
         ):
-            seen = _seen(total, causal, masked.get("window"), masked.get("documents")).to(exact[0].device)
+            seen = seen_keys(total, causal, masked.get("window"), masked.get("documents")).to(exact[0].device)
             answers = []
             for dtype in (torch.float64, torch.bfloat16):
                 *inputs, grad = (tensor.to(dtype).requires_grad_() for tensor in exact)
@@ -155,6 +156,38 @@ def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent()
     assert "as many heads as q or a divisor" in divisor
     assert "as many keys as queries" in keys
     assert "lengths=[3, 4, 4]" in lengths
+
+
+def _asked() -> list[int]:
+    """How often the ranks asked for lengths, after each of these calls."""
+    told = []
+    with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        at = gpc.get_local_rank(ParallelMode.SEQUENCE)
+        shared = SharedLengths()
+        first, second = shared.join(), shared.join()
+
+        def ask(layer: int, lengths: tuple[int, int]) -> None:
+            with unittest.mock.patch.object(wire, "numbers_of_all", wraps=wire.numbers_of_all) as asked:
+                assert shared.of(layer, lengths[at], gpc) == lengths
+            told.append(asked.call_count)
+
+        ask(first, (5, 4))
+        ask(second, (5, 4))
+        ask(first, (5, 5))  # the length of rank 0 is as before: it must ask all the same
+        ask(second, (5, 5))
+        x = torch.ones((), requires_grad=True) * 1
+        x.register_hook(
+            lambda grad: ask(second, (3, 2))
+        )  # a layer that is computed again in backward, and the one before
+        y = x * 1
+        y.register_hook(lambda grad: ask(first, (3, 2)))
+        y.backward()
+        ask(first, (5, 4))
+    return told
+
+
+def test_lengths_are_asked_for_once_in_a_pass():
+    assert run_world(2, _asked).values == [[1, 0, 1, 0, 1, 0, 1]] * 2
 
 
 def _memory() -> tuple[int, int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from colonnade.nn.sequence import exact
 from colonnade.nn.sequence.exact import Exact
-from colonnade.nn.sequence.masks import Mask
-from colonnade.nn.sequence.ring import Softmax
+from colonnade.nn.sequence.masks import Mask, Sight
+from colonnade.nn.sequence.parts import Parts
+from colonnade.nn.sequence.ring import Softmax, attention_over
 from tests.nn.sequence.training import close, numbers
 
 
@@ -38,17 +41,19 @@ def test_rows_that_have_seen_no_key_yet_take_the_first_they_see():
         close(found, truth, 1e-14)
 
 
+def _row(mask: Mask, row: int) -> torch.Tensor:
+    start, stop = next((a, b) for a, b in pairwise(mask.documents or (0, 40)) if row < b)
+    seen, keys = torch.zeros(1, 40), mask.seen(row - start, stop - start, stop - start)
+    seen[0, start + keys.start : start + keys.stop] = 1
+    return seen
+
+
 @pytest.mark.parametrize("scores", [1 << 24, 1])
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(3, 1), Mask(2, 0, (0, 7, 8, 40))])
 def test_exact_attention_is_torch_attention_in_one_tile_or_many(mask, scores, monkeypatch):
     monkeypatch.setattr(exact, "_SCORES", scores)
     inputs = [tensor.requires_grad_() for tensor in _inputs(40, 40, groups=2)]
-    behind = torch.arange(40) - torch.arange(40).unsqueeze(-1)
-    seen = behind <= (40 if mask.right is None else mask.right)
-    seen &= -behind <= (40 if mask.left is None else mask.left)
-    if mask.documents is not None:
-        document = torch.bucketize(torch.arange(40), torch.tensor(mask.documents), right=True)
-        seen &= document == document.unsqueeze(-1)
+    seen = torch.cat([_row(mask, row) for row in range(40)]).bool()
     truth = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True, scale=0.5)
     grad = numbers(2, 6, 40, 4, seed=9)
     expected = torch.autograd.grad(truth, inputs, grad)
@@ -65,3 +70,24 @@ def test_low_precision_is_summed_in_float32():
     q, k, v = (tensor.to(torch.bfloat16) for tensor in _inputs(4, 6))
     out, lse = Exact(0.5, Mask()).forward(q, k, v)
     assert out.dtype == lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scores", [1 << 24, 1])
+def test_gradients_with_dropout_are_those_of_the_weights_that_were_kept(scores, monkeypatch):
+    monkeypatch.setattr(exact, "_SCORES", scores)
+    inputs = [tensor[:1, :, :20].requires_grad_() for tensor in _inputs(20, 20)]
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return attention_over(*tensors, Parts((20,)), Sight(True, 4, (0, 6, 20)), 0.5, 0.4)
+
+    torch.autograd.gradcheck(attend, inputs)
+    assert not torch.allclose(
+        attend(*inputs), attention_over(*inputs, Parts((20,)), Sight(True, 4, (0, 6, 20)), 0.5, 0.0)
+    )
+
+
+def test_dropped_weights_keep_their_mean():
+    q, k, v = (tensor.expand(200, -1, -1, -1, -1).flatten(0, 1) for tensor in _inputs(4, 6))
+    plain, kept = (Exact(0.5, Mask(), dropout).forward(q, k, v)[0].mean(0) for dropout in (0.0, 0.3))
+    assert (plain - kept).norm() <= 0.1 * plain.norm()
