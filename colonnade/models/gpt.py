@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from colonnade.nn.layer import (
     arrange,
 )
 from colonnade.nn.layer.attention import Over
-from colonnade.nn.sequence import split_sequence
+from colonnade.nn.sequence import SharedLengths, split_sequence
 from colonnade.nn.sequence.parts import sequence_place
 
 
@@ -48,8 +49,9 @@ class GPT(nn.Sequential):
         make_embedding, make_block, make_head, _ = self.parts()
         embedding = make_embedding(vocabulary, length, hidden, dropout, over, context)
         blocks = nn.Sequential()
+        reach: dict[str, Any] = {"over": over, "balanced": over == "ring", "shared_lengths": SharedLengths()}
         for at in range(layers):
-            attention = SelfAttention(hidden, heads, causal=True, over=over, balanced=over == "ring", arrangement=here)
+            attention = SelfAttention(hidden, heads, causal=True, arrangement=here, **reach)
             blocks.append(make_block(attention, self.feed_forward(at, hidden, here), hidden, dropout, here))
         head = make_head(vocabulary, hidden, embedding.tokens.weight if tied else None, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))
