@@ -132,6 +132,25 @@ class Softmax:
         return self.out, self.lse
 
 
+class _Total:
+    """A sum of parts, each of some rows: as it came while there is one of all rows, in float32 at least from the second on."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
+
+    def add(self, rows: slice, part: Tensor) -> None:
+        if self._sum is None and part.shape == self._like.shape:
+            self._sum = part
+        else:
+            total = self.result(working(self._like))
+            total[:, :, rows] += part
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        self._sum = torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+        return self._sum
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Tensor:
@@ -151,28 +170,30 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, members, kernels = ctx.plan, ctx.members, iter(ctx.kernels)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        home = torch.zeros((2, *k.shape), dtype=lse.dtype, device=k.device)
+        dq, dk, dv = (_Total(tensor) for tensor in (q, k, v))
         coming: tuple[slice, Swap] | None = None
         for turn, keys, values in _round(k, v, plan, members):
-            found = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=k.device) if turn.ahead else home
+            found = (_Total(keys), _Total(values)) if turn.ahead else (dk, dv)
             for piece in turn.pieces:
                 part, queries, result, sums = (tensor[:, :, piece.queries] for tensor in (grad, q, out, lse))
                 block = keys[:, :, piece.keys], values[:, :, piece.keys]
                 more_q, *more = next(kernels).backward(part, queries, *block, result, sums)
-                dq[:, :, piece.queries] += more_q
+                dq.add(piece.queries, more_q)
                 for total, added in zip(found, more, strict=True):
-                    total[:, :, piece.keys] += added
-            if coming is not None:
-                home[:, :, :, coming[0]] += coming[1].wait()
-                coming = None
-            if turn.ahead:
-                # Back to the rank that has these keys, in the dtype that the kernel gave: the sum is in float32, at home.
-                coming = turn.sent, _swap(found.to(k.dtype), turn.sent, -turn.ahead, members)
-        if coming is not None:
-            home[:, :, :, coming[0]] += coming[1].wait()
-        dk, dv = home
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+                    total.add(piece.keys, added)
+            _take_home(coming, dk, dv)
+            # To the rank that has these keys, in the dtype that the kernels give: the sum is in float32, at home.
+            message = [total.result(k.dtype) for total in found] if turn.ahead else []
+            coming = (turn.sent, _swap(torch.stack(message), turn.sent, -turn.ahead, members)) if message else None
+        _take_home(coming, dk, dv)
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), None, None
+
+
+def _take_home(coming: tuple[slice, Swap] | None, dk: _Total, dv: _Total) -> None:
+    if coming is not None:
+        rows, swap = coming
+        for total, part in zip((dk, dv), swap.wait(), strict=True):
+            total.add(rows, part)
 
 
 def _round(k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Iterator[tuple[Turn, Tensor, Tensor]]:
