@@ -101,17 +101,17 @@ def test_in_one_process_they_are_plain_attention():
         close(attention(q, k, v, scale=0.3), scaled, RTOL)
 
 
-def _low_precision(kind: str) -> None:
+def _low_precision(kind: str, total: int = 512) -> None:
     """As near to the truth as one process in the same precision, where the kernels of a GPU are used if there is one."""
     with launch({"parallel": {"sequence": 4}}, context=ParallelContext(), verbose=False) as gpc:
-        total, options = 512, {"balanced": True} if kind == "ring" else {}
+        options = {"balanced": True} if kind == "ring" else {}
         mine = Parts.of(total, 4, kind == "ring").positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
         exact = [numbers(1, heads, total, 64, seed=at).bfloat16().double() for at, heads in enumerate((8, 4, 4, 8))]
         for causal, masked in (
             (True, {}),
             (False, {}),
-            (True, {"window": 100}),
-            (True, {"documents": [0, 70, 300, 512]}),
+            (True, {"window": total // 5}),
+            (True, {"documents": [0, total // 7, total // 2, total]}),
         ):
             seen = seen_keys(total, causal, masked.get("window"), masked.get("documents")).to(exact[0].device)
             answers = []
@@ -128,10 +128,14 @@ def _low_precision(kind: str) -> None:
                 assert apart <= 1.5 * theirs + 2e-3, (causal, masked, apart.item(), theirs.item())
 
 
+def _low_precision_of_both() -> None:
+    for kind in ATTENTION:
+        _low_precision(kind, 64)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ATTENTION)
-def test_bfloat16_is_as_near_as_in_one_process(kind):
-    run_world(4, _low_precision, kind)
+def test_bfloat16_is_as_near_as_in_one_process():
+    run_world(4, _low_precision_of_both)
 
 
 def _refusals() -> list[str]:

@@ -75,7 +75,7 @@ def test_low_precision_is_summed_in_float32():
 @pytest.mark.parametrize("scores", [1 << 24, 1])
 def test_gradients_with_dropout_are_those_of_the_weights_that_were_kept(scores, monkeypatch):
     monkeypatch.setattr(exact, "_SCORES", scores)
-    inputs = [tensor[:1, :, :20].requires_grad_() for tensor in _inputs(20, 20)]
+    inputs = [tensor[:1, :1, :, :2].detach().requires_grad_() for tensor in _inputs(20, 20)]
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(3)
