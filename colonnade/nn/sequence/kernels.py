@@ -110,6 +110,8 @@ class Efficient(Kernel):
         found = []
         for group, state in enumerate(self.state):
             part, queries, result, sums = (x[:, group::groups] for x in (grad, q, out, lse))
+            # In half precision it reads the output as its own forward lays it out, whatever the strides say.
+            result = result.transpose(1, 2).contiguous().transpose(1, 2)
             given = (part, queries, k, v, None, result, sums.contiguous(), *state, self.dropout)
             found.append(
                 aten._scaled_dot_product_efficient_attention_backward(
