@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from colonnade.testing import run_world
-from tests.models.grid import Case, mixes, train_all
+from tests.models.grid import Case, is_long, mixes, train_all
 
 
 def marks(cases: list[Case]) -> list[pytest.MarkDecorator]:
-    """Two ranks are quick; more are slow."""
-    return [] if cases[0].ranks <= 2 else [pytest.mark.slow]
+    """Of many ranks, every mode and every mix once with each kind of model; the rest is long."""
+    return [pytest.mark.long] if is_long(cases[0]) else []
 
 
 @pytest.mark.parametrize("cases", [pytest.param(cases, marks=marks(cases), id=mix) for mix, cases in mixes().items()])
