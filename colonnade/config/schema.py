@@ -193,6 +193,7 @@ KEYS: dict[str, Rule] = {
     "sync": only_dict(_SYNC),  # how gradients are reduced
     "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
     "flat_step": BOOL,  # run the optimizer on flat buffers
+    "graph_step": BOOL,  # run the flat step and the clipping as CUDA graphs
     "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options"),  # torch.compile the model, block by block
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm

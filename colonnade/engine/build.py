@@ -93,7 +93,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler),
+            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
             precision=precision,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
