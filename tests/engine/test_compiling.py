@@ -120,8 +120,10 @@ def test_equal_blocks_are_compiled_once(blocks):
             engine.step()
         truth = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         assert abs(engine.criterion(engine(x), y).item() - truth.item()) < 1e-5
+        compiled = [module._compiled_call_impl is not None for module in (model, model.blocks, *model.blocks)]
+        assert compiled == [not blocks, False, blocks, blocks]
         engine.close()
-    assert seen.graphs == (4 if blocks else 2)  # embedding, block, head; and the loss
+    assert seen.graphs == 4  # embedding, block, head; and the loss
 
 
 def test_a_step_as_cuda_graphs_is_refused_on_a_cpu():
