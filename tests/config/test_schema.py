@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "schedule sync compare_batches flat_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model "
+    "schedule sync compare_batches flat_step graph_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model "
     "num_microbatches TENSOR_SHAPE"
 )
 
@@ -53,6 +53,7 @@ READERS = {
     "zero": "engine/zero.py engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
     "schedule": "engine/build.py",
     "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
+    "compile": "engine/compiling.py",
     "model": "engine/build.py",
 }
 """Which files read what stands in a section."""

@@ -21,7 +21,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.exact import working
-from colonnade.nn.sequence.kernels import kernel_for
+from colonnade.nn.sequence.kernels import by_speed, kernel_for
 from colonnade.nn.sequence.masks import Sight, Turn, ring_turns
 from colonnade.nn.sequence.parts import Parts, parts_of
 from colonnade.parallel.collectives import Members, members_of
@@ -71,7 +71,8 @@ def attention_over(
     """Attention round the ring of `members`, or here alone without."""
     if members is None and sight.is_plain:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
+        with by_speed(q):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
     plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
     out: Tensor = _Attention.apply(q, k, v, plan, members)
     return out
