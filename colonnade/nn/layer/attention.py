@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange, partition_input
@@ -19,13 +18,6 @@ from colonnade.nn.layer.rotary import Rotary
 from colonnade.nn.sequence import ring_attention, ulysses_attention
 from colonnade.nn.sequence.parts import parts_of, sequence_place
 from colonnade.parallel.placement import Replicate
-
-_BY_SPEED = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 Over = Literal["ring", "ulysses"]
 """How attention reaches over a split sequence: see `ring_attention` and `ulysses_attention`."""
@@ -147,15 +139,10 @@ class SelfAttention(nn.Module):
             mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
         dropped = self.dropout if self.training else 0.0
         grouped = q.size(1) != k.size(1)
-        with stream_of(here, "inner") if dropped else nullcontext(), _kernels(q):
+        with stream_of(here, "inner") if dropped else nullcontext():
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropped, is_causal=self.causal, enable_gqa=grouped
             )
-
-
-def _kernels(q: Tensor) -> AbstractContextManager[None]:
-    """On a GPU, cuDNN's attention first: where it can do what is asked it takes about half of flash attention's time."""
-    return sdpa_kernel(_BY_SPEED, set_priority=True) if q.is_cuda else nullcontext()
 
 
 def _check(hidden: int, heads: int, kv_heads: int, over: str, balanced: bool) -> None:
