@@ -16,7 +16,6 @@ from colonnade.nn.layer.dropout import stream_of
 from colonnade.nn.layer.linear import Linear, own
 from colonnade.nn.layer.rotary import Rotary
 from colonnade.nn.sequence import SharedLengths, ring_attention, ulysses_attention
-from colonnade.nn.sequence.kernels import by_speed
 from colonnade.nn.sequence.parts import parts_of, sequence_place
 from colonnade.parallel.placement import Replicate
 
@@ -164,7 +163,7 @@ class SelfAttention(nn.Module):
         if mask is not None and mask.dim() == 4 and len(mask) > 1:
             mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
         grouped = q.size(1) != k.size(1)
-        with stream_of(here, "inner") if dropped else nullcontext(), by_speed(q):
+        with stream_of(here, "inner") if dropped else nullcontext():
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropped, is_causal=self.causal, enable_gqa=grouped
             )
