@@ -42,19 +42,19 @@ class OneD(Arrangement):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
         matrix = weight.flatten(0, -2)
         if split == "column":
-            return F.linear(self._enter(x), matrix, bias)
+            return F.linear(self.enter(x), matrix, bias)
         y = self._leave(F.linear(x, matrix))
         return y if bias is None else y + bias
 
-    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
-
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """Whole in forward; in backward the sum of what every rank's columns say."""
         if not self.sequence_split:
             return collectives.copy(x, _1D, context=self.context)
         sizes = (x.shape[-2],) * size_of(_1D, self.context)
         return collectives.all_gather(x, _1D, -2, sizes, context=self.context)
+
+    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
+        return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
 
     def _leave(self, x: Tensor) -> Tensor:
         """The sum of every rank's partial result."""
