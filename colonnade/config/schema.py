@@ -154,6 +154,22 @@ _ZERO = Section(
     refused={"model_config": _OLD_ZERO, "optimizer_config": _OLD_ZERO},
 )
 
+_MODES = choice("none", "full", "selective")
+_ACTIVATIONS = Section(
+    {
+        "mode": _MODES,  # what a block computes again in backward: nothing, everything, all but the ops of `keep`
+        "every": COUNT,  # of the blocks, every n-th one
+        "blocks": any_of(
+            TEXT, TEXTS, NONE
+        ),  # their classes, or patterns of module names; left out, they are looked for
+        "keep": any_of(TEXTS, NONE),  # mode 'selective': ops whose results are kept, such as 'aten.mm'
+        "offload": BOOL,  # what is kept for backward lies in the host's memory
+    },
+    renamed=_words(
+        mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
+    ),
+)
+
 _SYNC = Section(
     {
         "bucket_mb": POSITIVE,  # bucket size in MB
@@ -190,6 +206,8 @@ KEYS: dict[str, Rule] = {
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
     "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
+    # which activations are computed again in backward, or kept on the host; True: 'full'
+    "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),
     "flat_step": BOOL,  # run the optimizer on flat buffers
     "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
     "seed": INT,  # seed of every random stream

@@ -24,6 +24,7 @@ from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.logging import get_dist_logger
+from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
@@ -148,6 +149,7 @@ def _apply_backend_flags(config: Config) -> None:
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
+    whole = list(built) if isinstance(built, Split) else [built]
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -155,6 +157,8 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    complete = len(whole) > 1 or context.pipeline_parallel_size == 1
+    ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
     return built.to(context.device)
