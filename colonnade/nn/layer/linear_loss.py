@@ -131,7 +131,8 @@ class _Fused(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        slope = slope / ctx.lift
+        # With a dimension of its own it is multiplied in its own precision, not in that of what it scales.
+        slope = (slope / ctx.lift).view(1)
         scaled = [
             None if each is None else torch.mul(each, slope, out=torch.empty_like(each, dtype=dtype))
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
