@@ -200,6 +200,8 @@ _SYNC = Section(
 
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
 
+_COMPILE = Section({"blocks": BOOL}, is_open=True)  # blocks=False: the model in one piece
+
 KEYS: dict[str, Rule] = {
     # how the ranks are divided into axes
     "parallel": only_dict(_PARALLEL, "a dict of data, pipeline, tensor, expert, sequence and axes of your own"),
@@ -217,7 +219,8 @@ KEYS: dict[str, Rule] = {
     # which activations are computed again in backward, or kept on the host; True: 'full'
     "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),
     "flat_step": BOOL,  # run the optimizer on flat buffers
-    "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
+    "graph_step": BOOL,  # run the flat step and the clipping as CUDA graphs
+    "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options"),  # torch.compile the model, block by block
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only

@@ -18,6 +18,7 @@ from colonnade.nn.layer.linear import MLP, Classifier, Linear
 from colonnade.nn.layer.linear_loss import LinearCrossEntropyLoss
 from colonnade.nn.layer.loss import CrossEntropyLoss
 from colonnade.nn.layer.norm import LayerNorm, RMSNorm
+from colonnade.nn.layer.rotary import Rotary
 from colonnade.nn.layer.spread import Spread
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MLP",
     "PositionEmbedding",
     "RMSNorm",
+    "Rotary",
     "SelfAttention",
     "Spread",
     "Whole",

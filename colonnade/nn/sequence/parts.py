@@ -80,6 +80,8 @@ def split_sequence(
     what placements say of every parameter that is replicated there.
     """
     size, at = sequence_place(given_or_global(context))
+    if size == 1:
+        return x
     runs = Parts.of(x.size(dim), size, balanced).segments[at]
     pieces = [x.narrow(dim, run.start, run.length) for run in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

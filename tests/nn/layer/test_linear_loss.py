@@ -81,16 +81,6 @@ def test_half_precision_is_summed_in_fp32():
             )
 
 
-def test_a_small_slope_is_not_rounded_to_half_precision():
-    """As that of a mean over many tokens."""
-    for dtype in (torch.bfloat16, torch.float16):
-        hidden, weight, _, labels = _case(dtype)
-        hidden.requires_grad_()
-        loss = LinearCrossEntropyLoss(reduction="sum", arrangement=_whole())(hidden, weight, labels)
-        whole, part = (torch.autograd.grad(loss / of, hidden, retain_graph=True)[0].double() for of in (1, 907))
-        assert abs(whole.norm() / part.norm() / 907 - 1) < 2e-4
-
-
 def test_autocast_leaves_the_gradient_of_an_fp32_weight_in_fp32():
     hidden, weight, _, labels = _case(torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
