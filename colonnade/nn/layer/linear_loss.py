@@ -16,6 +16,7 @@ from colonnade.nn.layer.arrangement import Arrangement
 from colonnade.nn.layer.first_pass import takes
 from colonnade.nn.layer.loss import CrossEntropyLoss, Reduction
 from colonnade.parallel.collectives import Members, members_of, wire
+from colonnade.parallel.placement import is_dtensor
 
 CHUNK = 2048
 """Tokens whose logits exist at a time, unless told otherwise."""
@@ -62,6 +63,11 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Activations [batch, ..., hidden] in the outer spread, the weight [classes, hidden] of a classifier, whole labels."""
         here = self.arrangement
+        if is_dtensor(weight):
+            raise PlacementError(
+                "LinearCrossEntropyLoss takes the weight as the forward pass of a module has it, and this one is a DTensor: at "
+                "zero stage 3, give it out of the module that is gathered (`zero.wrap`), and let that have keeps_gathered=True"
+            )
         takes(self, here, hidden, "outer")
         entered = here.enter(hidden)
         if labels.shape != entered.shape[:-1] or weight.dim() != 2 or weight.shape[1] != entered.shape[-1]:
