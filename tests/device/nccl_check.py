@@ -34,9 +34,11 @@ from colonnade.testing import cuda_mps, run_world
 from tests.engine import test_clip, test_engine, test_pipeline
 from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.engine.precision import test_table
 from tests.models import grid
 from tests.nn.sequence import test_attention
 from tests.optim.zero import cases as zero_cases
+from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
 from tests.reduce import summing, test_uneven
@@ -78,7 +80,8 @@ class Check(NamedTuple):
 
 def checks() -> list[Check]:
     """All of them, part by part."""
-    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients(), *_attention()]
+    parts = (_models(), _handlers(), _zero(), _quiet(), _precisions(), _schedules(), _clips(), _gradients(), _attention())
+    return [check for part in parts for check in part]
 
 
 def _models() -> Iterator[Check]:
@@ -107,6 +110,16 @@ def _zero() -> Iterator[Check]:
     ahead = [Way(stage, "AdamW", 0.3, 3, "auto", (("gather_ahead", True),)) for stage in (1, 2)]
     yield Check("zero", "gather_ahead", 2, zero_cases.check_parity, ("data 2", ahead))
     yield Check("zero", "odd parameters", 2, zero_optimizer._odd, (["AdamW"],))
+
+
+def _quiet() -> Iterator[Check]:
+    """From the third step on no host waits for the device; the loss is counted, as cross-entropies are."""
+    for config in device_check.CONFIGS:
+        yield Check("quiet", str(config), 2, device_check.run, (config, None))
+
+
+def _precisions() -> Iterator[Check]:
+    yield Check("precision", "every precision at every stage of ZeRO", 2, test_table._all_cases)
 
 
 def _schedules() -> Iterator[Check]:
