@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding, TransformerBlock, mean_over
 from colonnade.nn.layer import Arrangement
-from colonnade.nn.moe import MoE, TopKRouter
+from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss, no_losses
 
 Carried = tuple[Tensor, Tensor]
-"""(activations, the auxiliary losses of the layers so far)"""
+"""(activations, what the auxiliary losses of the layers so far are made of)"""
 
 
 class MoEGPT(GPT):
@@ -52,7 +51,7 @@ class CarryingEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor) -> Carried:  # type: ignore[override]
         x = super().forward(tokens)
-        return x, torch.zeros((), device=x.device)
+        return x, no_losses(x)
 
 
 class CarryingBlock(TransformerBlock):
@@ -68,11 +67,11 @@ class CarryingBlock(TransformerBlock):
 
 
 class CarryingHead(Head):
-    """The head; the losses go by."""
+    """The head; here the losses are made, with one all-reduce for all layers."""
 
     def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
         x, loss = carried
-        return super().forward(x), loss
+        return super().forward(x), auxiliary_loss(loss, context=self.norm.arrangement.context)
 
 
 class MoELoss(LanguageModelLoss):
