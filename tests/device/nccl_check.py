@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import sys
@@ -35,6 +36,7 @@ from tests.engine import test_clip, test_engine, test_pipeline
 from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
 from tests.models import grid
+from tests.nn.moe import test_grouped
 from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
@@ -77,13 +79,20 @@ class Check(NamedTuple):
 
 def checks() -> list[Check]:
     """All of them, part by part."""
-    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
+    return [*_models(), *_experts(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
 
 
 def _models() -> Iterator[Check]:
     known = {str(case): case for case in reversed(grid.GRID)}
     for name in GRID:
         yield Check("grid", name, known[name].ranks, grid.trained, (known[name],))
+
+
+def _experts() -> Iterator[Check]:
+    for ranks in (2, 4):
+        for dtype, capacity in itertools.product((torch.float64, torch.bfloat16), (None, 0.7)):
+            name = f"{dtype}{' with drops' if capacity else ''}"
+            yield Check("experts", name, ranks, test_grouped.check_ranks, (dtype, capacity))
 
 
 def _handlers() -> Iterator[Check]:

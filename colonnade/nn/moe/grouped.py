@@ -24,7 +24,7 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     What the result has behind the last group means nothing. torch's grouped_mm, and where it does not take the dtype
     or the sizes a loop over the groups, which has to ask the device for the ends.
     """
-    if why_not(x, weight) is None:
+    if why_not(x, weight, compiled=torch.compiler.is_compiling()) is None:
         return F.grouped_mm(x, weight, offs=ends)
     return _loop(x, weight, ends)
 
@@ -38,12 +38,14 @@ def grouped_affine(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor)
     return out + grouped_mm(ones, F.pad(bias.unsqueeze(1), (0, 0, 0, _ONES - 1)), ends)
 
 
-def why_not(x: Tensor, weight: Tensor) -> str | None:
+def why_not(x: Tensor, weight: Tensor, *, compiled: bool = False) -> str | None:
     """Why torch's grouped_mm cannot be used for this product; None where it can."""
     if x.device.type not in ("cpu", "cuda"):
         return f"on {x.device.type}"
     if x.dtype not in _DTYPES:
         return f"of {x.dtype}"
+    if compiled and x.dtype != torch.bfloat16:
+        return f"of {x.dtype} in compiled code"
     if any(size * x.element_size() % _ALIGNMENT for size in weight.shape[1:]):
         return f"with {x.dtype} weights of {weight.size(1)} x {weight.size(2)}, rows of which are not multiples of 16 bytes"
     return None
@@ -52,8 +54,8 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
 @torch.library.custom_op("colonnade::grouped_mm", mutates_args=())
 def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The same, group by group; also, for gradients, columns x of each group times rows `weight`: (groups, m, n)."""
-    if x.is_cuda:
-        _tell(why_not(x, weight) if weight.dim() == 3 else None)
+    if x.is_cuda and weight.dim() == 3:
+        _tell(why_not(x, weight) or why_not(x, weight, compiled=True))
     stops = ends.tolist()
     parts = list(enumerate(zip([0, *stops], stops, strict=False)))
     out = x.new_zeros(_shape(x, weight, ends))
