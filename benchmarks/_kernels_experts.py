@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ _PASSES, _ROUNDS, _WARM_UP = 4, 15, 3
 Pass = Callable[[], None]
 
 
-def measure(ranks: tuple[int, ...] = (2, 4)) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
+def measure(
+    cases: Sequence[str] = tuple(CASES), ranks: Sequence[int] = (2, 4)
+) -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
     """(ratios, goals, milliseconds of each contestant)"""
     ratios: dict[str, float] = {}
     times: dict[str, dict[str, float]] = {}
-    for name in CASES:
+    for name in cases:
         times[name] = found = _milliseconds(_on_one(name))
         ratios[name] = found["experts"] / found["by hand"]
         if "layer" in found:
@@ -146,13 +148,12 @@ def _on_rank() -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object last")
-    parser.add_argument(
-        "--ranks", type=int, nargs="*", default=[2, 4], help="sizes of the worlds; none: one process only"
-    )
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="in one process")
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4], help="sizes of the worlds")
     options = parser.parse_args()
     if not has_device("cuda"):
         return 0
-    ratios, goals, times = measure(tuple(options.ranks))
+    ratios, goals, times = measure(options.cases, options.ranks)
     return 0 if report(ratios, goals, options.json, milliseconds=times) else 1
 
 
