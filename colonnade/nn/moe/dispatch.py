@@ -52,8 +52,8 @@ def order(routing: Routing) -> Order:
     if limits is None or not len(experts):
         places, spare = torch.empty_like(rows).scatter_(0, rows, row), None
     else:
-        chosen, sorted_experts, spare = routing.counts.sum(0), experts[rows], len(experts)
-        within = row - (chosen.cumsum(0) - chosen)[sorted_experts]
+        sorted_experts, spare = experts[rows], len(experts)
+        within = row - (routing.chosen.cumsum(0) - routing.chosen)[sorted_experts]
         row = (limits.cumsum(0) - limits)[sorted_experts] + within
         row = torch.where(within < limits[sorted_experts], row, spare)
         places = torch.empty_like(rows).scatter_(0, rows, row)

@@ -86,7 +86,7 @@ class MoE(nn.Module):
         # All this is under way before the host waits for the sizes of the traffic.
         sent, sums = order(routing), self.router.sums(routing)
         shared = None if self.shared is None else self.shared(x)
-        self.statistics = Statistics(routing.counts.sum(0), routing.counts.sum() - routing.kept.sum())
+        self.statistics = Statistics(routing.chosen, routing.chosen.sum() - routing.kept.sum())
         out = self._mixed(tokens, routing, sent, traffic)
         if scope.shares_tokens:
             out = gather(out, ParallelMode.TENSOR, 0, shares, context=scope.context)

@@ -30,6 +30,8 @@ class Routing:
     """(choices, tokens): what an expert's output is multiplied by."""
     counts: Tensor
     """(choices, experts): how many tokens chose each expert."""
+    chosen: Tensor
+    """(experts): how many assignments chose each."""
     limits: Tensor | None
     """(experts): how many of this rank's assignments each expert takes, the first ones; None: all."""
     logits: Tensor
@@ -39,7 +41,7 @@ class Routing:
     @property
     def kept(self) -> Tensor:
         """(experts): how many assignments each expert takes."""
-        return self.counts.sum(0) if self.limits is None else self.limits
+        return self.chosen if self.limits is None else self.limits
 
 
 class TopKRouter(nn.Module):
@@ -111,16 +113,18 @@ class TopKRouter(nn.Module):
             # The bias decides who is chosen, and only that.
             ranking = scores + self.bias if self.bias_rate else scores
             experts = self._of_best_groups(ranking).topk(self.k, dim=-1).indices
-            counts = counted(experts.T.contiguous(), self.experts)
+            by_choice = experts.T.contiguous()
+            counts = counted(by_choice, self.experts)
+            chosen = counts.sum(0)
             if self.training and self.bias_rate:
-                self.load += counts.sum(0)
+                self.load += chosen
             limits = self._limits(counts) if self.capacity is not None else None
         weights = scores.gather(1, experts)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.scale != 1.0:
             weights = weights * self.scale
-        return Routing(experts.T.contiguous(), weights.T, counts, limits, logits, scores)
+        return Routing(by_choice, weights.T, counts, chosen, limits, logits, scores)
 
     def _of_best_groups(self, ranking: Tensor) -> Tensor:
         """The scores that the choice is made by, without those of the groups that a token does not go to."""
@@ -156,13 +160,16 @@ class TopKRouter(nn.Module):
         """
         if not self.has_loss:
             return None
-        logits, scores = routing.logits, routing.scores
-        probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        z = logits.logsumexp(-1).square().sum().reshape(1)
-        weighted = torch.cat([probabilities.sum(0) * (self.balance_loss * self.experts / self.k), z * self.z_loss])
-        tokens = weighted.new_full((self.experts + 1,), len(logits))
-        factors = torch.cat([routing.counts.sum(0).to(weighted.dtype), tokens[:1]])
-        sums = torch.stack([weighted, factors, tokens])
+        scores, weighted, factors = routing.scores, [], []
+        tokens = scores.new_full((1,), len(scores))
+        if self.balance_loss:
+            probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            weighted.append(probabilities.sum(0) * (self.balance_loss * self.experts / self.k))
+            factors.append(routing.chosen.to(scores.dtype))
+        if self.z_loss:
+            weighted.append(routing.logits.logsumexp(-1).square().sum().reshape(1) * self.z_loss)
+            factors.append(tokens)
+        sums = torch.stack([torch.cat(weighted), torch.cat(factors), tokens.expand(sum(map(len, factors)))])
         own = F.pad(_of(sums).reshape(1, 1), (0, 0, 0, 2)) if self.over == "rank" else sums.new_zeros(3, 1)
         return own if self.over == "rank" else torch.cat([own, sums], 1)
 

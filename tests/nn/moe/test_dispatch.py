@@ -16,7 +16,8 @@ EXPERTS = 3
 def routing(experts: list[list[int]], limits: list[int] | None) -> Routing:
     chosen = torch.tensor(experts)
     kept = None if limits is None else torch.tensor(limits)
-    return Routing(chosen, torch.ones(chosen.shape), counted(chosen, EXPERTS), kept, torch.empty(0), torch.empty(0))
+    counts, none = counted(chosen, EXPERTS), torch.empty(0)
+    return Routing(chosen, torch.ones(chosen.shape), counts, counts.sum(0), kept, none, none)
 
 
 def by_hand(experts: list[list[int]], limits: list[int] | None) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LayoutError, ScheduleError
+from colonnade.nn.layer import MLP, arrange
 from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
 from colonnade.parallel.collectives import recorded
 from colonnade.testing import run_world
@@ -28,6 +29,7 @@ ROUTERS: dict[str, tuple[type[TopKRouter], dict[str, Any]]] = {
     "top 2, drops": (TopKRouter, {"k": 2, "capacity": 0.6}),
     "switch, drops": (SwitchRouter, {"capacity": 0.8}),
     "sigmoid, bias": (TopKRouter, {"k": 2, "score": "sigmoid", "balance_loss": 0.0, "bias_rate": 0.05}),
+    "groups": (TopKRouter, {"k": 3, "groups": 4, "top_groups": 2, "scale": 2.5, "score": "sigmoid", "bias_rate": 0.05}),
     "all, not normalized": (TopKRouter, {"k": EXPERTS, "normalize": False}),
 }
 by_router = pytest.mark.parametrize("router", ROUTERS)
@@ -35,14 +37,16 @@ by_router = pytest.mark.parametrize("router", ROUTERS)
 
 def _moe(router: str, context: ParallelContext, experts: int = EXPERTS, **settings: Any) -> MoE:
     kind, options = ROUTERS[router]
+    experts = 2 * options.get("groups", experts // 2)
     made = kind(HIDDEN, experts, **options, context=context)
+    settings["shared"] = MLP(HIDDEN, 10, arrangement=arrange(context)) if settings.pop("shared", False) else None
     return MoE(HIDDEN, experts, made, inner=settings.pop("inner", 8), context=context, **settings)
 
 
 # -- one process ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False, "shared": True}], ids=str)
 @by_router
 def test_in_one_process_it_is_a_loop_over_tokens(router, settings):
     plain = Naive(_moe(router, alone(), **settings))
@@ -211,8 +215,8 @@ def _trained(
 )
 def test_experts_on_two_of_two_ranks_equal_one_process(router):
     """Experts, router, drops by the order of the joined batch, auxiliary losses of the joined batch, bias."""
-    found = run_world(2, _trained, {"expert": 2}, router, (5, 3)).values
-    assert found[0]["shape"] == (2, HIDDEN, 8)
+    found = run_world(2, _trained, {"expert": 2}, router, (5, 3), shared=True).values
+    assert found[0]["shape"] == (4 if router == "groups" else 2, HIDDEN, 8)
     assert found[0]["handler"] == "MoeGradientHandler"
     for step, dropped in enumerate(found[0]["plain"]):
         assert sum(rank["mine"][step] for rank in found) == dropped
@@ -244,7 +248,9 @@ def test_experts_without_a_token_and_ranks_without_one(empty):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"inner": 7}, pytest.param({"gated": True, "bias": False}, marks=pytest.mark.slow)], ids=str
+    "settings",
+    [{"inner": 7}, pytest.param({"gated": True, "bias": False, "shared": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_experts_split_over_tensor_too(settings):
     shape = run_world(2, _trained, {"tensor": {"size": 2, "mode": "1d"}}, "top 2", (4,), **settings).values[0]["shape"]

@@ -94,7 +94,22 @@ def test_weights_add_up_to_one_or_are_the_scores():
 
 
 @pytest.mark.parametrize(
-    "options", [{"k": 0}, {"k": 5}, {"score": "x"}, {"over": "x"}, {"capacity": 0.0}, {"noise": 1.0}, {"noise": -0.1}]
+    "options",
+    [
+        {"k": 0},
+        {"k": 5},
+        {"score": "x"},
+        {"over": "x"},
+        {"capacity": 0.0},
+        {"noise": 1.0},
+        {"noise": -0.1},
+        {"groups": 3},
+        {"groups": 0},
+        {"top_groups": 3, "groups": 2},
+        {"top_groups": 0},
+        {"top_groups": 1, "groups": 2, "k": 3},
+    ],
+    ids=str,
 )
 def test_options_that_make_no_router(options):
     with pytest.raises(ConfigError, match=f"router: {next(iter(options))}="):
