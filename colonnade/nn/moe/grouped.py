@@ -53,21 +53,20 @@ def why_not(x: Tensor, weight: Tensor, *, compiled: bool = False) -> str | None:
 
 def _loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """As grouped_mm, by an operator of our own: compiled code keeps it as it is, and does not see that it waits."""
-    return torch.ops.colonnade.grouped_mm(x, weight, ends)  # type: ignore[no-any-return]
+    return torch.ops.colonnade.grouped_mm(x, weight, ends)
 
 
 def _group_by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The same, group by group; also, for gradients, columns x of each group times rows `weight`: (groups, m, n)."""
     if x.is_cuda and weight.dim() == 3:
         _tell(why_not(x, weight) or why_not(x, weight, compiled=True))
-    stops = ends.tolist()
-    parts = list(enumerate(zip([0, *stops], stops, strict=False)))
-    out = x.new_zeros(_shape(x, weight, ends))
-    for at, (start, stop) in parts:
+    out, start = x.new_zeros(_shape(x, weight, ends)), 0
+    for at, stop in enumerate(ends.tolist()):
         if weight.dim() == 3:
             torch.mm(x[start:stop], weight[at], out=out[start:stop])
         else:
             torch.mm(x[:, start:stop], weight[start:stop], out=out[at])
+        start = stop
     return out
 
 
@@ -95,7 +94,5 @@ torch.library.register_autograd("colonnade::grouped_mm", _gradients, setup_conte
 
 @cache
 def _tell(reason: str | None) -> None:
-    if reason is not None:
-        get_dist_logger().warning(
-            f"experts: torch's grouped_mm takes no product {reason}; they are computed one after another", ranks=[0]
-        )
+    message = f"experts: torch's grouped_mm takes no product {reason}; they are computed one after another"
+    get_dist_logger().warning(message, ranks=[0])

@@ -70,12 +70,14 @@ def test_experts_are_a_loop_over_experts(dtype, kind):
     check_experts(dtype, "cpu", kind, False)
 
 
+@pytest.mark.slow
 @by_dtype
 def test_experts_compile_without_a_graph_break(dtype):
     """Where grouped_mm takes the dtype, and where the loop stands in for it."""
     check_experts(dtype, "cpu", KINDS[2], "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_a_whole_layer_compiles_without_a_graph_break(capacity):
     torch.manual_seed(0)
