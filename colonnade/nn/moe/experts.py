@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,12 +58,12 @@ class Experts(nn.Module):
         self._add("down", (inner, hidden), inner)
         self._add("down_bias", (hidden,), inner, bias)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
         """Rows sorted by expert, so many for each expert here -> what the experts make of them, in the same order.
 
-        `counts` stays on the device; what is given back for rows behind the last that is counted means nothing.
+        A tensor of counts stays on the device; what is given back for rows behind the last that is counted means nothing.
         """
-        ends = counts.cumsum(0, dtype=torch.int32)
+        ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
         rows, weights = self._cast(rows)
         inside, gate = grouped_affine(rows, weights["up"], weights.get("up_bias"), ends), weights.get("gate")
         inside = self.activation(inside) if gate is None else self.activation(grouped_mm(rows, gate, ends)) * inside

@@ -64,6 +64,10 @@ class MoE(nn.Module):
             raise ConfigError(
                 f"the router knows {self.router.experts} experts, but there are {experts.experts}; give both one number"
             )
+        if not (shared is None or isinstance(shared, nn.Module)):
+            raise ConfigError(
+                f"shared={shared!r}: give a layer that takes and gives {hidden} features, such as MLP, or None"
+            )
         self._arrangement = arrange(context)  # the tensor mode's; experts take whole tokens, whatever it makes of them
         self.sums: Tensor | None = None
         """What the auxiliary loss of the last forward pass is made of, until auxiliary_loss(model) takes it."""
@@ -114,7 +118,13 @@ class MoE(nn.Module):
         return reduce(out, ParallelMode.TENSOR, context=context) if self.experts.splits_inner else out
 
     def _added(self, loss: Tensor, sums: Tensor) -> Tensor:
-        return joined([loss, sums]) if loss.dim() else loss + loss_of(sums, self.experts.scope)
+        if not loss.dim():
+            return loss + loss_of(sums, self.experts.scope)
+        if loss.dim() != 2 or len(loss) != 3:
+            raise ScheduleError(
+                f"moe(x, loss) takes what the layer before gave, no_losses(x) or a scalar, not {tuple(loss.shape)}"
+            )
+        return joined([loss, sums])
 
     def _keep(self, sums: Tensor | None) -> None:
         if sums is not None and self.experts.scope.context.pipeline_parallel_size > 1:

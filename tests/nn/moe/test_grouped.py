@@ -106,7 +106,7 @@ def test_what_grouped_mm_does_not_take_is_named_and_computed_all_the_same(dtype,
     experts = Experts(HIDDEN, inner, EXPERTS, context=ParallelContext()).to(dtype)
     rows = torch.randn(ROWS, HIDDEN, dtype=dtype)
     assert why_not(rows, experts.up) == message
-    experts(rows, torch.tensor(COUNTS))[: sum(COUNTS)].sum().backward()
+    experts(rows, COUNTS)[: sum(COUNTS)].sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in experts.parameters())
 
 

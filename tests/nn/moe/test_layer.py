@@ -131,6 +131,12 @@ def test_slips_are_told():
         SwitchRouter(HIDDEN, 4, capacity=0)
     with pytest.raises(ConfigError, match="the router knows 4 experts, but there are 8"):
         MoE(HIDDEN, 8, SwitchRouter(HIDDEN, 4))
+    with pytest.raises(ConfigError, match="shared=2: give a layer that takes and gives 6 features"):
+        MoE(HIDDEN, 4, shared=2)
+    with pytest.raises(
+        ScheduleError, match=r"takes what the layer before gave, no_losses\(x\) or a scalar, not \(2,\)"
+    ):
+        MoE(HIDDEN, 4)(torch.randn(2, HIDDEN), torch.zeros(2))
 
 
 def _refused() -> tuple[str, str]:
