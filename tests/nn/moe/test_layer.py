@@ -15,6 +15,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LayoutError, ScheduleError
+from colonnade.models import MoEGPT
 from colonnade.nn.layer import MLP, arrange
 from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
 from colonnade.parallel.collectives import recorded
@@ -286,13 +287,18 @@ def test_expert_by_tensor_by_data_on_eight_ranks(parallel, rows, shape, router):
     assert run_world(8, _trained, parallel, router, rows, timeout=100).values[0]["shape"] == shape
 
 
-def _waits() -> list[str]:
+def _waits() -> tuple[list[str], list[int]]:
     with launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc:
         moes = nn.Sequential(_moe("top 2, drops", gpc), _moe("top 2, drops", gpc))
         with recorded() as calls:
             out = moes(torch.randn(4, HIDDEN, requires_grad=True))
             (out.sum() + auxiliary_loss(moes)).backward()
-        return [f"{call.op} {call.mode.name}" for call in calls]
+        model, reductions = MoEGPT(8, 4, 8, 2, 3, 4, every=1, context=gpc), []
+        for training in (True, False):
+            with recorded() as of_model:
+                model.train(training)(torch.zeros(2, 4, dtype=torch.long))
+            reductions.append(sum(call.op == "all_reduce" for call in of_model))
+        return [f"{call.op} {call.mode.name}" for call in calls], reductions
 
 
 class Ops(TorchDispatchMode):
@@ -324,7 +330,8 @@ def test_what_is_sent():
     """Counts for the capacity, one exchange of sizes, rows there and back; sums for the losses, once; and backward."""
     forward = [*["all_gather DATA", *["all_to_all EXPERT"] * 3] * 2, "all_reduce DATA"]
     backward = ["all_reduce DATA", *["all_to_all EXPERT"] * 4]
-    for calls in run_world(2, _waits).values:
+    for calls, of_model in run_world(2, _waits).values:
+        assert of_model == [1, 0]  # of a model of three such layers: in training, and in evaluation
         assert calls[: len(forward)] == forward
         assert sorted(calls[len(forward) :]) == backward
 
