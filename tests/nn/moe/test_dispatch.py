@@ -58,7 +58,7 @@ def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits
 
 
 @pytest.mark.parametrize(
-    "arriving", [[[1, 2], [0, 3]], [[2, 1], [1, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]], ids=str
+    "arriving", [[[1, 2], [0, 3]], [[2, 1], [1, 2], [3, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]], ids=str
 )
 def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back(arriving):
     traffic = Traffic(torch.tensor(arriving).flatten(), len(arriving), ParallelContext())
