@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional as F
 
 from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.logging import get_dist_logger
 from colonnade.nn.moe.router import Routing
 from colonnade.parallel.collectives import all_to_all, linear_map
 
@@ -48,7 +50,8 @@ def order(routing: Routing) -> Order:
     """Where each assignment goes. Nothing here waits for the device."""
     experts, limits = routing.experts.flatten(), routing.limits
     row = torch.arange(len(experts), device=experts.device)
-    rows = torch.argsort(experts, stable=True)
+    # Few bits are sorted in few passes.
+    rows = torch.argsort(experts.to(torch.int16 if len(routing.chosen) < 2**15 else torch.int64), stable=True)
     if limits is None or not len(experts):
         places, spare = torch.empty_like(rows).scatter_(0, rows, row), None
     else:
@@ -135,20 +138,44 @@ class _Combined(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (rows, weights), order = ctx.saved_tensors, ctx.order
-        sent = dispatch(gradient, order)
-        of_row = weights.T.flatten().index_select(0, order.rows).unsqueeze(1)
-        products = _with_spare((rows * sent).sum(-1), order)
-        of_weights = products.index_select(0, order.places.flatten()).view_as(weights)
+        of_row = weights.T.flatten().index_select(0, order.rows)
+        fused = None if torch.is_grad_enabled() else _kernels(rows)
+        if fused is not None:
+            of_rows, products = fused.spread(gradient, rows, order.tokens, of_row)
+        else:
+            sent = dispatch(gradient, order)
+            of_rows, products = sent * of_row.unsqueeze(1), (rows * sent).sum(-1)
+        of_weights = _with_spare(products, order).index_select(0, order.places.flatten()).view_as(weights)
         if order.spare is not None:
             of_weights = of_weights.masked_fill(order.places == order.spare, 0)
-        return sent * of_row, of_weights, None
+        return of_rows, of_weights.to(weights.dtype), None
 
 
 def _sums(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
-    rows = _with_spare(rows, order)
-    return F.embedding_bag(order.places, rows, mode="sum", per_sample_weights=weights, padding_idx=order.spare)
+    fused = _kernels(rows)
+    if fused is not None:
+        return fused.sums(rows, order.places, weights, order.spare)
+    picked = _with_spare(rows, order).index_select(0, order.places.flatten()).view(*order.places.shape, rows.size(1))
+    if order.spare is not None:
+        picked = picked.masked_fill((order.places == order.spare).unsqueeze(-1), 0)
+    return (picked if weights is None else picked * weights.unsqueeze(-1)).sum(1)
 
 
 def _with_spare(rows: Tensor, order: Order) -> Tensor:
-    """With a row for the assignments that are dropped, which nobody reads."""
+    """With a row for the assignments that are dropped; what it has is not used."""
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) if order.spare == len(rows) else rows
+
+
+def _kernels(rows: Tensor) -> Any:
+    """What sums such rows in one pass; None where plain operators do."""
+    if torch.compiler.is_compiling() or not rows.is_cuda or rows.dtype == torch.float64:
+        return None
+    return _triton_kernels()
+
+
+@cache
+def _triton_kernels() -> Any:
+    if find_spec("triton") is None:
+        get_dist_logger().warning("experts: there is no Triton here, so rows are summed in several passes", ranks=[0])
+        return None
+    return import_module("colonnade.nn.moe.kernels")

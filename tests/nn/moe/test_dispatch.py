@@ -13,9 +13,9 @@ from colonnade.nn.moe.scope import counted
 EXPERTS = 3
 
 
-def routing(experts: list[list[int]], limits: list[int] | None) -> Routing:
-    chosen = torch.tensor(experts)
-    kept = None if limits is None else torch.tensor(limits)
+def routing(experts: list[list[int]], limits: list[int] | None, device: str) -> Routing:
+    chosen = torch.tensor(experts, device=device)
+    kept = None if limits is None else torch.tensor(limits, device=device)
     counts, none = counted(chosen, EXPERTS), torch.empty(0)
     return Routing(chosen, torch.ones(chosen.shape), counts, counts.sum(0), kept, none, none)
 
@@ -29,32 +29,41 @@ def by_hand(experts: list[list[int]], limits: list[int] | None) -> list[tuple[in
     return sent
 
 
-@pytest.mark.parametrize("limits", [None, [2, 1, 0], [5, 5, 5], [0, 0, 0]], ids=str)
-def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits):
+by_limits = pytest.mark.parametrize("limits", [None, [2, 1, 0], [5, 5, 5], [0, 0, 0]], ids=str)
+
+
+def check_rows(limits: list[int] | None, device: str, dtype: torch.dtype, width: int) -> None:
+    """What is sent and what comes back, and their gradients, are those of loops over assignments."""
     experts = [[0, 2, 1, 0, 0], [1, 1, 0, 2, 1]]
     sent = by_hand(experts, limits)
-    made = routing(experts, None if limits is None else [min(a, b) for a, b in zip(limits, [4, 4, 2], strict=True)])
+    made = routing(
+        experts, None if limits is None else [min(a, b) for a, b in zip(limits, [4, 4, 2], strict=True)], device
+    )
     count = len(sent)
     assert int(made.kept.sum()) == count
     for cut in (False, True):
         sends = order(made).cut(count) if cut else order(made)
         assert sends.rows[:count].tolist() == [choice * 5 + token for choice, token in sent]
-        x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(5, width, dtype=dtype, device=device, requires_grad=True)
         rows = dispatch(x, sends)
         assert len(rows) == (count if cut or limits is None else 11)
-        assert torch.equal(rows[:count], torch.stack([x[token] for _, token in sent]) if sent else x.new_empty(0, 2))
+        assert torch.equal(rows[:count], x[[token for _, token in sent]])
         rows = torch.cat([rows[:count], torch.full_like(rows[count:], torch.nan)])  # what experts leave there
-        weights = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(5, 2, dtype=dtype, device=device, requires_grad=True)
         back = combine(rows * 2, weights, sends)
-        kept = torch.zeros(5, 2, dtype=torch.float64)
+        kept = torch.zeros(5, 2, dtype=dtype, device=device)
         for choice, token in sent:
             kept[token, choice] = 1
         expected = 2 * x * (weights * kept).sum(1, keepdim=True)
         torch.testing.assert_close(back, expected)
-        for found, wanted in zip(
-            *(torch.autograd.grad(y.cos().sum(), (x, weights)) for y in (back, expected)), strict=True
-        ):
+        grads = (torch.autograd.grad(y.cos().sum(), (x, weights)) for y in (back, expected))
+        for found, wanted in zip(*grads, strict=True):
             torch.testing.assert_close(found, wanted)
+
+
+@by_limits
+def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits):
+    check_rows(limits, "cpu", torch.float64, 2)
 
 
 @pytest.mark.parametrize(
