@@ -46,6 +46,7 @@ def measure(
     for name in cases:
         times[name] = found = _milliseconds(_on_one(name))
         ratios[name] = found["experts"] / found["by hand"]
+        print(name, {contestant: f"{ms:.3f} ms" for contestant, ms in found.items()}, flush=True)
         if "layer" in found:
             ratios[f"layer, {name}"] = found["layer"] / found["experts"]
         torch.cuda.empty_cache()
@@ -56,6 +57,7 @@ def measure(
             blocks = {name: zip(*(rank[name] for rank in everyone), strict=True) for name in everyone[0]}
             found = {name: statistics.median(map(max, block)) for name, block in blocks.items()}
             times[f"{size} ranks"] = found
+            print(size, "ranks", {contestant: f"{ms:.3f} ms" for contestant, ms in found.items()}, flush=True)
             ratios[f"layer on {size} ranks"] = found["layer"] / found["by hand"]
     goals = {name: LAYER_GOAL if name.startswith("layer, ") else GOAL for name in ratios}
     return ratios, goals, {case: {name: round(ms, 3) for name, ms in each.items()} for case, each in times.items()}

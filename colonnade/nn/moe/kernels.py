@@ -26,11 +26,12 @@ def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None
 
 def spread(gradient: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the gradient of its token times its weight, and the product of the two: the weight's gradient."""
+    rows = rows.contiguous()
     out, products = torch.empty_like(rows), weights.new_empty(len(rows), dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(rows):
-            given = (gradient.contiguous(), rows.contiguous(), tokens, weights)
-            _spread[(len(rows),)](*given, out, products, rows.size(1), BLOCK=_BLOCK)
+            given = (gradient.contiguous(), rows, tokens, weights, out, products)
+            _spread[(len(rows),)](*given, rows.size(1), BLOCK=_BLOCK)
     return out, products
 
 
