@@ -55,10 +55,11 @@ def check_rows(limits: list[int] | None, device: str, dtype: torch.dtype, width:
         for choice, token in sent:
             kept[token, choice] = 1
         expected = 2 * x * (weights * kept).sum(1, keepdim=True)
-        torch.testing.assert_close(back, expected)
+        near = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}
+        torch.testing.assert_close(back, expected, **near)
         grads = (torch.autograd.grad(y.cos().sum(), (x, weights)) for y in (back, expected))
         for found, wanted in zip(*grads, strict=True):
-            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(found, wanted, **near)
 
 
 @by_limits
