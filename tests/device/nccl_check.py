@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import json
 import math
 import sys
@@ -36,6 +37,7 @@ from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
 from tests.engine.precision import test_table
 from tests.models import grid
+from tests.nn.moe import test_grouped
 from tests.nn.sequence import test_attention
 from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import device_check
@@ -80,7 +82,7 @@ class Check(NamedTuple):
 
 def checks() -> list[Check]:
     """All of them, part by part."""
-    parts = (_models(), _handlers(), _zero(), _quiet(), _precisions(), _schedules(), _clips(), _gradients(), _attention())
+    parts = (_models(), _handlers(), _zero(), _quiet(), _precisions(), _schedules(), _clips(), _gradients(), _attention(), _experts())
     return [check for part in parts for check in part]
 
 
@@ -95,6 +97,13 @@ def _attention() -> Iterator[Check]:
     for kind in test_attention.ATTENTION:
         yield Check("attention", f"{kind}, float64", 4, test_attention._all_cases, (kind, 4))
         yield Check("attention", f"{kind}, bfloat16", 4, test_attention._low_precision, (kind,))
+
+
+def _experts() -> Iterator[Check]:
+    for ranks in (2, 4):
+        for dtype, capacity in itertools.product((torch.float64, torch.bfloat16), (None, 0.7)):
+            name = f"{dtype}{' with drops' if capacity else ''}"
+            yield Check("experts", name, ranks, test_grouped.check_ranks, (dtype, capacity))
 
 
 def _handlers() -> Iterator[Check]:
