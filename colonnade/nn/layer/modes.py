@@ -13,6 +13,7 @@ from colonnade.nn.layer.spread import Spread, cut, size_of
 from colonnade.nn.layer.summa import Square, ab, abt
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of
+from colonnade.parallel.collectives.linear import Way, column_linear, row_linear
 
 _1D = ParallelMode.PARALLEL_1D
 
@@ -40,11 +41,20 @@ class OneD(Arrangement):
         return self.linear(x, weight, None, split)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        matrix = weight.flatten(0, -2)
+        matrix, members = weight.flatten(0, -2), members_of(_1D, self.context)
+        if members is None:
+            return F.linear(x, matrix, bias)
+        if torch.compiler.is_compiling():  # the compiler orders collectives and products itself
+            if split == "column":
+                return F.linear(self._enter(x), matrix, bias)
+            y = self._leave(F.linear(x, matrix))
+            return y if bias is None else y + bias
+        way = Way(members, x.dim() - 2 if self.sequence_split else None, self._enter, self._leave)
         if split == "column":
-            return F.linear(self._enter(x), matrix, bias)
-        y = self._leave(F.linear(x, matrix))
-        return y if bias is None else y + bias
+            return column_linear(x, matrix, bias, way)
+        if self.sequence_split:
+            cut(x.shape[-2], _1D, self.context, "sequence")  # says what cannot be split
+        return row_linear(x, matrix, bias, way)
 
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
