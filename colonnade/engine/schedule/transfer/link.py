@@ -3,8 +3,13 @@
 Every message is a description (what comes) and then the bytes of its tensors. A description that was sent before
 on the same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
 per message, header and tensors together, for which the receiver has memory ready: as much as the largest message of
-the last step took. What is larger, or goes over another backend (NCCL), follows its header tensor by tensor.
-Descriptions travel on the CPU, and no GPU is waited for to read one.
+the last step took. What is larger follows its header tensor by tensor.
+
+Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
+with a queue for each direction. Where a message had tensors of the same dtypes and shapes in the last two steps, the
+receiver counts on a third: it begins to receive them before their header is there, while it still computes. A sender
+knows what the receiver counts on. If its tensors are others after all, it fills what the receiver has begun with
+anything, and sends them by the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -22,9 +27,10 @@ from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.transfer.values import (
-    Meta,
+    Layout,
     empty_frame,
     header_of,
+    layout_of,
     metas,
     pack,
     payload_bytes,
@@ -38,7 +44,7 @@ _NEW, _FAILED = -1, -2
 """What the first number of a header says besides "description n": a new one follows; the sender failed."""
 _APART, _INSIDE = 0, 1
 """What the second number says beside a known description: where the tensors are, after the frame or in it."""
-_TENSOR, _FRAME, _TEXT = 0, 1, 2
+_TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
 """The tags of what a message is made of."""
 _DESCRIPTIONS_KEPT = 4096
 _SENDS_KEPT = 4
@@ -71,7 +77,8 @@ class Wire:
                 f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
                 f"be moved too. Create it with backend='{with_cpu(group)}'."
             )
-        self.one_queue = backends[self.device.type] != "gloo"
+        self.has_queue = backends[self.device.type] != "gloo"
+        """Whether what is sent and received keeps one order, whatever its tag."""
         self._group = group
         self._peer = peer
 
@@ -83,9 +90,13 @@ class Wire:
         data = plain.view(-1).view(torch.uint8)
         return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
-    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Memory of this kind."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def receive(self, dtype: torch.dtype, shape: tuple[int, ...], tag: int) -> tuple[Tensor, Pending]:
         """Start to receive; the tensor may be used once the work is over."""
-        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        tensor = self.empty(dtype, shape)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
     def fill(self, memory: Tensor, tag: int) -> Pending:
@@ -124,6 +135,34 @@ class _Arriving:
     pending: Pending
 
 
+class _Layouts:
+    """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
+
+    def __init__(self) -> None:
+        self._last: dict[Action, tuple[Layout, bool]] = {}
+
+    def sure(self, key: Action) -> Layout:
+        """What the message has if it is as its last two; empty where they differed."""
+        layout, repeated = self._last.get(key, ((), False))
+        return layout if repeated else ()
+
+    def note(self, key: Action, layout: Layout) -> None:
+        """This is what the message had."""
+        self._last[key] = layout, self._last.get(key, ((), False))[0] == layout
+
+
+@dataclass
+class _Expected:
+    """A message that is to come: memory for its header, and its tensors if they are counted on."""
+
+    key: Action
+    frame: Tensor
+    header: Pending
+    layout: Layout = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    pending: Pending = field(default_factory=list)
+
+
 class _FrameSize:
     """How many bytes of tensors a frame of one direction may hold in this step. Both ends count alike."""
 
@@ -143,38 +182,58 @@ class _FrameSize:
 
 
 class Link:
-    """The channel to one other rank. Both sides must send and expect in the order of one program."""
+    """The channel to one other rank. Both sides must send and expect in the order of one program.
 
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
+    `way_back`: another group of the same ranks, for device memory from higher to lower ranks. Without it both
+    directions share one queue, where the backend has queues.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        peer: int,
+        device: torch.device,
+        way_back: dist.ProcessGroup | None = None,
+    ) -> None:
         self._peer, self._device = peer, device
-        self._wire = Wire(group, peer, device)
+        ways = [group, way_back or group]
+        out, into = ways if dist.get_rank() < peer else ways[::-1]
+        self._out, self._into = Wire(out, peer, device), Wire(into, peer, device)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
+        self._framed = not self._out.has_queue
+        self.one_queue = self._out.has_queue and way_back is None
+        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
         self._sent_frames, self._received_frames = _FrameSize(), _FrameSize()
-        self._expected: deque[tuple[Action, Tensor, Pending]] = deque()
+        self._sent_layouts, self._received_layouts = _Layouts(), _Layouts()
+        self._expected: deque[_Expected] = deque()
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
-
-    @property
-    def one_queue(self) -> bool:
-        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
-        return self._wire.one_queue
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
         if self.one_queue:
             self._start_expected()
-        fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
+        fits = self._sent_frames.fits(payload_bytes(tensors)) and self._framed
         number = self._sent_numbers.get(description)
         if number is None:
             self._sends[key] = self._send_description(description)
         else:
             header = (number, _INSIDE if fits else _APART)
             self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
-        for tensor in tensors if number is None or not fits else ():
-            self._sends[key] += self._wire.send(tensor, _TENSOR)
+        if number is None or not fits:
+            self._sends[key] += self._send_tensors(key, tensors)
+
+    def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
+        counted_on = self._sent_layouts.sure(key) if not self._framed else ()
+        layout = layout_of(tensors)
+        self._sent_layouts.note(key, layout)
+        if counted_on in ((), layout):
+            return [each for tensor in tensors for each in self._out.send(tensor, _TENSOR)]
+        filled = [each for form in counted_on for each in self._out.send(self._out.empty(*form), _TENSOR)]
+        return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -185,8 +244,18 @@ class Link:
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
-        frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
-        self._expected.append((key, frame, self._cpu_wire.fill(frame, _FRAME)))
+        frame = empty_frame(self._received_frames.bytes if self._framed else 0)
+        layout = () if self._framed else self._received_layouts.sure(key)
+        self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
+        self._begin_counted_on()
+
+    def _begin_counted_on(self) -> None:
+        """Begin to receive what is counted on, up to the first message whose tensors must be read about first."""
+        for expected in self._expected:
+            if not expected.layout:
+                return
+            if not expected.tensors:
+                expected.tensors, expected.pending = self._receive(self._into, _TENSOR, expected.layout)
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -234,7 +303,7 @@ class Link:
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
+        data, pending = self._cpu_wire.receive(torch.uint8, (size,), _TEXT)
         _wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
@@ -247,20 +316,28 @@ class Link:
     def _start_expected(self, until: Action | None = None) -> None:
         """Read the descriptions of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
-            key, frame, pending = self._expected.popleft()
-            _wait(pending)
-            number, second = header_of(frame)
+            expected = self._expected.popleft()
+            _wait(expected.header)
+            number, second = header_of(expected.frame)
             description = self._read_description(number, second)
-            expected = metas(description)
-            self._received_frames.fits(payload_bytes(expected))
+            found = metas(description)
+            self._received_frames.fits(payload_bytes(found))
             if number >= 0 and second == _INSIDE:
-                self._arriving[key] = _Arriving(description, unpack(frame, expected), [])
+                self._arriving[expected.key] = _Arriving(description, unpack(expected.frame, found), [])
                 continue
-            arriving = self._arriving[key] = _Arriving(description, [], [])
-            for meta in expected:
-                tensor, pending = self._wire.receive(meta, _TENSOR)
-                arriving.tensors.append(tensor)
-                arriving.pending += pending
+            layout = layout_of(found)
+            self._received_layouts.note(expected.key, layout)
+            tensors, pending = expected.tensors, expected.pending
+            if layout != expected.layout:
+                where = (self._cpu_wire, _BY_CPU) if expected.layout else (self._into, _TENSOR)
+                tensors, more = self._receive(*where, layout)
+                pending = pending + more
+            self._arriving[expected.key] = _Arriving(description, tensors, pending)
+            self._begin_counted_on()
+
+    def _receive(self, wire: Wire, tag: int, layout: Layout) -> tuple[list[Tensor], Pending]:
+        received = [wire.receive(*form, tag) for form in layout]
+        return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
