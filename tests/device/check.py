@@ -15,8 +15,10 @@ class Check(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     verify: Callable[[Sequence[Any]], None] | None = None
+    places_itself: bool = False
+    """Tensors that the function makes stay where it makes them; else they are moved to the GPU."""
     only_on_gpu: bool = False
-    """Left out by `--backend gloo`; tensors that it makes stay where it makes them."""
+    """Left out by `--backend gloo`."""
 
     def __str__(self) -> str:
         return f"{self.part}: {self.name} ({self.ranks} ranks)"

@@ -200,7 +200,7 @@ def run_checks(chosen: Sequence[Check], log: Path, on_gpu: bool, patience: float
     for check in chosen:
         begin = time.monotonic()
         faulthandler.dump_traceback_later(patience + (MARGIN if check is chosen[0] else 0), exit=True)
-        with MadeOnGpu() if on_gpu and not check.only_on_gpu else contextlib.nullcontext():
+        with MadeOnGpu() if on_gpu and not check.places_itself else contextlib.nullcontext():
             found = check.function(*check.arguments)
         if check.verify is not None:
             everyone: list[Any] = [None] * dist.get_world_size()
