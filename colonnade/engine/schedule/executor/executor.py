@@ -89,6 +89,8 @@ class Executor:
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
         transfers = [action for action in programs[0] if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
+        for peer in self._peers:
+            self.link_to(peer).open()
         if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]
         self._program, self._forward_program = programs

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -211,6 +212,18 @@ class Link:
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
+
+    def open(self) -> None:
+        """Make the connections that the backend makes at their first use, for which both sides wait. Collective.
+
+        To be called for all peers in the order of their ranks, so that no two ranks wait for each other.
+        """
+        if self._framed:
+            return
+        byte = self._out.empty(torch.uint8, (1,))
+        meet = [partial(self._out.send, byte), partial(self._into.fill, torch.empty_like(byte))]
+        for step in meet if dist.get_rank() < self._peer else meet[::-1]:
+            _wait(step(_TENSOR))
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
