@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -220,10 +219,12 @@ class Link:
         """
         if self._framed:
             return
-        byte = self._out.empty(torch.uint8, (1,))
-        meet = [partial(self._out.send, byte), partial(self._into.fill, torch.empty_like(byte))]
-        for step in meet if dist.get_rank() < self._peer else meet[::-1]:
-            _wait(step(_TENSOR))
+        byte = ((torch.uint8, (1,)),)
+        if dist.get_rank() < self._peer:
+            _wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+        _wait(self._receive(self._into, _TENSOR, byte)[1])
+        if dist.get_rank() > self._peer:
+            _wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
