@@ -18,7 +18,7 @@ from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module
 from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
-from colonnade.engine.schedule.transfer.link import with_cpu
+from colonnade.engine.schedule.transfer.wire import with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.parallel.collectives.wire import backends_of
 from colonnade.registry import ORDERS, SCHEDULE

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ from colonnade.engine.schedule.transfer.values import (
     rebuild,
     unpack,
 )
-from colonnade.errors import ScheduleError, listed
-from colonnade.parallel.collectives.wire import backends_of
+from colonnade.engine.schedule.transfer.wire import Pending, Wire, wait
+from colonnade.errors import ScheduleError
 
 _NEW, _FAILED = -1, -2
 """What the first number of a header says besides "description n": a new one follows; the sender failed."""
@@ -53,71 +53,12 @@ _FAILURE_TIMEOUT = timedelta(seconds=2)
 """How long a failing rank tries to tell the others."""
 
 
-Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
-"""Work that is under way, each with the memory that it needs."""
-
-
 class PeerFailed(ScheduleError):
     """Another rank of the pipeline failed, and this one cannot go on."""
 
     def __init__(self, peer: int, text: str) -> None:
         super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
         self.peer = peer
-
-
-class Wire:
-    """One process group as a way for one kind of memory to one peer: of each tag, first sent, first received."""
-
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
-        backends = backends_of(group)
-        # Gloo moves CPU memory only; what else there is (NCCL) moves the device's.
-        self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
-        if self.device.type not in backends:
-            raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
-                f"be moved too. Create it with backend='{with_cpu(group)}'."
-            )
-        self.has_queue = backends[self.device.type] != "gloo"
-        """Whether what is sent and received keeps one order, whatever its tag."""
-        self._group = group
-        self._peer = peer
-
-    def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send; the result is to be kept until its work is over."""
-        if tensor.numel() == 0:
-            return []
-        plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
-        data = plain.view(-1).view(torch.uint8)
-        return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
-
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Memory of this kind."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def receive(self, dtype: torch.dtype, shape: tuple[int, ...], tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive; the tensor may be used once the work is over."""
-        tensor = self.empty(dtype, shape)
-        return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
-
-    def fill(self, memory: Tensor, tag: int) -> Pending:
-        """Start to receive bytes into `memory`; gloo may fill only a part of it."""
-        return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
-
-
-def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need."""
-    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
-
-
-def _wait(pending: Pending) -> None:
-    for work, _ in pending:
-        work.wait()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise ScheduleError("this rank is not in the pipeline's process group; pass the group that it is in")
-    return work
 
 
 @dataclass
@@ -221,10 +162,10 @@ class Link:
             return
         byte = ((torch.uint8, (1,)),)
         if dist.get_rank() < self._peer:
-            _wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
-        _wait(self._receive(self._into, _TENSOR, byte)[1])
+            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+        wait(self._receive(self._into, _TENSOR, byte)[1])
         if dist.get_rank() > self._peer:
-            _wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
@@ -276,7 +217,7 @@ class Link:
         with self._named_in_errors(key):
             self._start_expected(key)
             arriving = self._arriving.pop(key)
-            _wait(arriving.pending)
+            wait(arriving.pending)
         tensors = [tensor.to(self._device) for tensor in arriving.tensors]
         return Incoming(*rebuild(arriving.description, tensors))
 
@@ -318,7 +259,7 @@ class Link:
         if number >= 0:
             return self._received_descriptions[number]
         data, pending = self._cpu_wire.receive(torch.uint8, (size,), _TEXT)
-        _wait(pending)
+        wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
             raise PeerFailed(self._peer, text)
@@ -331,7 +272,7 @@ class Link:
         """Read the descriptions of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
             expected = self._expected.popleft()
-            _wait(expected.header)
+            wait(expected.header)
             number, second = header_of(expected.frame)
             description = self._read_description(number, second)
             found = metas(description)
@@ -355,7 +296,7 @@ class Link:
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
-            _wait(self._sends.pop(key, []))
+            wait(self._sends.pop(key, []))
 
     @contextlib.contextmanager
     def _named_in_errors(self, key: Action) -> Iterator[None]:

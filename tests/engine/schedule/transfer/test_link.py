@@ -16,8 +16,9 @@ from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import link as link_module
-from colonnade.engine.schedule.transfer.link import Link, PeerFailed, Wire, backends_of, with_cpu
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.values import describe
+from colonnade.engine.schedule.transfer.wire import Wire, backends_of, with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world
