@@ -215,6 +215,8 @@ def test_nobody_at_the_address_is_said():
     ("arguments", "part"),
     [
         ({"rank": 2, "world_size": 2, "host": "h", "port": 1}, "rank 2 of a world of 2 is impossible"),
+        ({"rank": 0, "world_size": 0, "host": "h", "port": 1}, "rank 0 of a world of 0 is impossible"),
+        ({"rank": -1, "world_size": 2, "host": "h", "port": 1}, "rank -1 of a world of 2 is impossible"),
         ({"rank": 0}, "give both or neither"),
         ({"rank": 0, "world_size": 2, "host": "h", "port": 99999}, "port must be a number"),
         ({"rank": 0, "world_size": 2}, "needs the address of rank 0"),
