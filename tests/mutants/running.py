@@ -144,7 +144,8 @@ class Workshop:
             # Of a file that could not be read nothing is run: it is enough that pytest reads it.
             passes = self._run(copy, [(tier, file) for tier in TIERS if is_test], set(), [test])[1] == "passed"
             with self._lock:
-                (self.known.passing if passes else self.known.failing).append(test)
+                seen = self.known.passing if passes else self.known.failing
+                seen += [test] if test not in seen else []
         return test in self.known.passing
 
     def _run(
