@@ -161,6 +161,22 @@ _ZERO = Section(
     refused={"model_config": _OLD_ZERO, "optimizer_config": _OLD_ZERO},
 )
 
+_MODES = choice("none", "full", "selective")
+_ACTIVATIONS = Section(
+    {
+        "mode": _MODES,  # what a block computes again in backward: nothing, everything, all but the ops of `keep`
+        "every": COUNT,  # of the blocks, every n-th one
+        "blocks": any_of(
+            TEXT, TEXTS, NONE
+        ),  # their classes, or patterns of module names; left out, they are looked for
+        "keep": any_of(TEXTS, NONE),  # mode 'selective': ops whose results are kept, such as 'aten.mm'
+        "offload": BOOL,  # what is kept for backward lies in the host's memory
+    },
+    renamed=_words(
+        mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
+    ),
+)
+
 _SYNC = Section(
     {
         "bucket_mb": POSITIVE,  # bucket size in MB
@@ -184,6 +200,8 @@ _SYNC = Section(
 
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
 
+_COMPILE = Section({"blocks": BOOL}, is_open=True)  # blocks=False: the model in one piece
+
 KEYS: dict[str, Rule] = {
     # how the ranks are divided into axes
     "parallel": only_dict(_PARALLEL, "a dict of data, pipeline, tensor, expert, sequence and axes of your own"),
@@ -198,12 +216,15 @@ KEYS: dict[str, Rule] = {
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
     "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
+    # which activations are computed again in backward, or kept on the host; True: 'full'
+    "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),
     "flat_step": BOOL,  # run the optimizer on flat buffers
-    "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
+    "graph_step": BOOL,  # run the flat step and the clipping as CUDA graphs
+    "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options"),  # torch.compile the model, block by block
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "compare_weights": BOOL,  # False: ranks that have the same seed may start with other weights; the first's are taken
     "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
     "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other

@@ -14,6 +14,7 @@ from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
+from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.precision import Float8, Precision
@@ -25,6 +26,7 @@ from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.logging import get_dist_logger
+from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
@@ -66,7 +68,7 @@ def initialize(
         schedule = _build_schedule(context)
         built = _build_model(model, context, schedule)
         precision.apply(built, device, zero.stage)
-        _compile(built, config.get("compile"))
+        compile_model(built, criterion, config.get("compile"))
         placements = Placements(built, context)
         agreement.require(numeric_settings())
         agreement.require(placements.alike())
@@ -94,7 +96,7 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler),
+            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
             precision=precision,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
@@ -168,6 +170,7 @@ def _apply_backend_flags(config: Config) -> None:
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
     built = model if isinstance(model, (nn.Module, Split)) else model()
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
+    whole = list(built) if isinstance(built, Split) else [built]
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -175,6 +178,8 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    complete = len(whole) > 1 or context.pipeline_parallel_size == 1
+    ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
     built = built.to(context.device)
@@ -192,18 +197,6 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
         )
     rank = context.get_local_rank(ParallelMode.PIPELINE) if context.is_initialized(ParallelMode.PIPELINE) else 0
     return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), rank)
-
-
-def _compile(model: nn.Module, options: Any) -> None:
-    """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if not options:
-        return
-    given = dict(options) if isinstance(options, dict) else {}
-    for module in model if isinstance(model, nn.ModuleList) else [model]:
-        try:
-            module.compile(**given)
-        except Exception as error:  # torch says in many ways that it cannot
-            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

@@ -70,6 +70,12 @@ class Arrangement(ABC):
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         """The rows of a weight of so many rows, lying as a "column" one, for whole tokens; in the outer spread."""
 
+    def enter(self, x: Tensor) -> Tensor:
+        """What this rank's rows of a "column" weight are multiplied with, out of the outer spread, where that is all it takes."""
+        raise PlacementError(
+            f"under {type(self).__name__} a product is more than that of this rank's block and an input"
+        )
+
     @property
     def summed(self) -> tuple[ParallelMode, ...]:
         """The modes on which weights are whole and each rank sees other rows of the batch."""
@@ -159,6 +165,9 @@ class Whole(Arrangement):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
         return self.multiply(x, weight.flatten(0, -2), bias)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
 
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         return F.embedding(tokens, weight, padding)

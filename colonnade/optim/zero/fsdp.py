@@ -175,11 +175,12 @@ class _Units:
         reduced_in = self._settings.reduce_dtype or (None if gathered_in is None else torch.float32)
         for parameter in mine.values():
             parameter.fsdp_dtypes = gathered_in, reduced_in or parameter.dtype  # type: ignore[attr-defined]
+        reshard = self._settings.reshard and not getattr(module, "keeps_gathered", False)
         fully_shard(
             module,
             mesh=self._mesh(shard_modes.modes),
             # None: all but the root, whose parameters backward needs at once.
-            reshard_after_forward=None if self._settings.reshard else False,
+            reshard_after_forward=None if reshard else False,
             # Autocast casts inputs, where it pays.
             mp_policy=MixedPrecisionPolicy(gathered_in, reduced_in, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),

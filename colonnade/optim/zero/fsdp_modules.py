@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
     if not patterns:
-        return [module for module in _members(root) if any(True for _ in module.parameters())]
+        return [module for module in outer_members(root) if any(True for _ in module.parameters())]
     named = [(name, module) for name, module in root.named_modules() if name]
     found = [
         module
@@ -29,12 +29,13 @@ def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     return list(reversed(found))
 
 
-def _members(module: nn.Module) -> Iterable[nn.Module]:
+def outer_members(module: nn.Module) -> Iterable[nn.Module]:
+    """The members of the outermost containers of a model: its blocks, and what is in a row with them."""
     for child in module.children():
         if isinstance(module, _CONTAINERS) and not _is_list(child, module):
             yield child
         else:
-            yield from _members(child)
+            yield from outer_members(child)
 
 
 def _is_list(child: nn.Module, parent: nn.Module) -> bool:
