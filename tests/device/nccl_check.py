@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -40,8 +41,12 @@ from tests.device.check import Check
 from tests.engine import test_clip, test_engine, test_pipeline
 from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.engine.precision import test_table
 from tests.models import grid
+from tests.nn.moe import test_grouped
+from tests.nn.sequence import test_attention
 from tests.optim.zero import cases as zero_cases
+from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
 from tests.reduce import summing, test_uneven
@@ -70,8 +75,8 @@ GRID = (
 
 def checks() -> list[Check]:
     """All of them, part by part; then those of the folders."""
-    here = [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
-    return here + [check for checks_of in in_folders() for check in checks_of()]
+    parts = [_models, _attention, _experts, _handlers, _zero, _quiet, _precisions, _schedules, _clips, _gradients]
+    return [check for checks_of in (*parts, *in_folders()) for check in checks_of()]
 
 
 def in_folders() -> list[Callable[[], Iterable[Check]]]:
@@ -87,6 +92,20 @@ def _models() -> Iterator[Check]:
         yield Check("grid", name, known[name].ranks, grid.trained, (known[name],))
 
 
+def _attention() -> Iterator[Check]:
+    """In float64 by exact arithmetic, in bfloat16 by the GPU's kernels."""
+    for kind in test_attention.ATTENTION:
+        yield Check("attention", f"{kind}, float64", 4, test_attention._all_cases, (kind, 4))
+        yield Check("attention", f"{kind}, bfloat16", 4, test_attention._low_precision, (kind,))
+
+
+def _experts() -> Iterator[Check]:
+    for ranks in (2, 4):
+        for dtype, capacity in itertools.product((torch.float64, torch.bfloat16), (None, 0.7)):
+            name = f"{dtype}{' with drops' if capacity else ''}"
+            yield Check("experts", name, ranks, test_grouped.check_ranks, (dtype, capacity))
+
+
 def _handlers() -> Iterator[Check]:
     for name, scenario in SCENARIOS.items():
         yield Check("handlers", name, scenario.world, test_parity._run, (name,))
@@ -100,6 +119,16 @@ def _zero() -> Iterator[Check]:
     ahead = [Way(stage, "AdamW", 0.3, 3, "auto", (("gather_ahead", True),)) for stage in (1, 2)]
     yield Check("zero", "gather_ahead", 2, zero_cases.check_parity, ("data 2", ahead))
     yield Check("zero", "odd parameters", 2, zero_optimizer._odd, (["AdamW"],))
+
+
+def _quiet() -> Iterator[Check]:
+    """From the third step on no host waits for the device; the loss is counted, as cross-entropies are."""
+    for config in device_check.CONFIGS:
+        yield Check("quiet", str(config), 2, device_check.run, (config, None))
+
+
+def _precisions() -> Iterator[Check]:
+    yield Check("precision", "every precision at every stage of ZeRO", 2, test_table._all_cases)
 
 
 def _schedules() -> Iterator[Check]:

@@ -26,6 +26,7 @@ from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
 from colonnade.errors import ScheduleError, listed
+from colonnade.nn.activations import recomputes
 
 _CPU = torch.device("cpu")
 
@@ -83,8 +84,9 @@ class Executor:
         self.facts = self._agree()
         self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
         self.first_sharing = _first_sharing(self.modules)
-        self.unsplittable = set[int]()
-        """Stages found to need their backward in one part."""
+        # In two parts, activations would be computed again for each of the products that follow.
+        self.unsplittable = {stage for stage, module in self.modules.items() if recomputes(module)}
+        """Stages that need their backward in one part, from the start or found to."""
         table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
         transfers = [action for action in programs[0] if action.kind not in COMPUTE]
