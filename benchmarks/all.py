@@ -21,6 +21,7 @@ ON_CUDA = {
     "engine_cuda": ["engine_cuda"],
     "llama_cuda": ["llama_cuda"],
     "step_cuda": ["step", "--device", "cuda"],
+    "parallel_cuda": ["parallel_cuda"],
     "memory_cuda": ["memory_cuda"],
 }
 COMMANDS = {**{name: [name] for name in ON_CPU}, **ON_CUDA}
