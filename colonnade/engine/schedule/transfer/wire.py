@@ -28,8 +28,8 @@ class Wire:
                 f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
                 f"be moved too. Create it with backend='{with_cpu(group)}'."
             )
-        self.has_queue = backends[self.device.type] != "gloo"
-        """Whether what is sent and received keeps one order, whatever its tag."""
+        self.one_queue = backends[self.device.type] != "gloo"
+        """Whether what is sent and received, of every tag, shares one queue."""
         self._group = group
         self._peer = peer
 
