@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel round the sequence group, and every rank attends to all of them in turn.
+"""Ring attention: every rank attends to the keys and values of all ranks of the sequence group, one block after another.
 
-A rank holds its own part of queries, keys and values and one travelling block, so memory is that of length / ranks.
-The backward pass goes round again with keys, values and their gradients.
+A rank holds its own part of queries, keys and values, the block it works on and the next one, so memory is that of
+length / ranks. The backward pass goes round again, and the gradients of a block go home to the rank that has it.
 """
 
 from __future__ import annotations

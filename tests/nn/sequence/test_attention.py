@@ -175,7 +175,7 @@ def _asked() -> list[int]:
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
         at = gpc.get_local_rank(ParallelMode.SEQUENCE)
         shared = SharedLengths()
-        first, second = shared.join(), shared.join()
+        first, second, _, fourth = (shared.join() for _ in range(4))
 
         def ask(layer: int, lengths: tuple[int, int]) -> None:
             with unittest.mock.patch.object(wire, "numbers_of_all", wraps=wire.numbers_of_all) as asked:
@@ -186,6 +186,7 @@ def _asked() -> list[int]:
         ask(second, (5, 4))
         ask(first, (5, 5))  # the length of rank 0 is as before: it must ask all the same
         ask(second, (5, 5))
+        ask(fourth, (2, 5))  # of another stage, which has another micro-batch
         x = torch.ones((), requires_grad=True) * 1
         x.register_hook(
             lambda grad: ask(second, (3, 2))
@@ -198,7 +199,7 @@ def _asked() -> list[int]:
 
 
 def test_lengths_are_asked_for_once_in_a_pass():
-    assert run_world(2, _asked).values == [[1, 0, 1, 0, 1, 0, 1]] * 2
+    assert run_world(2, _asked).values == [[1, 0, 1, 0, 1, 1, 0, 1]] * 2
 
 
 def _memory() -> tuple[int, int]:
