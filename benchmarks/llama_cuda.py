@@ -1,6 +1,6 @@
 """A Llama of 1.2 G parameters on one GPU: the engine against the same model written by hand in torch.
 
-bf16 autocast with fp32 parameters, compiled block by block, clipped, AdamW, on both sides. By hand: RMSNorm, rotary positions,
+bf16 autocast with fp32 parameters (`--pure`: bf16 parameters), compiled block by block, clipped, AdamW, on both sides. By hand: RMSNorm, rotary positions,
 SDPA with grouped queries, SwiGLU, torch.compile of every block and of the classifier with its loss, fused AdamW and
 clip_grad_norm_. Steps take turns; times are medians of CUDA events.
 `python benchmarks/llama_cuda.py --json` prints one object last: tokens per second of both (`ratios` has theirs over ours), the
@@ -99,17 +99,21 @@ class Plain(nn.Module):
         return self.head(x, labels)
 
 
-def by_hand(tokens: Tensor, labels: Tensor) -> Step:
+def by_hand(tokens: Tensor, labels: Tensor, pure: bool = False) -> Step:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Plain(tokens.size(1))
+    if pure:
+        turns = model.cos, model.sin
+        model.bfloat16()
+        model.cos, model.sin = turns
     for module in (*model.blocks, model.head):
         module.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not pure):
             loss = model(tokens, labels)
         loss.backward()
         clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -119,9 +123,9 @@ def by_hand(tokens: Tensor, labels: Tensor) -> Step:
     return step
 
 
-def by_engine(tokens: Tensor, labels: Tensor) -> tuple[Step, int]:
+def by_engine(tokens: Tensor, labels: Tensor, pure: bool = False, **more: Any) -> tuple[Step, int]:
     torch.manual_seed(0)
-    config = {"clip_grad_norm": MAX_NORM, "bf16": True, "compile": {"fullgraph": True}}
+    config = {"clip_grad_norm": MAX_NORM, "bf16": {"master_weights": not pure}, "compile": {"fullgraph": True}, **more}
     gpc = launch(config, context=ParallelContext(), verbose=False)
     options: dict[str, Any] = {"kv_heads": KV_HEADS, "inner": INNER, "theta": THETA, "eps": EPS}
     with torch.device("cuda"):
@@ -186,14 +190,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--pure", action="store_true")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     if not has_device("cuda"):
         return 0
     drawn = torch.randint(0, VOCABULARY, (arguments.rows, arguments.length + 1), device="cuda")
     tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-    (_, parameters), ours, our_peak, our_losses = first_steps(partial(by_engine, tokens, labels))
-    _, theirs, their_peak, their_losses = first_steps(partial(by_hand, tokens, labels))
+    (_, parameters), ours, our_peak, our_losses = first_steps(partial(by_engine, tokens, labels, arguments.pure))
+    _, theirs, their_peak, their_losses = first_steps(partial(by_hand, tokens, labels, arguments.pure))
     turns = {"ours": partial(timed, ours), "theirs": partial(timed, theirs)}
     medians = interleave(turns, arguments.rounds)
     if arguments.profile:

@@ -224,7 +224,7 @@ KEYS: dict[str, Rule] = {
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "compare_weights": BOOL,  # False: ranks that have the same seed may start with other weights; the first's are taken
     "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
     "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other

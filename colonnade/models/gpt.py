@@ -23,7 +23,7 @@ from colonnade.nn.layer import (
     arrange,
 )
 from colonnade.nn.layer.attention import Over
-from colonnade.nn.sequence import split_sequence
+from colonnade.nn.sequence import SharedLengths, split_sequence
 from colonnade.nn.sequence.parts import sequence_place
 
 
@@ -58,6 +58,7 @@ class LanguageModel(nn.Sequential):
         embedding = make_embedding(vocabulary, length if self.positions else 0, hidden, dropout, over, context)
         blocks = nn.Sequential()
         reach: dict[str, Any] = {"causal": True, "over": over, "balanced": over == "ring", "arrangement": here}
+        reach["shared_lengths"] = SharedLengths()
         for at in range(layers):
             layer = self.attention(hidden, heads, reach), self.feed_forward(at, hidden, here)
             blocks.append(make_block(*layer, hidden, dropout, here, self.norm))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from colonnade.models.gpt import (
@@ -18,10 +17,10 @@ from colonnade.models.gpt import (
     mean_over,
 )
 from colonnade.nn.layer import Arrangement
-from colonnade.nn.moe import MoE, TopKRouter
+from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss, no_losses
 
 Carried = tuple[Tensor, Tensor]
-"""(activations, the auxiliary losses of the layers so far)"""
+"""(activations, what the auxiliary losses of the layers so far are made of)"""
 
 
 class MoEGPT(GPT):
@@ -61,7 +60,7 @@ class CarryingEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor) -> Carried:  # type: ignore[override]
         x = super().forward(tokens)
-        return x, torch.zeros((), device=x.device)
+        return x, no_losses(x)
 
 
 class CarryingBlock(TransformerBlock):
@@ -77,12 +76,12 @@ class CarryingBlock(TransformerBlock):
 
 
 class CarryingHead(Head):
-    """The head; the losses go by."""
+    """The head; here the losses are made, with one all-reduce for all layers."""
 
     def forward(self, carried: Carried) -> Any:  # type: ignore[override]
         x, loss = carried
-        found = super().forward(x)
-        return (*found, loss) if self.keeps_gathered else (found, loss)
+        found, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.norm.arrangement.context)
+        return (*found, auxiliary) if self.keeps_gathered else (found, auxiliary)
 
 
 class MoELoss(LanguageModelLoss):

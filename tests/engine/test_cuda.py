@@ -39,7 +39,7 @@ class Model(nn.Module):
 def engine_of(graph: bool, make: Any, **config: Any) -> Iterator[tuple[Any, Any]]:
     torch.manual_seed(0)
     settings = {"clip_grad_norm": 0.05, "graph_step": graph, **config}
-    with launch(settings, context=ParallelContext(), verbose=False) as gpc:
+    with launch(settings, context=ParallelContext(), verbose=False, backend="gloo") as gpc:
         model = Model()
         optimizer = make(model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -78,12 +78,16 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"fp16": {"init_scale": 256.0}}, {"clip_grad_norm": {"method": {"type": "zclip", "warmup": 3}}}],
-    ids=str,
-)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("adamw", {}),
+    ("sgd", {}),
+    ("rate on the device", {}),
+    ("adamw", {"fp16": {"init_scale": 256.0}}),
+    ("adamw", {"clip_grad_norm": {"method": {"type": "zclip", "warmup": 3}}}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), CASES, ids=str)
 def test_a_captured_step_is_the_step(name: str, config: dict[str, Any]) -> None:
     assert STEPS > 4 * WARM_UP
     plain, plain_norms = trained(False, MAKERS[name], **config)

@@ -13,6 +13,7 @@ from colonnade.nn.layer.spread import Spread, cut, size_of
 from colonnade.nn.layer.summa import Square, ab, abt
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of
+from colonnade.parallel.collectives.linear import Way, column_linear, row_linear
 
 _1D = ParallelMode.PARALLEL_1D
 
@@ -40,11 +41,21 @@ class OneD(Arrangement):
         return self.linear(x, weight, None, split)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        matrix = weight.flatten(0, -2)
+        matrix, members = weight.flatten(0, -2), members_of(_1D, self.context)
+        if members is None:
+            return self.multiply(x, matrix, bias)
+        # The compiler orders collectives and products itself, and float8 has a product of its own.
+        if torch.compiler.is_compiling() or self.multiply is not F.linear:
+            if split == "column":
+                return self.multiply(self.enter(x), matrix, bias)
+            y = self._leave(self.multiply(x, matrix, None))
+            return y if bias is None else y + bias
+        way = Way(members, x.dim() - 2 if self.sequence_split else None, self.enter, self._leave)
         if split == "column":
-            return self.multiply(self.enter(x), matrix, bias)
-        y = self._leave(self.multiply(x, matrix, None))
-        return y if bias is None else y + bias
+            return column_linear(x, matrix, bias, way)
+        if self.sequence_split:
+            cut(x.shape[-2], _1D, self.context, "sequence")  # says what cannot be split
+        return row_linear(x, matrix, bias, way)
 
     def enter(self, x: Tensor) -> Tensor:
         """Whole in forward; in backward the sum of what every rank's columns say."""

@@ -189,7 +189,10 @@ class _Units:
         self.done[module] = shard_modes, list(mine)
         size = len(self._mesh(shard_modes.modes).mesh.flatten())
         if shard_modes.divisor != size:
-            module.set_gradient_divide_factor(shard_modes.divisor)  # type: ignore[operator]
+            sharded: Any = module
+            sharded.set_gradient_divide_factor(shard_modes.divisor)
+            # Only NCCL multiplies while it sums, as FSDP2 has it in fp32 and bf16.
+            sharded.set_force_sum_reduction_for_comms(self.context.device.type == "cpu")
 
     def _gather_dtype(self, mine: Iterable[nn.Parameter]) -> torch.dtype | None:
         """What these are gathered in, if not in what the optimizer steps on; with master weights that is fp32."""

@@ -146,5 +146,6 @@ def _all_cases() -> None:
         assert error.norm() <= (1e-5 * moved.norm() if uses is torch.float32 else bound), (case, error.norm(), bound)
 
 
+@pytest.mark.slow
 def test_every_precision_is_what_the_table_says_and_near_one_process_in_fp64():
     run_world(RANKS, _all_cases, timeout=180)
