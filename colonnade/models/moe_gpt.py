@@ -80,7 +80,7 @@ class CarryingHead(Head):
 
     def forward(self, carried: Carried) -> Any:  # type: ignore[override]
         x, loss = carried
-        found, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.norm.arrangement.context)
+        found, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.classifier.arrangement.context)
         return (*found, auxiliary) if self.keeps_gathered else (found, auxiliary)
 
 
