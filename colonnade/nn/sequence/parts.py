@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.messages import message_device
+from colonnade.comm.torch_versions import unwatched
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
@@ -173,7 +174,8 @@ class SharedLengths:
         # A backward pass that computes layers again goes through them in its own order.
         this_pass = torch._C._current_graph_task_id()
         if not self._asked or layer in self._asked or this_pass != self._pass:
-            self._lengths = parts_of(length, None, False, context).lengths
+            with unwatched():  # a layer that did not ask in forward may be the one that does here
+                self._lengths = parts_of(length, None, False, context).lengths
             self._asked, self._pass = set(), this_pass
         self._asked.add(layer)
         return self._lengths
