@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -110,6 +111,19 @@ def test_what_is_a_block():
     assert found(nested) == ["0", "1"]
     with torch.no_grad():
         gpt(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_applied_again_and_copied_a_block_is_computed_again_once():
+    model = Model()
+    for _ in range(2):
+        ActivationSettings.read("selective").apply(model, [model])
+    ran: list[int] = []
+    for block in (twin := copy.deepcopy(model)).blocks:
+        block.inner.register_forward_pre_hook(lambda *_: ran.append(1))
+    twin(torch.ones(2, 8)).backward()
+    assert len(ran) == 10
+    ActivationSettings.read(None).apply(model, [model])
+    assert all(type(block) is Block for block in model.blocks)
 
 
 def test_bad_settings_are_refused_by_name():
