@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -187,7 +188,7 @@ def _weights(case: str, mode: Any) -> tuple[dict[str, Tensor], int]:
         return weights, len(ran)
 
 
-def _all(cases: list[str]) -> None:
+def _all(cases: Sequence[str]) -> None:
     for case in cases:
         wanted, once = _weights(case, None)
         for mode in MODES.get(case, ("full", "selective")):
@@ -197,10 +198,15 @@ def _all(cases: list[str]) -> None:
                 assert ran == 2 * once, (case, mode, once, ran)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [["tensor", "zero 3"], pytest.param([c for c in CASES if c not in ("tensor", "zero 3")], marks=pytest.mark.slow)],
-)
+FAST, SLOW = ("tensor", "zero 3"), ("pipeline", "zero bubble", "experts", "compiled", "sequence")
+TIERS = [
+    FAST,
+    pytest.param(SLOW, marks=pytest.mark.slow),
+    pytest.param([case for case in CASES if case not in FAST + SLOW], marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("cases", TIERS, ids=["fast", "slow", "long"])
 def test_the_same_steps_under_every_kind_of_parallelism(cases):
     """Dropout and all: the masks come again."""
     run_world(2, _all, cases, timeout=110)
