@@ -156,7 +156,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MODES = {"zero 1": ("full",), "zero 2": ("selective",), "pipeline": ("selective",), "zero bubble": ("full",)}
+MODES = {
+    "zero 1": ("full",),
+    "zero 2": ("selective",),
+    "pipeline": ("selective",),
+    "zero bubble": ("full",),
+    "compiled": ("selective",),
+}
 
 
 def _weights(case: str, mode: Any) -> tuple[dict[str, Tensor], int]:
