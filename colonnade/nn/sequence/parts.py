@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.messages import message_device
+from colonnade.comm.torch_versions import unwatched
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
@@ -178,7 +179,8 @@ class SharedLengths:
         this_pass = torch._C._current_graph_task_id()
         known = self._pass == this_pass and self._asked and layer not in self._asked
         if not known or (this_pass == _FORWARD and layer != self._asked[-1] + 1):
-            self._lengths = parts_of(length, None, False, context).lengths
+            with unwatched():  # a layer that did not ask in forward may be the one that does here
+                self._lengths = parts_of(length, None, False, context).lengths
             self._asked, self._pass = [], this_pass
         self._asked.append(layer)
         return self._lengths
