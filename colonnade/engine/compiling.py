@@ -10,7 +10,7 @@ from torch import nn
 
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.loss import CrossEntropyLoss
-from colonnade.optim.zero.fsdp import outer_members
+from colonnade.optim.zero.fsdp_modules import outer_members
 from colonnade.parallel.split import Stage
 
 
@@ -26,7 +26,7 @@ def compile_model(model: nn.Module, criterion: Any, options: Any) -> None:
     by_block = given.pop("blocks", True)
     losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
     chosen: list[nn.Module] = []
-    chosen += (loss for loss in losses if isinstance(loss, CrossEntropyLoss) and loss.reduction != "mean")
+    chosen += (loss for loss in losses if type(loss) is CrossEntropyLoss and loss.reduction != "mean")
     for chunk in model if isinstance(model, nn.ModuleList) else [model]:
         chosen += blocks_of(chunk) if by_block else [chunk]
     for module in chosen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,6 +124,20 @@ class Stepper:
         if self.last is None or self._slots is None:
             return {}
         return dict(zip(self._slots.names, self.last.norms.per_slot().unbind(), strict=True))
+
+    def extra_state(self) -> dict[str, Any]:
+        """The history of the clip method, and the loss scale."""
+        return {
+            "engine.clip": self.policy.state_dict() if self.policy is not None else {},
+            "engine.scaler": self.scaler.state_dict() if self.scaler is not None else {},
+        }
+
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Take up what `extra_state` gave."""
+        if self.policy is not None and extra.get("engine.clip"):
+            self.policy.load_state_dict(extra["engine.clip"])
+        if self.scaler is not None and extra.get("engine.scaler"):
+            self.scaler.load_state_dict(extra["engine.scaler"])
 
     def release(self) -> None:
         """Gradients were let go of: hold on to none."""

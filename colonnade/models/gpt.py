@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from colonnade.nn.layer import (
     Dropout,
     Embedding,
     LayerNorm,
+    LinearCrossEntropyLoss,
     SelfAttention,
     arrange,
 )
 from colonnade.nn.layer.attention import Over
-from colonnade.nn.sequence import split_sequence
+from colonnade.nn.sequence import SharedLengths, split_sequence
 from colonnade.nn.sequence.parts import sequence_place
 
 
@@ -30,8 +31,9 @@ class LanguageModel(nn.Sequential):
     """An embedding of tokens, causal blocks, a norm and a classifier, whose weight may be the embedding's.
 
     Takes whole tokens (batch, length), the same on all ranks of a tensor and of a sequence group, and gives the logits
-    that `criterion()` takes. Layers come one after another, so `colonnade.split` can cut it for a pipeline. A subclass
-    says in its methods what the layers are.
+    that `criterion()` takes. Layers come one after another, so `colonnade.split` can cut it for a pipeline. With
+    `fused_loss` it gives activations and the classifier's weight instead, of which `criterion()` makes the loss in chunks,
+    without the logits of all tokens. A subclass says in its methods what the layers are.
     """
 
     positions = True
@@ -48,6 +50,7 @@ class LanguageModel(nn.Sequential):
         tied: bool = True,
         dropout: float = 0.0,
         over: Over = "ring",
+        fused_loss: bool = False,
         context: ParallelContext | None = None,
     ) -> None:
         here = arrange(context)
@@ -55,12 +58,14 @@ class LanguageModel(nn.Sequential):
         embedding = make_embedding(vocabulary, length if self.positions else 0, hidden, dropout, over, context)
         blocks = nn.Sequential()
         reach: dict[str, Any] = {"causal": True, "over": over, "balanced": over == "ring", "arrangement": here}
+        reach["shared_lengths"] = SharedLengths()
         for at in range(layers):
             layer = self.attention(hidden, heads, reach), self.feed_forward(at, hidden, here)
             blocks.append(make_block(*layer, hidden, dropout, here, self.norm))
         head = make_head(vocabulary, hidden, embedding.tokens.weight if tied else None, context, self.norm)
+        head.keeps_gathered = fused_loss
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=head))
-        self._over, self._here = over, here
+        self._over, self._here, self._fused_loss = over, here, fused_loss
 
     def parts(self) -> tuple[type[TokenEmbedding], type[TransformerBlock], type[Head], type[LanguageModelLoss]]:
         """The classes that the model is made of."""
@@ -80,7 +85,8 @@ class LanguageModel(nn.Sequential):
 
     def criterion(self, ignore_index: int = -100) -> LanguageModelLoss:
         """The loss of what this model gives."""
-        return self.parts()[-1](ignore_index, over=self._over, context=self._here.context)
+        loss = self.parts()[-1]
+        return (loss.fused if self._fused_loss else loss)(ignore_index, over=self._over, context=self._here.context)
 
 
 class GPT(LanguageModel):
@@ -139,7 +145,10 @@ class TokenEmbedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and logits for every token."""
+    """The last norm, and logits for every token, or what `LinearCrossEntropyLoss` makes them of."""
+
+    keeps_gathered = False
+    """Whether its weight is used after its forward pass, by a fused loss: ZeRO stage 3 then leaves it gathered until backward."""
 
     def __init__(
         self,
@@ -154,8 +163,14 @@ class Head(nn.Module):
         self.norm = norm(hidden, arrangement=here)
         self.classifier = Classifier(hidden, vocabulary, weight=weight, arrangement=here)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.norm(x))
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.norm(x)
+        if not self.keeps_gathered:
+            return self.classifier(hidden)
+        weight = self.classifier.weight
+        # Not the parameter itself: hooks on what a module gives must not add up on it. Without a backward pass to come, stage 3
+        # gives gathered memory back at once.
+        return hidden, weight.view_as(weight) if torch.is_grad_enabled() else weight.clone()
 
 
 class LanguageModelLoss(nn.Module):
@@ -165,18 +180,39 @@ class LanguageModelLoss(nn.Module):
     tokens that count, however long the parts are and wherever labels are ignored.
     """
 
+    fused: type[LanguageModelLoss]
+    """The same of activations and a classifier's weight."""
+
     def __init__(
         self, ignore_index: int = -100, *, over: Over = "ring", context: ParallelContext | None = None
     ) -> None:
         super().__init__()
         self._here, self._balanced, self.ignore_index = arrange(context), over == "ring", ignore_index
-        self._sum = CrossEntropyLoss(ignore_index, "sum", arrangement=self._here)
+        self._sum = self._summed(ignore_index, "sum", arrangement=self._here)
+
+    _summed = CrossEntropyLoss
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.mean((logits,), labels)
+
+    def mean(self, outputs: Sequence[Tensor], labels: Tensor) -> Tensor:
+        """The loss of what the model gives."""
         context = self._here.context
         mine = split_sequence(labels, balanced=self._balanced, context=context)
         counted = (labels != self.ignore_index).sum().double()
-        return mean_over(self._sum(logits, mine), counted / sequence_place(context)[0])
+        return mean_over(self._sum(*outputs, mine), counted / sequence_place(context)[0])
+
+
+class FusedLanguageModelLoss(LanguageModelLoss):
+    """The same of a model with `fused_loss`."""
+
+    _summed = LinearCrossEntropyLoss
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return self.mean((hidden, weight), labels)
+
+
+LanguageModelLoss.fused = FusedLanguageModelLoss
 
 
 def mean_over(total: Tensor, count: Tensor) -> Tensor:

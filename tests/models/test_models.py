@@ -20,7 +20,7 @@ from colonnade.errors import ConfigError
 from colonnade.models import GPT, LanguageModelLoss, Llama, MoEGPT, ViT
 from colonnade.models.gpt import TransformerBlock
 from colonnade.nn.layer import Rotary
-from colonnade.nn.moe import MoE
+from colonnade.nn.moe import MoE, auxiliary_loss
 from colonnade.nn.sequence import split_sequence
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.split import split
@@ -194,10 +194,11 @@ def test_the_auxiliary_losses_are_those_of_the_layers():
     model = MoEGPT(16, 8, 16, 4, 2, 4, every=1, router={"balance_loss": 1.0}, context=ParallelContext())
     made: list[Tensor] = []
     for block in model.blocks:
-        block.feed_forward.router.register_forward_hook(lambda router, args, routing: made.append(routing.loss))
+        block.feed_forward.router.register_forward_hook(lambda router, args, routing: made.append(router.sums(routing)))
     _, loss = model(tokens)
     assert len(made) == 2
-    assert loss.item() == sum(made).item() > 1.9  # each is 1 where all is even
+    torch.testing.assert_close(loss, sum(auxiliary_loss(sums) for sums in made))
+    assert loss.item() > 1.9  # each is 1 where all is even
     model.eval()
     assert model(tokens)[1].item() == 0.0
 

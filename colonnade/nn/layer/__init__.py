@@ -15,6 +15,7 @@ from colonnade.nn.layer.attention import SelfAttention
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.embedding import Embedding, HiddenParameter, PositionEmbedding
 from colonnade.nn.layer.linear import MLP, Classifier, Linear
+from colonnade.nn.layer.linear_loss import LinearCrossEntropyLoss
 from colonnade.nn.layer.loss import CrossEntropyLoss
 from colonnade.nn.layer.norm import LayerNorm, RMSNorm
 from colonnade.nn.layer.rotary import Rotary
@@ -30,6 +31,7 @@ __all__ = [
     "HiddenParameter",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropyLoss",
     "MLP",
     "PositionEmbedding",
     "RMSNorm",

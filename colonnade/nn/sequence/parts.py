@@ -150,6 +150,35 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
     return Parts(tuple(lengths), balanced)
 
 
+class SharedLengths:
+    """The lengths of the parts, for layers that attend to the same sequences one after another, as those of one model do.
+
+    The first layer of a pass lets the ranks tell each other, and a layer that comes again begins another pass. That follows
+    from the order of calls alone, never from a length, so all ranks ask together.
+    """
+
+    def __init__(self) -> None:
+        self._layers = 0
+        self._lengths: tuple[int, ...] = ()
+        self._asked: set[int] = set()
+        self._pass = -1
+
+    def join(self) -> int:
+        """The number of one more layer."""
+        self._layers += 1
+        return self._layers
+
+    def of(self, layer: int, length: int, context: ParallelContext) -> tuple[int, ...]:
+        """The lengths for the layer of this number, which has so many tokens here."""
+        # A backward pass that computes layers again goes through them in its own order.
+        this_pass = torch._C._current_graph_task_id()
+        if not self._asked or layer in self._asked or this_pass != self._pass:
+            self._lengths = parts_of(length, None, False, context).lengths
+            self._asked, self._pass = set(), this_pass
+        self._asked.add(layer)
+        return self._lengths
+
+
 def _lengths(total: int, size: int, balanced: bool) -> tuple[int, ...]:
     runs = _even(total, 2 * size if balanced else size)
     return tuple(runs[at] + runs[-1 - at] for at in range(size)) if balanced else tuple(runs)
