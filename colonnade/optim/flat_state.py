@@ -19,6 +19,11 @@ from colonnade.optim.blocks import to_device
 from colonnade.parallel.flat import FlatLayout, Span
 
 
+def pinned(numbers: Tensor) -> Tensor:
+    """The same, where the device can fetch them while the host goes on."""
+    return numbers.pin_memory()
+
+
 class ScatteredGradient:
     """Gradients that lie anywhere, as a kernel finds them: where element 0 of the flat buffer would be for each of them."""
 
@@ -36,7 +41,7 @@ class ScatteredGradient:
     def point_to(self, addresses: list[int]) -> None:
         """The gradients are there now."""
         if addresses != self._known:
-            self.addresses.copy_(torch.tensor(addresses).pin_memory(), non_blocking=True)
+            self.addresses.copy_(pinned(torch.tensor(addresses)), non_blocking=True)
             self._known = addresses
 
 
