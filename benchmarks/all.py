@@ -22,6 +22,7 @@ ON_CUDA = {
     "llama_cuda": ["llama_cuda"],
     "kernels_cuda": ["kernels_cuda"],
     "step_cuda": ["step", "--device", "cuda"],
+    "parallel_cuda": ["parallel_cuda"],
     "memory_cuda": ["memory_cuda"],
 }
 COMMANDS = {**{name: [name] for name in ON_CPU}, **ON_CUDA}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.transfer.values import (
-    Layout,
+    Meta,
     empty_frame,
     header_of,
     layout_of,
@@ -80,14 +80,14 @@ class _Layouts:
     """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
 
     def __init__(self) -> None:
-        self._last: dict[Action, tuple[Layout, bool]] = {}
+        self._last: dict[Action, tuple[tuple[Meta, ...], bool]] = {}
 
-    def sure(self, key: Action) -> Layout:
+    def sure(self, key: Action) -> tuple[Meta, ...]:
         """What the message has if it is as its last two; empty where they differed."""
         layout, repeated = self._last.get(key, ((), False))
         return layout if repeated else ()
 
-    def note(self, key: Action, layout: Layout) -> None:
+    def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
         """This is what the message had."""
         self._last[key] = layout, self._last.get(key, ((), False))[0] == layout
 
@@ -99,7 +99,7 @@ class _Expected:
     key: Action
     frame: Tensor
     header: Pending
-    layout: Layout = ()
+    layout: tuple[Meta, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     pending: Pending = field(default_factory=list)
 
@@ -160,12 +160,12 @@ class Link:
         """
         if self._framed:
             return
-        byte = ((torch.uint8, (1,)),)
+        byte = Meta(torch.uint8, (1,), False)
         if dist.get_rank() < self._peer:
-            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
-        wait(self._receive(self._into, _TENSOR, byte)[1])
+            wait(self._out.send(self._out.empty(byte), _TENSOR))
+        wait(self._into.receive(byte, _TENSOR)[1])
         if dist.get_rank() > self._peer:
-            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+            wait(self._out.send(self._out.empty(byte), _TENSOR))
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
@@ -186,9 +186,20 @@ class Link:
         layout = layout_of(tensors)
         self._sent_layouts.note(key, layout)
         if counted_on in ((), layout):
-            return [each for tensor in tensors for each in self._out.send(tensor, _TENSOR)]
-        filled = [each for form in counted_on for each in self._out.send(self._out.empty(*form), _TENSOR)]
+            return self._send_apart(tensors)
+        filled = self._send_apart([self._out.empty(meta) for meta in counted_on])
         return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
+
+    def _send_apart(self, tensors: list[Tensor]) -> Pending:
+        if len(tensors) > 1 and not self._framed:  # in one piece, since each send is a kernel
+            tensors = [pack(None, tensors, self._out.device)]
+        return [each for tensor in tensors for each in self._out.send(tensor, _TENSOR)]
+
+    def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
+        if len(layout) > 1 and not self._framed:
+            frame = empty_frame(payload_bytes(layout), self._into.device)
+            return unpack(frame, layout), self._into.fill(frame, _TENSOR)
+        return _receive(self._into, layout, _TENSOR)
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -210,7 +221,7 @@ class Link:
             if not expected.layout:
                 return
             if not expected.tensors:
-                expected.tensors, expected.pending = self._receive(self._into, _TENSOR, expected.layout)
+                expected.tensors, expected.pending = self._receive_apart(expected.layout)
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -258,7 +269,7 @@ class Link:
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, pending = self._cpu_wire.receive(torch.uint8, (size,), _TEXT)
+        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
         wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
@@ -284,15 +295,10 @@ class Link:
             self._received_layouts.note(expected.key, layout)
             tensors, pending = expected.tensors, expected.pending
             if layout != expected.layout:
-                where = (self._cpu_wire, _BY_CPU) if expected.layout else (self._into, _TENSOR)
-                tensors, more = self._receive(*where, layout)
-                pending = pending + more
+                others = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
+                tensors, pending = others[0], pending + others[1]
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
             self._begin_counted_on()
-
-    def _receive(self, wire: Wire, tag: int, layout: Layout) -> tuple[list[Tensor], Pending]:
-        received = [wire.receive(*form, tag) for form in layout]
-        return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
@@ -305,3 +311,8 @@ class Link:
             yield
         except RuntimeError as error:
             raise ScheduleError(f"the transfer {key} with rank {self._peer} did not end: {error}") from error
+
+
+def _receive(wire: Wire, layout: tuple[Meta, ...], tag: int) -> tuple[list[Tensor], Pending]:
+    received = [wire.receive(meta, tag) for meta in layout]
+    return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
