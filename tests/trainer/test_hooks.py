@@ -171,12 +171,20 @@ def test_every_built_in_hook_is_registered_under_its_name():
         assert HOOKS.get_module(name) is getattr(hooks, name)
 
 
+class Stateless(BaseHook):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+
 def _fails_while_saving(folder: Path) -> None:
     trainer = make_trainer({})
     hook = SaveCheckpointHook(1, folder, by_epoch=False, background=True)
     with pytest.raises(HookError, match="Failing"):
         trainer.fit(cut(range(24), 24), epochs=1, hooks=[hook, Failing("after_train_iter", 0, 1)])
     assert hook._manager is None
+    told = "hook Stateless failed in state_dict .*no state today"
+    with pytest.raises(HookError, match=told):
+        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, folder, by_epoch=False), Stateless()])
     with CheckpointManager(folder, trainer.context):  # nobody else holds the folder
         pass
 
