@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,29 @@ def test_every_built_in_hook_is_registered_under_its_name():
     bases = {"BaseHook", "LogByEpochHook"}
     for name in set(hooks.__all__) - bases:
         assert HOOKS.get_module(name) is getattr(hooks, name)
+
+
+@pytest.mark.parametrize(
+    ("by_epoch", "interval", "expected"),
+    [
+        (True, 1, ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]),
+        (True, 2, ["epoch 1", "epoch 3"]),
+        (True, 3, ["epoch 2"]),
+        (False, 1, ["step 1", "step 2", "step 3", "step 4"]),
+        (False, 3, ["step 3"]),
+    ],
+)
+def test_when_a_checkpoint_is_saved(monkeypatch, by_epoch, interval, expected):
+    saved: list[str] = []
+    hook = SaveCheckpointHook(interval, by_epoch=by_epoch)
+    monkeypatch.setattr(hook, "_save", lambda trainer: saved.append(trainer.place))
+    for at in range(4):
+        for done in (False, True):
+            step = SimpleNamespace(step_done=done, cur_step=at + 1, place=f"step {at + 1}")
+            hook.after_train_iter(step, None, None, None)  # type: ignore[arg-type]
+            epoch = SimpleNamespace(epoch_done=done, cur_epoch=at, place=f"epoch {at}")
+            hook.after_train_epoch(epoch)  # type: ignore[arg-type]
+    assert saved == expected
 
 
 class Stateless(BaseHook):
