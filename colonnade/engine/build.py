@@ -15,6 +15,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
+from colonnade.engine.materialise import MetaStart, read_recipes
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
@@ -57,22 +58,29 @@ def initialize(
     """
     context = _launched(context)
     config, device = context.config, context.device
-    with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
+    stages = context.pipeline_parallel_size
+    with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
         scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
         schedule = _build_schedule(context)
-        built = _build_model(model, context, schedule)
+        built, start = _build_model(model, context, schedule)
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
         agreement.require(numeric_settings())
         agreement.require(placements.alike())
+        agreement.require(start.alike())
     placements.check(agreement.sizes[1])
+    from_meta = any(agreement.sizes[2])
+    if from_meta:
+        start.locate()
     warn_of_repeated_work(built, context)
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
-    with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
+    if from_meta:
+        start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
+    with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
         plain = _build_optimizer(optimizer, built)
@@ -145,9 +153,10 @@ def _apply_backend_flags(config: Config) -> None:
         torch.backends.cudnn.deterministic = config.cudnn_deterministic
 
 
-def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
+def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart]:
     built = model if isinstance(model, (nn.Module, Split)) else model()
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
+    recipes = read_recipes(built, context) if isinstance(built, (nn.Module, Split)) else {}
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -157,7 +166,10 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
         )
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
-    return built.to(context.device)
+    if not recipes:
+        return built.to(context.device), MetaStart(built, recipes, context)
+    moved = built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))
+    return moved, MetaStart(built, recipes, context)
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

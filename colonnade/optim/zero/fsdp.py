@@ -28,6 +28,7 @@ from colonnade.optim.zero.fsdp_checks import (
     WatchedReduce,
     check_optimizer,
 )
+from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
@@ -148,6 +149,7 @@ class _Units:
         """
         # Imported here: those who use no stage 3 need not wait for it.
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+        from torch.distributed.tensor import Shard
 
         if isinstance(module, FSDPModule) or module in self.done:
             return
@@ -165,17 +167,18 @@ class _Units:
         if shard_modes is None:
             return
         offload = self._settings.offload and self.context.device.type != "cpu"
+        mesh = self._mesh(shard_modes.modes)
         fully_shard(
             module,
-            mesh=self._mesh(shard_modes.modes),
+            mesh=mesh,
+            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1))),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if self._settings.reshard else False,
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
-        size = len(self._mesh(shard_modes.modes).mesh.flatten())
-        if shard_modes.divisor != size:
+        if shard_modes.divisor != len(mesh.mesh.flatten()):
             module.set_gradient_divide_factor(shard_modes.divisor)  # type: ignore[operator]
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
