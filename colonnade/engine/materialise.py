@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, offset_in_dtensor
 from colonnade.comm.messages import Alike, agreed_errors
+from colonnade.comm.torch_versions import exchange_tensors, refresh_shards
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -58,7 +59,9 @@ class MetaStart:
             for name, parameter in self._model.named_parameters():
                 if name in self._recipes:
                     _materialise(parameter, self._places[name], self._recipes[name], device, self._context.seed)
-            self._model._apply(lambda tensor: tensor)  # FSDP2 looks at its parameters anew in here
+            for module in self._model.modules():
+                if hasattr(module, "_get_fsdp_state"):
+                    refresh_shards(module)
 
 
 def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe, device: torch.device, seed: int) -> None:
@@ -81,10 +84,7 @@ def _become(parameter: Any, real: Any) -> None:
     forget_start(parameter)
     hooks = list((parameter._backward_hooks or {}).values())
     later = list((parameter._post_accumulate_grad_hooks or {}).values())
-    # torch.utils.swap_tensors without its refusal of weak references, which an nn.LSTM has: the object stays.
-    torch._C._swap_tensor_impl(parameter, real)
-    if is_dtensor(parameter):
-        parameter._local_tensor, parameter._spec = real._local_tensor, real._spec
+    exchange_tensors(parameter, real)
     parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
     for hook in hooks:
         parameter.register_hook(hook)

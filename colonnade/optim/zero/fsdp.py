@@ -19,6 +19,7 @@ from colonnade.comm.messages import agreed_errors, gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -28,7 +29,6 @@ from colonnade.optim.zero.fsdp_checks import (
     WatchedReduce,
     check_optimizer,
 )
-from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of

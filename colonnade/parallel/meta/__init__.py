@@ -58,7 +58,8 @@ def meta_init() -> Iterator[None]:
     def make(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
         return tape.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
 
-    hooks = [register_module_parameter_registration_hook(keep), register_module_buffer_registration_hook(make)]
+    on_buffer: Any = register_module_buffer_registration_hook  # what the hook returns is registered instead
+    hooks = [register_module_parameter_registration_hook(keep), on_buffer(make)]
     init: Any = nn.init
     truncated = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = _truncated_normal
@@ -73,6 +74,7 @@ def meta_init() -> Iterator[None]:
             setattr(parameter, _ATTRIBUTE, Start(tape, parameter.detach(), parameter._version))
 
 
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
 _WITH_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 _READS = {
     getattr(Tensor, name)
@@ -91,7 +93,7 @@ class _Builder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _WITH_VALUES and kwargs.get("device") is None:
             return func(*args, **{**kwargs, "device": "cpu"})
-        if func == Tensor.is_meta.__get__ and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
             return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing is noted
         if func in _READS and args[0].device.type == "meta":
             return func(self._tape.read(args[0]), *args[1:], **kwargs)

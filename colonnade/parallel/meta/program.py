@@ -13,10 +13,33 @@ from colonnade.parallel.meta import counter
 from colonnade.parallel.meta.tape import Entry, Tape, covers_memory, memory_of
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_FILLS = {"zero_": 0.0, "zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
+_FILLS = {
+    "zero_": 0.0,
+    "zeros": 0.0,
+    "zeros_like": 0.0,
+    "new_zeros": 0.0,
+    "ones": 1.0,
+    "ones_like": 1.0,
+    "new_ones": 1.0,
+}
 _DRAWS = {"uniform_": "uniform", "rand": "uniform", "rand_like": "uniform"}
 _DRAWS |= {"normal_": "normal", "randn": "normal", "randn_like": "normal"}
-_POINTWISE = {"mul", "div", "add", "sub", "rsub", "neg", "abs", "pow", "sqrt", "exp", "log", "clamp", "clamp_min", "clamp_max"}
+_POINTWISE = {
+    "mul",
+    "div",
+    "add",
+    "sub",
+    "rsub",
+    "neg",
+    "abs",
+    "pow",
+    "sqrt",
+    "exp",
+    "log",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+}
 _POINTWISE |= {"erfinv", "erf", "tanh", "sigmoid", "reciprocal", "square", "sin", "cos"}
 _COPIES = {"clone", "_to_copy", "copy_", "cat", "stack"}
 
@@ -45,7 +68,7 @@ class Lie(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """"uniform" (low, high), "normal" (mean, std), "fill" (value), or "call": a function of each element alone.
+    """ "uniform" (low, high), "normal" (mean, std), "fill" (value), or "call": a function of each element alone.
 
     `region`: the places in memory that it is for; None for all. `source`: the memory that was drawn.
     """
