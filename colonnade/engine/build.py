@@ -57,8 +57,7 @@ def initialize(
     made equal, handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
-    config, device = context.config, context.device
-    stages = context.pipeline_parallel_size
+    config, device, stages = context.config, context.device, context.pipeline_parallel_size
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
@@ -68,18 +67,12 @@ def initialize(
         precision.apply(built, device)
         _compile(built, config.get("compile"))
         placements = Placements(built, context)
-        agreement.require(numeric_settings())
-        agreement.require(placements.alike())
-        agreement.require(start.alike())
+        agreement.require(numeric_settings(), placements.alike(), start.alike())
     placements.check(agreement.sizes[1])
-    from_meta = any(agreement.sizes[2])
-    if from_meta:
-        start.locate()
-    warn_of_repeated_work(built, context)
+    start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
-    if from_meta:
-        start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
+    start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
     with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
@@ -166,6 +159,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
         )
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
+    warn_of_repeated_work(built, context)
     if not recipes:
         return built.to(context.device), MetaStart(built, recipes, context)
     moved = built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))

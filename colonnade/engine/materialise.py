@@ -37,6 +37,7 @@ class MetaStart:
         self._model, self._context = model, context
         self._recipes = {name: recipes[id(p)] for name, p in model.named_parameters() if id(p) in recipes}
         self._places: dict[str, LocalTensor] = {}
+        self._everywhere = 0
 
     def alike(self) -> Alike:
         """What all ranks of a pipeline stage must have in common: nothing else makes their parameters equal."""
@@ -48,13 +49,18 @@ class MetaStart:
             part=self._context.get_local_rank(ParallelMode.PIPELINE),
         )
 
-    def locate(self) -> None:
-        """Before parameters are sharded: where they lie in their wholes. Collective over the world."""
+    def locate(self, everywhere: int) -> None:
+        """Before parameters are sharded: where they lie in their wholes. Collective, if there are any in the world."""
+        self._everywhere = everywhere
+        if not everywhere:
+            return
         located = locate_tensors(self._model, self._context, "starting from the meta device")
         self._places = {name: tensor for tensor in located for name in tensor.names}
 
     def materialise(self, device: torch.device) -> None:
-        """Give every parameter memory on `device` for what this rank holds of it, and its values. Collective over the world."""
+        """Give every parameter memory on `device` for what this rank holds of it, and its values. Collective, as `locate`."""
+        if not self._everywhere:
+            return
         with agreed_errors(self._context.device):
             for name, parameter in self._model.named_parameters():
                 if name in self._recipes:

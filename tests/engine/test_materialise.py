@@ -24,6 +24,7 @@ from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.meta.recipe import recipes_of
+from colonnade.parallel.placement import Shard, place
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
 from tests.models.grid import MODELS as OURS
@@ -35,9 +36,24 @@ def odd_gpt(**options: Any) -> GPT:
     return GPT(19, 8, 16, 4, 2, tied=False, **options)
 
 
+class Local(nn.Module):
+    """Each rank draws just its own rows, and says which they are."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__()
+        mode = ParallelMode.TENSOR
+        ranks = context.get_world_size(mode) if context.is_initialized(mode) else 1
+        self.weight = nn.Parameter(torch.empty(8 // ranks, 6))
+        nn.init.xavier_normal_(self.weight, gain=float(ranks) ** 0.5)
+        nn.init.trunc_normal_(self.weight, std=0.5)
+        if ranks > 1:
+            place(self.weight, {mode: Shard(0)})
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {
     **OURS,
     "odd GPT": odd_gpt,
+    "local": Local,
     "plain": lambda **options: nn.Sequential(Everything(), nn.Linear(7, 9)),
 }
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -62,6 +78,8 @@ ON_FOUR: list[Case] = [
     ("MoE-GPT", {"expert": 2, **_1d(2)}, {}),
     ("MoE-GPT", {"expert": 2}, {"zero": 3}),
     ("ViT", {"sequence": 2}, {}),
+    ("local", _1d(4), {}),
+    ("local", _1d(2), {"zero": 3}),
     ("plain", {}, {"zero": 3}),
     ("plain", {}, {"zero": 2, "bf16": {"master_weights": False}}),
 ]

@@ -44,16 +44,16 @@ _POINTWISE |= {"erfinv", "erf", "tanh", "sigmoid", "reciprocal", "square", "sin"
 _COPIES = {"clone", "_to_copy", "copy_", "cat", "stack"}
 
 
-class Lie(NamedTuple):
+class Strided(NamedTuple):
     """How the elements of a tensor lie in memory."""
 
-    offset: int
     size: tuple[int, ...]
+    offset: int
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Lie:
-        return cls(int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()))
+    def of(cls, tensor: Tensor) -> Strided:
+        return cls(tuple(tensor.size()), int(tensor.storage_offset()), tuple(tensor.stride()))
 
     def holds(self, positions: Tensor) -> Tensor:
         """Whether each position in memory is an element of it."""
@@ -75,7 +75,7 @@ class Step:
 
     kind: str
     values: tuple[Any, ...]
-    region: Lie | None = None
+    region: Strided | None = None
     call: Callable[[Tensor], Tensor] | None = field(default=None, compare=False)
     source: int | None = field(default=None, compare=False)
 
@@ -99,7 +99,7 @@ class Program:
     """
 
     steps: tuple[Step, ...] = ()
-    cut: Lie | None = None
+    cut: Strided | None = None
     moved: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class Program:
         """With one more step, on a tensor that may be a part of the memory."""
         if covers_memory([tensor]):
             return Program((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
-        return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Lie.of(tensor))))
+        return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
     def copied(self, source: Tensor) -> Program | None:
         """That of a copy of `source`, all or some of the tensor's memory."""
@@ -123,7 +123,7 @@ class Program:
             return self
         if self.has_regions and self.cut is not None:
             return None
-        return Program(self.steps, Lie.of(source) if self.has_regions else None, moved=True)
+        return Program(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
     def values(self, positions: Tensor, places: Tensor, key: Callable[[int | None], int]) -> Tensor:
         """In float64, for elements at `positions` of the whole parameter, that regions know as `places`."""

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError
 from colonnade.parallel.meta import Start, counter, start_of
-from colonnade.parallel.meta.program import Lie, Program, drawn, program_of
+from colonnade.parallel.meta.program import Program, Strided, drawn, program_of
 from colonnade.parallel.meta.tape import Entry, Tape, elements_in_memory, memory_of
 
-_AT_ONCE = {"cpu": 1 << 16}
-_AT_ONCE_ELSEWHERE = 1 << 22
+_ON_CPU, _ELSEWHERE = 1 << 16, 1 << 20
 """How many elements are made at once: so few that they take little memory, and on the CPU stay in its cache."""
 
 
@@ -45,17 +44,19 @@ class Recipe:
             parts = (slice(at, at + size) for at, size in zip(start, local.shape, strict=True))
             local.copy_(whole[tuple(parts)])
             return
-        lie = self.program.cut or Lie.of(self.tensor)
-        first = lie.offset + sum(at * stride for at, stride in zip(start, lie.stride, strict=True))
+        strided = self.program.cut or Strided.of(self.tensor)
+        first = strided.offset + sum(at * stride for at, stride in zip(start, strided.stride, strict=True))
         strides = counter.row_strides(shape)
         before = sum(at * stride for at, stride in zip(offset, strides, strict=True))
         flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
-        for index in _indices(local):
+        step = _ON_CPU if local.device.type == "cpu" else _ELSEWHERE
+        for chunk in range(0, local.numel(), step):
+            index = torch.arange(chunk, min(chunk + step, local.numel()), device=local.device)
             positions = counter.positions_in(index, local.shape, before, strides)
             has = self.program.has_regions
-            places = counter.positions_in(index, local.shape, first, lie.stride) if has else positions
+            places = counter.positions_in(index, local.shape, first, strided.stride) if has else positions
             values = self.program.values(positions, places, lambda source: self._key(seed, source))
-            flat[int(index[0]) : int(index[0]) + len(index)] = values.to(local.dtype)
+            flat[chunk : chunk + len(index)] = values
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
 
@@ -79,7 +80,7 @@ class Recipe:
                     torch.manual_seed(key)
                     return entry.func(*args, **kwargs)
             result = args[0] if entry.name.endswith("_") else torch.empty(made.shape, dtype=made.dtype)
-            places = counter.positions_in(torch.arange(made.numel()), *_shaped(Lie.of(made)))
+            places = counter.positions_in(torch.arange(made.numel()), *Strided.of(made))
             return result.copy_(step.apply(torch.empty(0), places, key).view(made.shape))
 
         return run
@@ -142,14 +143,3 @@ def _start_of(parameter: nn.Parameter, name: str, tapes: Iterable[Tape]) -> Star
             f"block, or after initialize()"
         )
     return start
-
-
-def _indices(local: Tensor) -> Iterator[Tensor]:
-    """The numbers of the elements, some at a time."""
-    step = _AT_ONCE.get(local.device.type, _AT_ONCE_ELSEWHERE)
-    for first in range(0, local.numel(), step):
-        yield torch.arange(first, min(first + step, local.numel()), device=local.device)
-
-
-def _shaped(lie: Lie) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
-    return lie.size, lie.offset, lie.stride
