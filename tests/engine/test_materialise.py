@@ -18,6 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.models import GPT
+from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
 from colonnade.optim.zero.formula import bytes_held
 from colonnade.optim.zero.settings import ZeroSettings
@@ -37,7 +38,7 @@ def odd_gpt(**options: Any) -> GPT:
 
 
 class Local(nn.Module):
-    """Each rank draws just its own rows, and says which they are."""
+    """Each rank draws just its own rows, and says which they are; and a table of which one row is zero."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class Local(nn.Module):
         self.weight = nn.Parameter(torch.empty(8 // ranks, 6))
         nn.init.xavier_normal_(self.weight, gain=float(ranks) ** 0.5)
         nn.init.trunc_normal_(self.weight, std=0.5)
+        self.table = Embedding(12, 4, padding_idx=5, arrangement=arrange(context))
         if ranks > 1:
             place(self.weight, {mode: Shard(0)})
 
@@ -184,7 +186,7 @@ def test_four_ranks_start_as_one_process_and_train_like_it():
     run_world(4, check_four, truth, trained({}, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eight_ranks_start_as_one_process():
     truth = {name: alone(name) for name in dict.fromkeys(name for name, *_ in ON_EIGHT)}
     run_world(8, compare, ON_EIGHT, truth)

@@ -131,7 +131,7 @@ def test_any_block_is_made_alone(everything, values):
     for name, parameter in everything.named_parameters():
         if id(parameter) in recipes and parameter.dim():
             place = torch.empty(parameter.shape)
-            for block in (place[1:3], place[..., 1:3], place[-1:]):
+            for block in (place[1:5], place[..., 1:3], place[-1:]):
                 found = block_of(recipes[id(parameter)], block, parameter.shape)
                 expected = values[name].as_strided(block.shape, block.stride(), block.storage_offset())
                 assert torch.equal(found, expected), name
@@ -145,6 +145,15 @@ def test_names_and_seeds_decide_the_values():
         assert torch.equal(value, again[name])
         assert not torch.equal(value, apart[name])
     assert not torch.equal(same["0.weight"], same["1.weight"])
+
+
+def test_stages_with_the_same_names_start_apart():
+    with meta_init():
+        stages = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+        tied = nn.Sequential(stages[0][0])
+    recipes = recipes_of([*stages, tied])
+    first, second = (recipes[id(stage[0].weight)] for stage in stages)
+    assert (first.name, second.name, len(recipes)) == ("0.weight", "0.weight of stage 1", 2)
 
 
 def test_a_model_may_be_cast_after_the_block():
