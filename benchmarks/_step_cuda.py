@@ -12,7 +12,8 @@ import collections
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ GOALS = {
     "zero-27M/zero3/mps": 1.00,
     "zero-118M/zero3/mps": 1.00,
 }
-_WARM_UP, _BLOCK_SECONDS = 6, 0.2
+_WARM_UP = 6
 
 Step = Callable[[], None]
 
@@ -99,28 +100,36 @@ def slowest(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 def measured(size: dict[str, int], names: Sequence[str], seconds: float) -> dict[str, Any]:
     """The seconds of a step of each contestant, block by block in turns; and its collectives."""
     torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(0, size["vocabulary"], (ROWS, size["length"])).to(_device())
+    tokens = torch.randint(0, size["vocabulary"], (ROWS, size["length"])).to(device())
     steps: dict[str, Step] = {}
-    blocks: dict[str, Callable[[], float]] = {}
-    counts, parameters = {}, 0
+    parameters = 0
     for name in names:
         torch.manual_seed(0)
-        model = GPT(**size).to(_device())
+        model = GPT(**size).to(device())
         parameters = sum(parameter.numel() for parameter in model.parameters())
         steps[name] = CONTESTANTS[name](model, tokens)
+    return {**take_turns(steps, seconds), "parameters": parameters}
+
+
+def take_turns(steps: Mapping[str, Step], seconds: float, block_seconds: float = 0.2) -> dict[str, Any]:
+    """The seconds of a step of each contestant, in blocks of steps in turns; and the collectives of one step."""
+    blocks: dict[str, Callable[[], float]] = {}
+    counts = {}
+    for name, step in steps.items():
         for _ in range(_WARM_UP):
-            steps[name]()
-        counts[name] = collectives(steps[name])
-        length = int(_agreed(min(20.0, max(1.0, _BLOCK_SECONDS / _block(steps[name], 2)))))
-        blocks[name] = lambda step=steps[name], length=length: _block(step, length)
+            step()
+        counts[name] = collectives(step)
+        length = int(_agreed(min(20.0, max(1.0, block_seconds / _block(step, 2)))))
+        blocks[name] = partial(_block, step, length)
     one = {name: block() for name, block in blocks.items()}
-    # `one` has seconds of a step; a block has about _BLOCK_SECONDS of them, and a step at least.
-    rounds = int(_agreed(min(40.0, max(5.0, seconds / sum(max(_BLOCK_SECONDS, value) for value in one.values())))))
+    # `one` has seconds of a step; a block has about block_seconds of them, and a step at least.
+    rounds = int(_agreed(min(40.0, max(5.0, seconds / sum(max(block_seconds, value) for value in one.values())))))
+    names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
             times[name].append(blocks[name]())
-    return {"seconds": times, "collectives": counts, "parameters": parameters, "rounds": rounds}
+    return {"seconds": times, "collectives": counts, "rounds": rounds}
 
 
 def collectives(step: Step) -> dict[str, int]:
@@ -146,12 +155,12 @@ def _block(step: Step, length: int) -> float:
 
 def _agreed(value: float) -> float:
     """The least of all ranks' values."""
-    shared = torch.tensor(value, device=_device(), dtype=torch.float64)
+    shared = torch.tensor(value, device=device(), dtype=torch.float64)
     dist.all_reduce(shared, op=dist.ReduceOp.MIN)
     return shared.item()
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -213,7 +222,7 @@ def by_fsdp(model: nn.Module, tokens: Tensor) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(_device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

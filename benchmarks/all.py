@@ -19,6 +19,7 @@ ON_CPU = ("step", "clip", "engine", "trainer", "layers", "zero")
 ON_CUDA = {
     "clip_cuda": ["clip", "--device", "cuda"],
     "engine_cuda": ["engine_cuda"],
+    "llama_cuda": ["llama_cuda"],
     "step_cuda": ["step", "--device", "cuda"],
     "memory_cuda": ["memory_cuda"],
 }

@@ -15,6 +15,7 @@ from colonnade.config import Config
 from colonnade.context.environment import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.rendezvous import telling_the_others
 from colonnade.core import global_context
 from colonnade.errors import LaunchError
 
@@ -47,7 +48,8 @@ def launch(
     (torch's own limit where torch.distributed was initialised before), which leaves room for a rank that writes a
     checkpoint or prepares data while the others wait. Where nothing long can be going on (the agreements of `launch`, once all ranks
     have joined) it is 120 at most. Long before that, about 8 seconds after it began to wait, a rank
-    that has joined says where the others are.
+    that has joined says where the others are. A config that is refused on one rank alone is an error on every rank,
+    at once.
     `seed` (else the config's, else 1024) seeds torch, Python and numpy: alike on ranks that see the same data.
     `context` is filled and returned; by default `colonnade.core.global_context`.
     """
@@ -99,11 +101,13 @@ def _start(
     context: ParallelContext | None = None,
     timeout: float | None = None,
 ) -> ParallelContext:
-    check_torch(torch.__version__)
     context = global_context if context is None else context
-    context.load_config(config)
+    where = (address.rank, address.world_size, address.host, address.port, timeout)
+    with telling_the_others(*where, address.local_rank):
+        check_torch(torch.__version__)
+        context.load_config(config)
+        chosen = _seed(context.config, seed)
     context.verbose = verbose
-    chosen = _seed(context.config, seed)
     context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
     try:
         context.set_device(address.local_rank)

@@ -28,7 +28,7 @@ SLOW_MODULES = (
     "engine/test_clip.py",
     "engine/test_mistakes.py",
     "engine/test_pipeline.py",
-    "engine/test_precision.py",
+    "engine/precision/test_policy.py",
     "engine/test_slots.py",
     "engine/test_split_model.py",
     "examples/test_own_parallelism.py",

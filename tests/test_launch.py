@@ -115,7 +115,7 @@ def _bad(config: dict) -> str:
         ({"parallel": {"tensor": -2}}, "parallel.tensor"),
     ],
 )
-def test_a_bad_config_is_refused_on_every_rank_before_anything_connects(config, part):
+def test_a_bad_config_is_refused_on_every_rank_before_they_join(config, part):
     for message in run_world(4, _bad, config, backend=None).values:
         assert part in message
 
@@ -148,6 +148,9 @@ def _differ() -> list[str]:
     with pytest.raises(LaunchError) as wrong:
         launch({}, context=ParallelContext(), verbose=False)
     rendezvous.__version__ = "0.1"
+    with pytest.raises(ConfigError, match="clip_grad_norm") as refused:
+        launch({"gradient_clipping": 1.0} if rank else {}, context=ParallelContext(), verbose=False)
+    assert ("on rank 1 (this rank is 0): " in str(refused.value)) == (rank == 0)
     # What is not ours may differ, and so may what is logged.
     launch(
         {"DATA": f"/disk{rank}", "log": ["info", "debug"][rank], "model": {"cache": rank}},
@@ -165,17 +168,16 @@ def test_configs_and_versions_that_differ_are_named_on_every_rank():
         assert "the same" in message
 
 
-def _try_again(port: int, at_once: bool) -> list[float]:
-    """Rank 1 fails on its own; it comes back at once, or when rank 0 has given up."""
+def _try_again(port: int, refused: int, at_once: bool) -> list[float]:
+    """The config of one rank is refused. All are told at once, and may try again at once, or later."""
     rank, context = int(os.environ["RANK"]), ParallelContext()
     address = {"rank": rank, "world_size": 2, "host": "127.0.0.1", "port": port}
-    if rank == 1:
-        with pytest.raises(ConfigError):
-            launch({"gradient_clipping": 1.0}, **address, context=context, verbose=False)
-    if not at_once and rank == 0:
-        with pytest.raises(LaunchError):
-            launch({}, **address, context=context, verbose=False, timeout=1)
-    elif not at_once:
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match="clip_grad_norm") as error:
+        launch({"gradient_clipping": 1.0} if rank == refused else {}, **address, context=context, verbose=False)
+    assert time.monotonic() - begin < 20
+    assert (f"on rank {refused} (this rank is {rank}): " in str(error.value)) == (rank != refused)
+    if rank == 1 and not at_once:
         time.sleep(1.5)
     sums = []
     for _ in range(2):
@@ -187,9 +189,23 @@ def _try_again(port: int, at_once: bool) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_launch_that_failed_on_one_rank_can_be_tried_again():
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_config_that_is_refused_on_one_rank_is_told_to_all_who_may_try_again(refused):
     for at_once in (True, False):
-        assert run_world(2, _try_again, free_port(), at_once, backend=None).values == [[1.0, 1.0], [1.0, 1.0]]
+        found = run_world(2, _try_again, free_port(), refused, at_once, backend=None).values
+        assert found == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def _misses_one(port: int) -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 could not join .*: 1 of 2 ranks came within 1 s"):
+        launch({}, 0, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1, verbose=False)
+    with pytest.raises(ConfigError, match="clip_grad_norm"):  # nobody is there to be told
+        launch({"gradient_clipping": 1.0}, 1, 2, "127.0.0.1", port, context=ParallelContext(), timeout=1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked():
+    _misses_one(free_port())
 
 
 @pytest.mark.slow
@@ -215,6 +231,8 @@ def test_nobody_at_the_address_is_said():
     ("arguments", "part"),
     [
         ({"rank": 2, "world_size": 2, "host": "h", "port": 1}, "rank 2 of a world of 2 is impossible"),
+        ({"rank": 0, "world_size": 0, "host": "h", "port": 1}, "rank 0 of a world of 0 is impossible"),
+        ({"rank": -1, "world_size": 2, "host": "h", "port": 1}, "rank -1 of a world of 2 is impossible"),
         ({"rank": 0}, "give both or neither"),
         ({"rank": 0, "world_size": 2, "host": "h", "port": 99999}, "port must be a number"),
         ({"rank": 0, "world_size": 2}, "needs the address of rank 0"),

@@ -51,8 +51,12 @@ def load_checkpoint(
     extra: Mapping[str, Any],
     step: int | None,
     content: bool,
+    rest: Any = None,
 ) -> LoadedInfo:
-    """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too."""
+    """Load the newest good checkpoint, or that of `step`; `content` asks for the hashes of the files too.
+
+    `rest` is an object that takes the plain values all together, before weights change.
+    """
     tensors = locate_tensors(model, context, "loading")
     path, manifest, skipped = _newest_good(folder, step, content, context)
     with _all_or_nothing(context, path):
@@ -70,6 +74,9 @@ def load_checkpoint(
             if values.has(key):
                 states[key] = values.get(key)
                 takers.append(_Taker(f"the module {name}", module.get_extra_state, module.set_extra_state))
+        if rest is not None:
+            states["rest"] = plain
+            takers.append(_Taker("the run", rest.state_dict, rest.load_state_dict))
         state = OptimizerLoader(plan, reader, values).state_dict_for(optimizer) if optimizer is not None else None
         found = plan.read_tensors(reader, values)
         streams = values.random_state()

@@ -151,6 +151,7 @@ class CheckpointManager:
         optimizer: Any = None,
         extra: Mapping[str, Any] | None = None,
         step: int | None = None,
+        rest: Any = None,
     ) -> LoadedInfo:
         """Load the newest good checkpoint, or that of `step`, whatever layout it was saved on. Collective.
 
@@ -158,10 +159,11 @@ class CheckpointManager:
         error. A checkpoint of another model is an error that lists what does not fit. All of it is read before anything
         changes: if it cannot be read on some rank, or an object does not take its state, nothing is loaded on any. (If the
         optimizer's own `load_state_dict` fails after that, the error says that only a part was loaded.)
-        Objects in `extra` get their state; plain values come back in the result.
+        Objects in `extra` get their state; plain values come back in the result. `rest`, an object with `state_dict` and
+        `load_state_dict`, gets all plain values as one dict, and may refuse them.
         """
         self.wait()
-        return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify)
+        return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
 
     # -- inside -------------------------------------------------------------------------------------------
 

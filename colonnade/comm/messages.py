@@ -159,15 +159,25 @@ def _compare(agreement: Agreement, failed: bool, device: torch.device, group: An
 
 
 def _raise_together(mine: Exception | None, device: torch.device, group: Any) -> None:
-    notes = gather_texts(f"{type(mine).__name__}\n{mine}" if mine is not None else "", device, group)
+    notes = gather_texts(note_of(mine) if mine is not None else "", device, group)
     if mine is not None:
         raise mine
     everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
-    failed = [(rank, text) for rank, text in zip(everyone, notes, strict=True) if text.strip()]
-    kind, _, text = failed[0][1].partition("\n")
-    where = f"on rank {listed(rank for rank, _ in failed)} (this rank is {dist.get_rank()})"
+    failed = [(rank, note) for rank, note in zip(everyone, notes, strict=True) if note.strip()]
+    raise error_of(failed[0][1], [rank for rank, _ in failed], dist.get_rank())
+
+
+def note_of(error: Exception) -> str:
+    """An error as a text that other ranks are told."""
+    return f"{type(error).__name__}\n{error}"
+
+
+def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
+    """The error behind the note, as rank `here` raises it where `ranks` have failed."""
+    kind, _, text = note.partition("\n")
+    where = f"on rank {listed(ranks)} (this rank is {here})"
     known = _class_of(kind)
-    raise (known or ColonnadeError)(f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}")
+    return (known or ColonnadeError)(f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}")
 
 
 def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:

@@ -45,6 +45,14 @@ def is_alive(group: Any) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
+def is_wanted(node: Any) -> bool:
+    """In a backward pass: whether it goes on to this node of the graph. A pass may be for some of the leaves only."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that `torch.autograd.grad` asks for
+        return True
+
+
 def group_of_call(args: Sequence[Any]) -> dist.ProcessGroup:
     """The group among the arguments of a collective as torch's dispatcher sees it: as an object, or (last) by name."""
     for value in args:

@@ -126,7 +126,14 @@ _FP16 = Section(
     ),
     refused={"verbose": "is not read: changes of the scale are not logged. Leave it out"},
 )
-_BF16 = Section({"master_weights": BOOL})  # keep fp32 weights for the optimizer
+_BF16 = Section({"master_weights": BOOL})  # the optimizer steps on fp32 weights
+_FLOAT8 = Section(
+    {
+        "recipe": choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),  # how torchao scales values
+        "skip": any_of(TEXT, TEXTS, NONE),  # layers that keep their dtype, by name
+        "emulate": BOOL,  # try it out where there is no float8 hardware
+    }
+)
 
 _OLD_ZERO = (
     "is an older form. Write zero = dict(stage=3, offload='cpu'); settings of the loss scale go to fp16 = dict(...)"
@@ -140,7 +147,7 @@ _ZERO = Section(
         "bucket_mb": POSITIVE,  # bucket size in MB
         "gather_ahead": BOOL,  # stages 1, 2: gather parameters while the next forward pass runs
         "prefetch": int_from(0),  # stage 3: how many modules are gathered ahead
-        "master_weights": BOOL,  # stages 1, 2: half-precision parameters have fp32 copies, sharded too
+        "master_weights": BOOL,  # the optimizer steps on fp32 weights
         "replicate": any_of(TEXT, NONE),  # stage 3: the axis on which shards are replicas (HSDP)
         "wrap": any_of(TEXT, TEXTS, NONE),  # stage 3: names of the modules that are gathered one by one
         "reshard": BOOL,  # stage 3: give parameters back after their forward pass
@@ -154,12 +161,28 @@ _ZERO = Section(
     refused={"model_config": _OLD_ZERO, "optimizer_config": _OLD_ZERO},
 )
 
+_MODES = choice("none", "full", "selective")
+_ACTIVATIONS = Section(
+    {
+        "mode": _MODES,  # what a block computes again in backward: nothing, everything, all but the ops of `keep`
+        "every": COUNT,  # of the blocks, every n-th one
+        "blocks": any_of(
+            TEXT, TEXTS, NONE
+        ),  # their classes, or patterns of module names; left out, they are looked for
+        "keep": any_of(TEXTS, NONE),  # mode 'selective': ops whose results are kept, such as 'aten.mm'
+        "offload": BOOL,  # what is kept for backward lies in the host's memory
+    },
+    renamed=_words(
+        mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
+    ),
+)
+
 _SYNC = Section(
     {
         "bucket_mb": POSITIVE,  # bucket size in MB
         "first_bucket_mb": POSITIVE,  # size of the bucket that is ready first
         "overlap": any_of(BOOL, choice("auto")),  # reduce while backward runs
-        "reduce_dtype": any_of(DTYPE, TEXT, NONE),  # dtype of the reduction
+        "reduce_dtype": any_of(DTYPE, TEXT, NONE),  # dtype of the reduction, at every stage of zero
         "compress": any_of(choice("bf16", "fp16"), NONE),  # dtype in which gradients are sent
         "fixed_order": BOOL,  # the same order of sums in every run
         "shared_memory": any_of(BOOL, choice("auto"), NONE),  # reduce in shared memory on one host
@@ -177,6 +200,8 @@ _SYNC = Section(
 
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
 
+_COMPILE = Section({"blocks": BOOL}, is_open=True)  # blocks=False: the model in one piece
+
 KEYS: dict[str, Rule] = {
     # how the ranks are divided into axes
     "parallel": only_dict(_PARALLEL, "a dict of data, pipeline, tensor, expert, sequence and axes of your own"),
@@ -186,16 +211,20 @@ KEYS: dict[str, Rule] = {
     "gradient_accumulation": COUNT,  # batches per optimizer step
     "fp16": with_dict(BOOL, _FP16),  # fp16 mixed precision with a loss scale
     "bf16": with_dict(BOOL, _BF16),  # bf16 mixed precision
+    "float8": with_dict(BOOL, _FLOAT8),  # linear layers in float8, by torchao
     "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
     "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
+    # which activations are computed again in backward, or kept on the host; True: 'full'
+    "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),
     "flat_step": BOOL,  # run the optimizer on flat buffers
-    "compile": with_dict(BOOL, Section({}, is_open=True), "dict of torch.compile's options"),  # torch.compile the model
+    "graph_step": BOOL,  # run the flat step and the clipping as CUDA graphs
+    "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options"),  # torch.compile the model, block by block
     "seed": INT,  # seed of every random stream
     "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
     "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "compare_weights": BOOL,  # False: ranks that were seeded alike may start with other weights; the first's are taken
+    "compare_weights": BOOL,  # False: ranks that have the same seed may start with other weights; the first's are taken
     "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
     "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
     "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other

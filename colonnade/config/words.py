@@ -77,6 +77,12 @@ class Foreign:
 
 _FOREIGN = (
     Foreign(
+        ("activation_checkpoint",),
+        "activation_checkpoint = 'full' or 'selective', or dict(mode=..., every=..., offload=...)",
+        "activation_checkpointing activation_ckpt checkpoint_activations recompute_activations recompute_granularity "
+        "activation_offload offload_activations cpu_offload_activations",
+    ),
+    Foreign(
         ("clip_grad_norm",),
         "clip_grad_norm = {}",
         "gradient_clipping gradient_clip gradient_clip_val gradient_clip_value gradient_clip_norm grad_clip "

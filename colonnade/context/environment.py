@@ -108,7 +108,7 @@ def _check(address: WorldAddress) -> None:
     for name, value in (("rank", address.rank), ("world_size", address.world_size)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise LaunchError(f"{name} must be an integer, not {value!r}")
-    if address.world_size < 1 or not 0 <= address.rank < address.world_size:
+    if not 0 <= address.rank < address.world_size:
         raise LaunchError(
             f"rank {address.rank} of a world of {address.world_size} is impossible: ranks run from 0 to "
             f"world_size - 1 (from {address.source})"

@@ -27,8 +27,10 @@ from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.context.random import RandomStreams, derive_seed
 from colonnade.context.rendezvous import (
     agree_on_layout,
+    device_for,
     join_world,
     leave_world,
+    telling_the_others,
 )
 from colonnade.context.sizes import world_axes
 from colonnade.errors import ContextError
@@ -87,14 +89,15 @@ class ParallelContext:
         port: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Join the world. Collective: returns when every rank is there. Checks the sizes before it connects."""
-        if self._launched:
-            raise ContextError(
-                "this context has already joined a world; call destroy() before you launch again, "
-                "or use another ParallelContext"
-            )
-        self._axes = world_axes(self.config, world_size)
-        self._build = run_initializers(self.config, world_size, rank)
+        """Join the world. Collective: returns when every rank is there. Checks the sizes before it joins."""
+        with telling_the_others(rank, world_size, host, port, timeout):
+            if self._launched:
+                raise ContextError(
+                    "this context has already joined a world; call destroy() before you launch again, "
+                    "or use another ParallelContext"
+                )
+            self._axes = world_axes(self.config, world_size)
+            self._build = run_initializers(self.config, world_size, rank)
         self._owns_world = join_world(rank, world_size, backend, host, port, timeout)
         self._rank, self.world_size, self._launched = rank, world_size, True
         self.waits.open(rank, world_size, _logging.get_dist_logger().warning)
@@ -251,10 +254,9 @@ class ParallelContext:
 
     def set_device(self, ordinal: int | None = None) -> None:
         """Choose this process's device: CUDA device `ordinal` (default: the rank), modulo devices, else the CPU."""
-        if torch.cuda.is_available():
-            index = (self._rank if ordinal is None else ordinal) % torch.cuda.device_count()
-            torch.cuda.set_device(index)
-            self.device = torch.device("cuda", index)
+        self.device = device_for(self._rank, ordinal)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def set_seed(self, seed: int) -> None:
         """Seed torch, Python, numpy if it is there, and the stream of each axis; may be called again.

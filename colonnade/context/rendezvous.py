@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.messages import Alike, agreed_errors
+from colonnade.comm.messages import Alike, agreed_errors, error_of, note_of
 from colonnade.comm.torch_versions import (
     DEFAULT_TIMEOUT,
+    START_UP_TIMEOUT,
     HashStore,
     PrefixStore,
     TCPStore,
     default_store,
     forget_failed_start,
+    waiting_at_most,
 )
 from colonnade.context.layout import Layout
-from colonnade.errors import LaunchError, LayoutError
+from colonnade.errors import ColonnadeError, LaunchError, LayoutError
 from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
+_TELL_SECONDS = 10.0
 _QUIET_SECONDS = 3.0
+_AGREED = (1, 1, 1)
+"""The parts of what `agree_on_layout` compares."""
 _last_prefix = ""
 """The prefix of this process's last launch in the store."""
 
@@ -57,9 +62,11 @@ def join_world(
     limit = timedelta(seconds=timeout) if timeout else DEFAULT_TIMEOUT
     store = _store(rank, world_size, host, port, limit)
     try:
-        dist.init_process_group(
-            backend or default_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
-        )
+        refused = _meet(store, rank, world_size, limit)
+        if refused is None:
+            dist.init_process_group(
+                backend or default_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
+            )
     except Exception as error:
         forget_failed_start()
         if rank == 0 and isinstance(store, PrefixStore):
@@ -69,7 +76,68 @@ def join_world(
             f"rank {rank} of {world_size} could not join the world at {host}:{port} with backend "
             f"{backend or default_backend()!r}: {error}"
         ) from error
+    if refused is not None:
+        raise refused
     return True
+
+
+@contextlib.contextmanager
+def telling_the_others(
+    rank: int,
+    world_size: int,
+    host: str | None,
+    port: int | None,
+    timeout: float | None,
+    ordinal: int | None = None,
+) -> Iterator[None]:
+    """A rank that fails in the block, before it joins, tells the others, which would wait for it: they raise too."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # They wait in `agree_on_layout`. Who does not come there is lost, and this error matters more.
+            with waiting_at_most(START_UP_TIMEOUT), agreed_errors(device_for(rank, ordinal), _AGREED):
+                raise
+        elif not dist.is_initialized() and world_size > 1:
+            seconds = min(timeout or _TELL_SECONDS, _TELL_SECONDS)
+            with contextlib.suppress(Exception):  # nobody is there to be told
+                store = _store(rank, world_size, host, port, timedelta(seconds=seconds))
+                _decide(store, f"{rank}\n{note_of(error)}")
+                _leave_store(store, rank, world_size, "told")
+        raise
+
+
+def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> ColonnadeError | None:
+    """Wait until all ranks are at the store, or one says there why it does not come: its error."""
+    if world_size == 1:
+        return None
+    if store.add("colonnade/came", 1) == world_size:
+        _decide(store, "")
+    try:
+        store.wait(["colonnade/verdict"], limit)
+    except dist.DistStoreError as error:
+        came = store.add("colonnade/came", 0)
+        raise TimeoutError(f"{came} of {world_size} ranks came within {limit.total_seconds():.0f} s") from error
+    failed, _, note = store.get("colonnade/verdict").decode().partition("\n")
+    if not note:
+        return None
+    _leave_store(store, rank, world_size, "told")
+    return error_of(note, [int(failed)], rank)
+
+
+def _decide(store: Any, verdict: str) -> None:
+    """Say whether this launch goes on (nothing), or which rank fails and why; who is first decides."""
+    if store.add("colonnade/decided", 1) == 1:
+        store.set("colonnade/verdict", verdict)
+
+
+def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
+    """Count this rank; rank 0, which may serve the store, waits a little for the others."""
+    left = store.add(f"colonnade/{key}", 1)
+    until = time.monotonic() + _LEAVE_SECONDS
+    while rank == 0 and left < world_size and time.monotonic() < until:
+        time.sleep(0.002)
+        left = store.add(f"colonnade/{key}", 0)
 
 
 def leave_world() -> None:
@@ -80,13 +148,8 @@ def leave_world() -> None:
     if not dist.is_initialized():
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = default_store()
     with contextlib.suppress(RuntimeError):  # the store is gone where rank 0 has died
-        left = store.add("colonnade/left", 1)
-        until = time.monotonic() + _LEAVE_SECONDS
-        while rank == 0 and left < world_size and time.monotonic() < until:
-            time.sleep(0.002)
-            left = store.add("colonnade/left", 0)
+        _leave_store(default_store(), rank, world_size, "left")
     dist.destroy_process_group()
 
 
@@ -120,9 +183,16 @@ def default_backend() -> str:
     return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
+def device_for(rank: int, ordinal: int | None = None) -> torch.device:
+    """CUDA device `ordinal` (default: the rank), modulo devices, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", (rank if ordinal is None else ordinal) % torch.cuda.device_count())
+
+
 def agree_on_layout(layout: Layout, device: torch.device, settings: Mapping[str, str] | None = None) -> None:
     """Refuse, on every rank, a layout, versions or settings that are not the same everywhere. Collective over the world."""
-    with agreed_errors(device, parts=(1, 1, 1)) as agreement:
+    with agreed_errors(device, _AGREED) as agreement:
         agreement.require(Alike("config key", settings or {}, "Launch every rank with the same config and arguments."))
         versions = {"torch": torch.__version__, "colonnade": __version__}
         agreement.require(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
+from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.materialise import MetaStart, read_recipes
-from colonnade.engine.precision import Precision
+from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
@@ -25,6 +27,7 @@ from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.logging import get_dist_logger
+from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.zero.optimizer import ZeroOptimizer
@@ -33,6 +36,7 @@ from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_ma
 from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
+from colonnade.reduce.options import SyncOptions
 from colonnade.registry import ORDERS, SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -61,11 +65,11 @@ def initialize(
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), ZeroSettings.read(config.get("zero"))
+        scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
         schedule = _build_schedule(context)
         built, start = _build_model(model, context, schedule)
-        precision.apply(built, device)
-        _compile(built, config.get("compile"))
+        precision.apply(built, device, zero.stage)
+        compile_model(built, criterion, config.get("compile"))
         placements = Placements(built, context)
         agreement.require(numeric_settings(), placements.alike(), start.alike())
     placements.check(agreement.sizes[1])
@@ -93,12 +97,30 @@ def initialize(
             precision.around(criterion, device),
             context=context,
             sync=sync,
-            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler),
+            stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
             precision=precision,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
-    return engine, train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+    return _announced(engine), train_dataloader, test_dataloader, _scheduler(lr_scheduler, engine)
+
+
+def _announced(engine: Engine) -> Engine:
+    """Say what lies in which dtype, and what it takes."""
+    get_dist_logger().info(str(engine.precision_table()))
+    return engine
+
+
+def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
+    """The `zero` section, with what others say of dtypes."""
+    sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
+    options = SyncOptions.read(sync)
+    return replace(
+        ZeroSettings.read(config.get("zero")),
+        master_weights=precision.master_weights,
+        gather_dtype=precision.dtype,
+        reduce_dtype=options.narrow or options.reduce_dtype,
+    )
 
 
 def _synchronise(
@@ -150,6 +172,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     built = model if isinstance(model, (nn.Module, Split)) else model()
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     recipes = read_recipes(built, context) if isinstance(built, (nn.Module, Split)) else {}
+    whole = list(built) if isinstance(built, Split) else [built]
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     if not isinstance(built, nn.Module):
@@ -157,13 +180,19 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    complete = len(whole) > 1 or context.pipeline_parallel_size == 1
+    ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
     warn_of_repeated_work(built, context)
-    if not recipes:
-        return built.to(context.device), MetaStart(built, recipes, context)
-    moved = built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(context.device))
-    return moved, MetaStart(built, recipes, context)
+    device = context.device
+    built = (
+        built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else built.to(device)
+    )
+    float8 = Float8.read(context.config.get("float8"))
+    if float8 is not None:
+        float8.convert(built, device)
+    return built, MetaStart(built, recipes, context)
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
@@ -174,18 +203,6 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
         )
     rank = context.get_local_rank(ParallelMode.PIPELINE) if context.is_initialized(ParallelMode.PIPELINE) else 0
     return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), rank)
-
-
-def _compile(model: nn.Module, options: Any) -> None:
-    """torch.compile in place, so that parameter names stay; each chunk of a pipeline stage by itself."""
-    if not options:
-        return
-    given = dict(options) if isinstance(options, dict) else {}
-    for module in model if isinstance(model, nn.ModuleList) else [model]:
-        try:
-            module.compile(**given)
-        except Exception as error:  # torch says in many ways that it cannot
-            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
 
 
 def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:

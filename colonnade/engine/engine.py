@@ -15,7 +15,8 @@ from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
-from colonnade.engine.precision import Precision
+from colonnade.engine.memory import MemoryTable, memory_table
+from colonnade.engine.precision import Precision, PrecisionTable, precision_table
 from colonnade.engine.same_batch import SameBatch
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count
@@ -46,9 +47,7 @@ class Engine:
         precision: Precision | None = None,
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
-        self._schedule = schedule
-        self._sync = sync
-        self._stepper = stepper
+        self._schedule, self._sync, self._stepper = schedule, sync, stepper
         self._precision = precision or Precision()
         self._book = LossBook(context, accumulation)
         self.same_batch = SameBatch(context)
@@ -190,6 +189,15 @@ class Engine:
         """Which reduction each parameter owes and which handler does it."""
         return self._sync.ledger
 
+    def precision_table(self) -> PrecisionTable:
+        """What lies in which dtype, and how many bytes per parameter this rank has of it."""
+        return precision_table(self._model, self._optimizer, self._sync.synchroniser, self._precision.dtype)
+
+    def memory(self, reset: bool = False) -> MemoryTable:
+        """What this rank's memory is for, now and at its peak; `reset`: the next peak is one from now on."""
+        sizes, device = self.precision_table(), self.context.device
+        return memory_table(self._model, self._optimizer, self._sync.synchroniser, sizes, device, reset)
+
     def close(self) -> None:
         """Remove hooks and give back shared memory; the model stays usable without the engine."""
         self._watch.close()
@@ -247,19 +255,11 @@ class Engine:
 
         The history of an adaptive clip method, and the loss scale.
         """
-        policy, scaler = self._stepper.policy, self._stepper.scaler
-        return {
-            "engine.clip": policy.state_dict() if policy is not None else {},
-            "engine.scaler": scaler.state_dict() if scaler is not None else {},
-        }
+        return self._stepper.extra_state()
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
         """Take up what `extra_state` gave; other keys are passed over."""
-        policy, scaler = self._stepper.policy, self._stepper.scaler
-        if policy is not None and extra.get("engine.clip"):
-            policy.load_state_dict(extra["engine.clip"])
-        if scaler is not None and extra.get("engine.scaler"):
-            scaler.load_state_dict(extra["engine.scaler"])
+        self._stepper.load_extra_state(extra)
 
     # -- parts --------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
+from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.first_pass import FirstPass
 
 _LOOK_EVERY = 100
@@ -61,6 +62,9 @@ class LoopWatch:
         for handle in self._handles:
             handle.remove()
         self._kept = []
+        model = self._model()
+        if model is not None:
+            release_blocks(model)
 
 
 class _StepGuard:

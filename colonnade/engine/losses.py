@@ -13,7 +13,7 @@ from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import LossScaler
-from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, split_loss
+from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, count_on, split_loss
 from colonnade.errors import GradientError
 
 _NUMBERS = struct.Struct("2d")
@@ -67,7 +67,7 @@ class LossBook:
         if count is None:
             self._means += 1
         else:
-            number = torch.as_tensor(count, dtype=torch.float64).detach().to(self._context.device)
+            number = count_on(count, self._context.device)
             # A negative one could hide in the sum of all; inf and nan stay what they are.
             self._count = self._count + torch.where(number < 0, torch.nan, number)
 
@@ -85,8 +85,7 @@ class LossBook:
         if not self._joins and not self.uneven:
             return None
         device = self._context.device
-        mine = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in (self._count, self._means)]
-        totals = torch.stack(mine) * self._share
+        totals = torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
                 dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,12 +19,13 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
 from colonnade.engine.slots import Slots, number_slots, slot_name
-from colonnade.errors import listed
+from colonnade.errors import ConfigError, listed
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket
+from colonnade.optim.capture import Capture
 from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.clip_settings import ClipSettings
-from colonnade.optim.norm import reduce_norms
+from colonnade.optim.norm import Meter, reduce_norms
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.reduce.riders import Riders
 from colonnade.reduce.synchroniser import Synchroniser
@@ -45,6 +46,7 @@ class Stepper:
         clip: ClipSettings | None,
         flat: bool,
         scaler: LossScaler | None = None,
+        graph: bool = False,
     ) -> None:
         self.scaler = scaler
         if scaler is not None and clip is None:
@@ -74,6 +76,7 @@ class Stepper:
             self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
             self._stepped = self._step
         self._synchroniser = sync.synchroniser
+        self._capture = self._captured() if graph else None
         self._ride()
         self.last: Decision | None = None
         self.skips = SkipReport()
@@ -121,6 +124,20 @@ class Stepper:
             return {}
         return dict(zip(self._slots.names, self.last.norms.per_slot().unbind(), strict=True))
 
+    def extra_state(self) -> dict[str, Any]:
+        """The history of the clip method, and the loss scale."""
+        return {
+            "engine.clip": self.policy.state_dict() if self.policy is not None else {},
+            "engine.scaler": self.scaler.state_dict() if self.scaler is not None else {},
+        }
+
+    def load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Take up what `extra_state` gave."""
+        if self.policy is not None and extra.get("engine.clip"):
+            self.policy.load_state_dict(extra["engine.clip"])
+        if self.scaler is not None and extra.get("engine.scaler"):
+            self.scaler.load_state_dict(extra["engine.scaler"])
+
     def release(self) -> None:
         """Gradients were let go of: hold on to none."""
         self._step.release()
@@ -129,18 +146,47 @@ class Stepper:
         self._stepped.close()
 
     def _decide(self, policy: ClipPolicy) -> Decision:
-        vector = self._step.measure(self._norm_type, policy.slots, self._context.device)
+        meter = self._step.meter(self._norm_type, policy.slots, self._context.device)
         riders, told, whole = self._synchroniser.riders, self._synchroniser.told, self._step.measures_whole
-        count = 0
+        if self._capture is not None and (whole or self._context.world_size == 1):
+            return self._with_verdict(self._repeated(self._capture, policy, meter), self._verdict())
+        vector, count = meter.measure(), 0
         if told is not None and not whole:
             vector, count = torch.cat([vector, told]), len(told)
         group = self._context.get_group(ParallelMode.GLOBAL)
         norms = reduce_norms(vector, self._norm_type, group, riders=count, whole=whole)
         decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
-        verdict = riders.take(vector[-count:]) if riders is not None and count else self._verdict()
+        return self._with_verdict(
+            decision, riders.take(vector[-count:]) if riders is not None and count else self._verdict()
+        )
+
+    def _with_verdict(self, decision: Decision, verdict: Tensor | None) -> Decision:
         if verdict is None:
             return decision
         return replace(decision, found_inf=torch.maximum(decision.found_inf, verdict))
+
+    def _captured(self) -> Capture:
+        """Make the step one of CUDA graphs, or say why it cannot be."""
+        self._step.capture()
+        if self.policy is not None and self.policy.nonfinite == "raise":
+            raise ConfigError(
+                "graph_step=True cannot be done with clip_grad_norm=dict(nonfinite='raise'), whose numbers the host reads in "
+                "every step; use nonfinite='skip', and engine.skipped_steps"
+            )
+        return Capture()
+
+    def _repeated(self, capture: Capture, policy: ClipPolicy, meter: Meter) -> Decision:
+        """Norm and decision as a CUDA graph, where no other rank has a part in them; copies of what it leaves."""
+        scaler = self.scaler
+
+        def decide() -> Decision:
+            norms = reduce_norms(meter.measure(), self._norm_type, whole=True)
+            return policy.decide(norms if scaler is None else scaler.unscaled(norms))
+
+        found = capture.run((meter, *policy.method.state.values()), None, decide)
+        copies = {name: getattr(found, name).clone() for name in ("norm", "divisor", "found_inf", "nonfinite")}
+        norms = replace(found.norms, sums=found.norms.sums.clone(), nonfinite=found.norms.nonfinite.clone())
+        return Decision(norms=norms, **copies)
 
     def _ride(self) -> None:
         """Let the synchroniser do without agreements that the host would wait for, where all ranks can. Collective."""

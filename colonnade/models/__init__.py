@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from colonnade.models.gpt import GPT, LanguageModelLoss
+from colonnade.models.llama import Llama
 from colonnade.models.moe_gpt import MoEGPT, MoELoss
 from colonnade.models.vit import ViT
 
-__all__ = ["GPT", "LanguageModelLoss", "MoEGPT", "MoELoss", "ViT"]
+__all__ = ["GPT", "LanguageModelLoss", "Llama", "MoEGPT", "MoELoss", "ViT"]

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colonnade.models.gpt import GPT, Head, LanguageModelLoss, TokenEmbedding, TransformerBlock, mean_over
+from colonnade.models.gpt import (
+    GPT,
+    FusedLanguageModelLoss,
+    Head,
+    LanguageModelLoss,
+    TokenEmbedding,
+    TransformerBlock,
+    mean_over,
+)
 from colonnade.nn.layer import Arrangement
-from colonnade.nn.moe import MoE, TopKRouter
+from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss, no_losses
 
 Carried = tuple[Tensor, Tensor]
-"""(activations, the auxiliary losses of the layers so far)"""
+"""(activations, what the auxiliary losses of the layers so far are made of)"""
 
 
 class MoEGPT(GPT):
@@ -52,7 +60,7 @@ class CarryingEmbedding(TokenEmbedding):
 
     def forward(self, tokens: Tensor) -> Carried:  # type: ignore[override]
         x = super().forward(tokens)
-        return x, torch.zeros((), device=x.device)
+        return x, no_losses(x)
 
 
 class CarryingBlock(TransformerBlock):
@@ -68,16 +76,31 @@ class CarryingBlock(TransformerBlock):
 
 
 class CarryingHead(Head):
-    """The head; the losses go by."""
+    """The head; here the losses are made, with one all-reduce for all layers."""
 
-    def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
+    def forward(self, carried: Carried) -> Any:  # type: ignore[override]
         x, loss = carried
-        return super().forward(x), loss
+        found, auxiliary = super().forward(x), auxiliary_loss(loss, context=self.classifier.arrangement.context)
+        return (*found, auxiliary) if self.keeps_gathered else (found, auxiliary)
 
 
 class MoELoss(LanguageModelLoss):
     """The loss per token and the auxiliary losses."""
 
     def forward(self, logits: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        total, count = super().forward(logits, labels).sum_and_count  # type: ignore[attr-defined]
+        return self.with_losses((logits,), loss, labels)
+
+    def with_losses(self, outputs: Sequence[Tensor], loss: Tensor, labels: Tensor) -> Tensor:
+        """The loss of what the model gives, and the auxiliary losses."""
+        total, count = self.mean(outputs, labels).sum_and_count  # type: ignore[attr-defined]
         return mean_over(total + loss * count.to(total.dtype), count)
+
+
+class FusedMoELoss(MoELoss, FusedLanguageModelLoss):
+    """The same of a model with `fused_loss`."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, loss: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        return self.with_losses((hidden, weight), loss, labels)
+
+
+MoELoss.fused = FusedMoELoss

@@ -25,7 +25,7 @@ from colonnade.nn.layer import (
     unsplit_sequence,
 )
 from colonnade.nn.layer.attention import Over
-from colonnade.nn.sequence import gather_sequence, split_sequence
+from colonnade.nn.sequence import SharedLengths, gather_sequence, split_sequence
 
 
 class ViT(nn.Sequential):
@@ -50,9 +50,9 @@ class ViT(nn.Sequential):
         context: ParallelContext | None = None,
     ) -> None:
         here = arrange(context)
-        blocks = nn.Sequential()
+        blocks, lengths = nn.Sequential(), SharedLengths()
         for _ in range(layers):
-            attention = SelfAttention(hidden, heads, over=over, arrangement=here)
+            attention = SelfAttention(hidden, heads, over=over, shared_lengths=lengths, arrangement=here)
             blocks.append(TransformerBlock(attention, MLP(hidden, 4 * hidden, arrangement=here), hidden, dropout, here))
         embedding = PatchEmbedding(size, patch, channels, hidden, dropout, context)
         super().__init__(OrderedDict(embedding=embedding, blocks=blocks, head=Pool(hidden, classes, context)))

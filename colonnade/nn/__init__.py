@@ -8,7 +8,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "colonnade.nn.layer": "Arrangement Classifier CrossEntropyLoss Dropout Embedding HiddenParameter LayerNorm Linear "
-        "MLP PositionEmbedding RMSNorm SelfAttention arrange gather_output partition_input unsplit_sequence",
+        "LinearCrossEntropyLoss MLP PositionEmbedding RMSNorm Rotary SelfAttention arrange gather_output partition_input "
+        "unsplit_sequence",
         "colonnade.nn.metric": "Accuracy",
     },
 )

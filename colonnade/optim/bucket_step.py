@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.blocks import GradientBlock, bucket_blocks
+from colonnade.optim.capture import StepGraph, check_capturable
 from colonnade.optim.flat_state import FlatBucket
 from colonnade.optim.flat_step import FlatStep, why_not
-from colonnade.optim.norm import Meter, powsums
+from colonnade.optim.norm import Meter
 from colonnade.optim.scaled_step import ScaledStep
 from colonnade.parallel.agreement import Held
 from colonnade.parallel.dtensor import local_part
@@ -56,6 +57,9 @@ class OwnedBucket(ABC):
     def moves(self) -> bool:
         """Whether its gradients lie elsewhere at every step."""
         return False
+
+    def stay(self) -> None:
+        """Let its gradients lie where they are from now on."""
 
     @abstractmethod
     def gradient(self) -> Tensor | None:
@@ -104,6 +108,10 @@ class WholeBucket(OwnedBucket):
     @property
     def moves(self) -> bool:
         return self._bucket.make_buffer is not None
+
+    def stay(self) -> None:
+        self._bucket.acquire()
+        self._bucket.make_buffer = None
 
 
 class ShardedBucket(OwnedBucket):
@@ -188,15 +196,28 @@ class BucketStep:
         self._model = weakref.ref(model)
         self.measures_whole = whole
         """Whether every rank measures the whole gradient, so that norms need not be joined."""
+        self.captured = False
+        """Whether gradients stay where they are, and flat steps are CUDA graphs; see `capture`."""
         self._sizes = _sizes(optimizer)
         self._known = {id(entry.tensor) for entry in loose}
 
+    def capture(self) -> None:
+        """Take flat steps as CUDA graphs; refused where there is none, or none can be."""
+        owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        wants_flat(owned, self._optimizer, True, "graph_step")
+        check_capturable(owned, self._is_flat)
+        self.captured = True
+
     def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
-        """This rank's part of the norm of the whole gradient. Only over buckets is a meter kept: their memory stays."""
+        """This rank's part of the norm of the whole gradient."""
+        return self.meter(norm_type, slots, device).measure()
+
+    def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
+        """What measures it now. Only over buckets is it the same as before: their memory stays."""
         absent = self._look()
         if self._outside:
             blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]
-            return powsums(blocks, norm_type, slots, device=device)
+            return Meter(blocks, norm_type, slots=slots, device=device, once=True)
         key = (self._made_for, absent, norm_type, slots)
         if key != self._meter_key or self._meter is None:
             self._meter = None  # before its successor comes
@@ -204,7 +225,7 @@ class BucketStep:
             self._meter_key = key
         elif any(bucket.moves for bucket in self._buckets):
             self._meter.rebind(self._blocks(absent))
-        return self._meter.measure()
+        return self._meter
 
     @property
     def drops_on_device(self) -> bool:
@@ -277,6 +298,8 @@ class BucketStep:
         if generation != self._made_for:
             self._meter, self._buckets = None, []
             self._buckets, self._made_for = [one for one in self._make_buckets() if len(one.members)], generation
+            for bucket in self._buckets if self.captured else ():
+                bucket.stay()
         self._absent = [bucket.absent() for bucket in self._buckets]
         inside: set[int] = set()
         for bucket, missing in zip(self._buckets, self._absent, strict=True):
@@ -325,6 +348,7 @@ class BucketStep:
                 self.flat = None  # before its successor comes, or both would hold their memory
             join = not any(bucket.moves for bucket in self._buckets)
             self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets], join)
+            self.flat.graph = StepGraph() if self.captured else None
             self._flat_key = key
         return True
 
@@ -355,8 +379,11 @@ def _sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
 
 
-def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None) -> bool:
-    """Whether the flat step means the same as the optimizer's own; `flat=True` makes a no an error, False is no."""
+def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None, key: str = "flat_step") -> bool:
+    """Whether the flat step means the same as the optimizer's own; `flat=True` makes a no an error, False is no.
+
+    `key`: who asks, for the error.
+    """
     if flat is False:
         return False
     reason = why_not(optimizer) if isinstance(optimizer, Optimizer) else "it is no torch optimizer"
@@ -368,7 +395,5 @@ def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None) 
         elif any(is_dtensor(parameter) for parameter in owned):
             reason = "it has DTensor parameters"
     if reason is not None and flat:
-        raise GradientError(
-            f"flat_step=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD."
-        )
+        raise GradientError(f"{key}=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD.")
     return reason is None

@@ -19,6 +19,7 @@ from torch.optim import optimizer as optimizer_module
 
 from colonnade.errors import GradientError
 from colonnade.optim.blocks import on_device, to_device
+from colonnade.optim.capture import StepGraph
 from colonnade.optim.flat_runs import Fragment, Run, prepare
 from colonnade.optim.flat_state import FlatBucket, FlatState, join_neighbours
 from colonnade.optim.norm_readers import HALVES
@@ -81,6 +82,8 @@ class FlatStep:
         self._state = FlatState(optimizer, join_neighbours(buckets) if join else buckets, self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int]] = (torch.ones(1), torch.zeros(()), ())
+        self.graph: StepGraph | None = None
+        """Set by whoever wants the launches as a CUDA graph. Gradients must stay where they are then."""
         # Not a reference to this object: a step that nobody takes any more must be able to go, with its memory.
         loaded = weakref.WeakMethod(self._loaded)
         self._hooks = [
@@ -125,12 +128,17 @@ class FlatStep:
             state.reclaim()
         divisor, found_inf, absent = self._asked
         plan = self._planned(absent)
+        if self.graph is None:
+            self._launch(plan, divisor, found_inf, optimizer.param_groups)
+        else:
+            self.graph.step(self._launch, plan, divisor, found_inf, optimizer.param_groups)
+
+    def _launch(self, plan: _Plan, divisor: Tensor, found_inf: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
         _advance(self._state.steps, plan.counted, 1.0)
         with on_device(divisor.device):
             for run, group_index, slot in plan.runs:
-                group = optimizer.param_groups[group_index]
-                update = run.sgd if isinstance(optimizer, SGD) else run.adam
-                update(group, divisor if divisor.numel() == 1 else divisor[slot], found_inf)
+                update = run.sgd if isinstance(self.optimizer, SGD) else run.adam
+                update(groups[group_index], divisor if divisor.numel() == 1 else divisor[slot], found_inf)
         _advance(self._state.steps, plan.counted, found_inf, -1)
 
     def _check_unchanged(self) -> None:

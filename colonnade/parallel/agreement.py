@@ -156,7 +156,7 @@ class Placements:
 def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool = False) -> PlacementError | None:
     """Make weights and buffers equal on all their holders: the first holder's. Collective over the world.
 
-    With `compare`, holders that see the same data and were seeded alike must have equal weights before, bit for bit:
+    With `compare`, holders that see the same data and have the same seed must have equal weights before, bit for bit:
     others are parts of a parameter that nobody placed, overwritten here. Returns the error that says so, on these ranks
     alone, to be raised on all.
     """
@@ -215,10 +215,10 @@ def _how_to_place(ranks: Sequence[int], context: ParallelContext) -> str:
     modes = [mode for mode in context.layout.modes if context.is_initialized(mode)]
     mode = next((mode for mode in reversed(modes) if context.get_ranks_in_group(mode) == list(ranks)), None)
     return (
-        "These ranks were seeded alike, and a parameter that is not placed is one that they all hold whole. If each holds a "
+        "A parameter that is not placed is one that these ranks all hold whole, and they have the same seed. If each holds a "
         f"part of its own, say so: place(parameter, {{ParallelMode.{mode.name if mode else 'TENSOR'}: Shard(0)}}) where it is "
-        "made. If they start apart on purpose and are all to get the weights of the first, set compare_weights=False in the "
-        "config."
+        "made. If the model was built before launch, build it after, where the ranks draw the same numbers. If they start "
+        "apart on purpose and are all to get the weights of the first, set compare_weights=False in the config."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from colonnade.context.layout import Layout
@@ -27,10 +28,13 @@ def effective_placement(parameter: Tensor, layout: Layout, rank: int) -> Placeme
 
 def local_part(tensor: Tensor, like: Any = None) -> Tensor:
     """The elements that this rank holds: a DTensor's local tensor (placed as `like` is), or the tensor itself."""
-    if not is_dtensor(tensor):
+    placed: Any = tensor
+    if not is_dtensor(placed):
         return tensor
-    placed: Any = tensor if like is None else tensor.redistribute(placements=like.placements)  # type: ignore[attr-defined]
-    return placed.to_local().detach()
+    with torch.no_grad():  # with autograd, it would cost a node for each
+        if like is not None and placed.placements != like.placements:
+            placed = placed.redistribute(placements=like.placements)
+        return placed.to_local().detach()
 
 
 def _read(parameter: Any, layout: Layout, rank: int) -> Placement:

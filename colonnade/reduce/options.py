@@ -28,8 +28,9 @@ class SyncOptions:
     """How gradients are synchronised; every default suits the device and the transport.
 
     `bucket_mb=None` is the size that suits the transport, `first_bucket_mb=None` (of the bucket that is full first)
-    likewise. `reduce_dtype` is what they are added in, `compress`
-    ("bf16" or "fp16") what they are sent in. `fixed_order` adds in rank order, so that bits do not depend on bucket
+    likewise. `reduce_dtype` is what they are reduced in: added in it where it is wider than they are, sent in it where it is
+    narrower; stage 3 of ZeRO reads it too. `compress` ("bf16" or "fp16") is what they are sent in, beside a wider
+    `reduce_dtype`. `fixed_order` adds in rank order, so that bits do not depend on bucket
     sizes. `shared_memory=True` is an error where it cannot be had; "auto" falls back.
     """
 
@@ -72,13 +73,19 @@ class SyncOptions:
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are added: never narrower; fp16 would overflow in its own."""
-        wanted = self.reduce_dtype or (torch.float32 if dtype is torch.float16 else dtype)
-        return wanted if not dtype.is_complex and wanted.itemsize > dtype.itemsize else _real(dtype)
+        least = torch.float32 if dtype is torch.float16 else _real(dtype)
+        wanted = self.reduce_dtype or least
+        return wanted if not dtype.is_complex and wanted.itemsize > least.itemsize else least
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are sent: never wider."""
-        real = _real(dtype)
-        return self.compress if self.compress is not None and self.compress.itemsize < real.itemsize else real
+        real, narrow = _real(dtype), self.narrow
+        return narrow if narrow is not None and narrow.itemsize < real.itemsize else real
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The half-precision dtype that wider gradients are sent in, if one was asked for."""
+        return self.compress or (self.reduce_dtype if self.reduce_dtype in HALVES else None)
 
 
 def _dtype(key: str, name: str) -> torch.dtype:

@@ -34,9 +34,11 @@ def open_groups(sums: Sequence[Sum], log: Log) -> dict[tuple[int, ...], RankGrou
             group.share_memory(must=any(options.shared_memory is True for options in sharing))
         except GradientError as error:
             problems.append(error)
-        compressed = [options.compress for options in sharing if options.compress is not None]
-        if group.sockets is not None and compressed:
-            log(f"compress={compressed[0]} is not used in shared memory, where nothing is sent")
+        narrow = [options.narrow for options in sharing if options.narrow is not None]
+        if group.sockets is not None and narrow:
+            log(
+                f"{narrow[0]} is not used in shared memory, where nothing is sent: gradients are summed in their own dtype"
+            )
     if problems:
         for group in groups.values():
             group.close()

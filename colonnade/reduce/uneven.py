@@ -23,6 +23,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
 from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket
 from colonnade.reduce.buffer import Buffer
+from colonnade.reduce.options import HALVES
 from colonnade.reduce.records import Sum
 from colonnade.reduce.sum_state import Places, SumState
 from colonnade.reduce.transports.collective import Collective
@@ -120,7 +121,8 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
     for position in positions:
         tensor = local_part(sum_.parameters[position])
         kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
-    plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None))
+    wide = None if sum_.options.reduce_dtype in HALVES else sum_.options.reduce_dtype
+    plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None, reduce_dtype=wide))
     for kind in sorted(kinds, key=str):
         extra = Bucket(plain, kinds[kind])
         memory = Memory(torch.zeros(extra.numel, dtype=kind[0], device=kind[1]))

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from colonnade.checkpoint.load import LoadedInfo
+from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.checkpoint.random_state import random_state
 from colonnade.comm.messages import agreed_errors
 from colonnade.constants import STOPPED_IN_ORDER
@@ -164,23 +164,20 @@ class Trainer:
             **self.engine.extra_state(),
         }
 
-    def load_state(self, info: LoadedInfo) -> None:
-        """Go on where a checkpoint was saved; hooks get their states when the epoch has begun. Collective."""
-        loop, extra = self._loop, info.extra
+    def load_state(self, manager: CheckpointManager, model: nn.Module | None = None, step: int | None = None) -> None:
+        """Load a checkpoint, the newest or that of `step`, and go on where it was saved. Collective; all or nothing.
+
+        Hooks get their states when the epoch has begun.
+        """
+        loop, engine = self._loop, self.engine
         assert loop is not None
-        missing = [name for name in ("trainer", "hooks") if name not in extra]
-        if missing:
-            raise CheckpointError(
-                f"{info.folder} has no {listed(missing)}: it was not saved by a SaveCheckpointHook. Load it with a "
-                f"CheckpointManager before fit."
-            )
-        place = extra["trainer"]
+        info = manager.load(model or engine.model, engine.optimizer, step=step, rest=_Rest(engine))
+        extra, place = info.extra, info.extra["trainer"]
         self.cur_epoch = place["epoch"]
         self._cur_step = place["step"]
         own = extra.get("data") if info.same_layout else None
         self._place = loop.feed.load_state_dict(Place(**place["data"]), own)
         self.epoch_done = place["epoch_done"]
-        self.engine.load_extra_state(extra)
         loop.resumed = (extra["hooks"], random_state(self.context))
 
     # -- where it is --------------------------------------------------------------------------------------
@@ -267,3 +264,23 @@ class Trainer:
         finally:
             self._hooks.close()
             self._loop = None
+
+
+class _Rest:
+    """What a run takes of a checkpoint beside weights and optimizer; it refuses one that is not of a trainer's run."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trainer": {"data": {}}, "hooks": {}, **self._engine.extra_state()}
+
+    def load_state_dict(self, extra: Mapping[str, Any]) -> None:
+        missing = [name for name in ("trainer", "hooks") if name not in extra]
+        if missing:
+            raise CheckpointError(
+                f"it has no {listed(missing)}: it was not saved by a SaveCheckpointHook. Load it with a "
+                f"CheckpointManager before fit."
+            )
+        Place(**extra["trainer"]["data"])
+        self._engine.load_extra_state(extra)

@@ -17,8 +17,8 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "schedule sync compare_batches flat_step seed compile cudnn_benchmark cudnn_deterministic compare_weights model "
-    "num_microbatches TENSOR_SHAPE"
+    "float8 schedule sync compare_batches activation_checkpoint flat_step graph_step seed compile cudnn_benchmark "
+    "cudnn_deterministic compare_weights model num_microbatches TENSOR_SHAPE"
 )
 
 
@@ -48,11 +48,14 @@ READERS = {
     "clip_grad_norm": "optim/clip_settings.py",
     "clip_grad_norm.groups.*": "optim/clip_settings.py",
     "clip_grad_norm.method": "optim/clip_settings.py",
-    "fp16": "engine/precision.py",
-    "bf16": "engine/precision.py",
+    "fp16": "engine/precision/policy.py engine/precision/scaler.py",
+    "bf16": "engine/precision/policy.py",
+    "float8": "engine/precision/float8.py",
     "zero": "engine/zero.py engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
     "schedule": "engine/build.py",
+    "activation_checkpoint": "nn/activations.py",
     "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
+    "compile": "engine/compiling.py",
     "model": "engine/build.py",
 }
 """Which files read what stands in a section."""

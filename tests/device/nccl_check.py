@@ -3,6 +3,10 @@
 python -m tests.device.nccl_check [--only PART ...]           # all parts, or some; --list names them
 python -m tests.device.nccl_check --backend gloo              # the same checks on the CPU
 
+Checks of a part of the package are in the file `nccl_checks.py` of its folder of tests, which is found by its name: a function
+`checks` that gives `Check`s (`check.py`), each a function for every rank of a world of `ranks`, its arguments, and `verify` for
+what the ranks return. It must be a function of a module, with arguments that can be pickled, and raise if something is wrong.
+
 The functions are those of the CPU tests, with their tolerances (1e-9 to 1e-12 in fp64). What they make themselves lies on the GPU,
 with the values it has on the CPU; what the library makes lies where the library puts it. Ranks run side by side under
 CUDA MPS where it is installed. Prints a line per check and one JSON object last; the exit status is 1 if a check failed.
@@ -13,16 +17,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import importlib
+import itertools
 import json
 import math
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,15 +37,21 @@ from torch.utils._device import _device_constructors
 
 import colonnade
 from colonnade.testing import cuda_mps, run_world
+from tests.device.check import Check
 from tests.engine import test_clip, test_engine, test_pipeline
 from tests.engine.gradient_handler import test_parity
 from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.engine.precision import test_table
 from tests.models import grid
+from tests.nn.moe import test_grouped
+from tests.nn.sequence import test_attention
 from tests.optim.zero import cases as zero_cases
+from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
 from tests.reduce import summing, test_uneven
 
+TESTS = Path(__file__).parents[1]
 MARGIN = 60
 """Seconds more for the first check of a world, which starts CUDA and NCCL."""
 GRID = (
@@ -61,29 +73,37 @@ GRID = (
 """Every mode once, and the mixes of four; the rest of the grid is more of the same."""
 
 
-class Check(NamedTuple):
-    """A function for every rank of a world, and what must hold for what the ranks return."""
-
-    part: str
-    name: str
-    ranks: int
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
-    verify: Callable[[Sequence[Any]], None] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.part}: {self.name} ({self.ranks} ranks)"
-
-
 def checks() -> list[Check]:
-    """All of them, part by part."""
-    return [*_models(), *_handlers(), *_zero(), *_schedules(), *_clips(), *_gradients()]
+    """All of them, part by part; then those of the folders."""
+    parts = [_models, _attention, _experts, _handlers, _zero, _quiet, _precisions, _schedules, _clips, _gradients]
+    return [check for checks_of in (*parts, *in_folders()) for check in checks_of()]
+
+
+def in_folders() -> list[Callable[[], Iterable[Check]]]:
+    """The `checks` function of every module of the tests that is called nccl_checks."""
+    files = sorted(TESTS.rglob("nccl_checks.py"))
+    names = [".".join(("tests", *file.relative_to(TESTS).with_suffix("").parts)) for file in files]
+    return [importlib.import_module(name).checks for name in names]
 
 
 def _models() -> Iterator[Check]:
     known = {str(case): case for case in reversed(grid.GRID)}
     for name in GRID:
         yield Check("grid", name, known[name].ranks, grid.trained, (known[name],))
+
+
+def _attention() -> Iterator[Check]:
+    """In float64 by exact arithmetic, in bfloat16 by the GPU's kernels."""
+    for kind in test_attention.ATTENTION:
+        yield Check("attention", f"{kind}, float64", 4, test_attention._all_cases, (kind, 4))
+        yield Check("attention", f"{kind}, bfloat16", 4, test_attention._low_precision, (kind,))
+
+
+def _experts() -> Iterator[Check]:
+    for ranks in (2, 4):
+        for dtype, capacity in itertools.product((torch.float64, torch.bfloat16), (None, 0.7)):
+            name = f"{dtype}{' with drops' if capacity else ''}"
+            yield Check("experts", name, ranks, test_grouped.check_ranks, (dtype, capacity))
 
 
 def _handlers() -> Iterator[Check]:
@@ -99,6 +119,16 @@ def _zero() -> Iterator[Check]:
     ahead = [Way(stage, "AdamW", 0.3, 3, "auto", (("gather_ahead", True),)) for stage in (1, 2)]
     yield Check("zero", "gather_ahead", 2, zero_cases.check_parity, ("data 2", ahead))
     yield Check("zero", "odd parameters", 2, zero_optimizer._odd, (["AdamW"],))
+
+
+def _quiet() -> Iterator[Check]:
+    """From the third step on no host waits for the device; the loss is counted, as cross-entropies are."""
+    for config in device_check.CONFIGS:
+        yield Check("quiet", str(config), 2, device_check.run, (config, None))
+
+
+def _precisions() -> Iterator[Check]:
+    yield Check("precision", "every precision at every stage of ZeRO", 2, test_table._all_cases)
 
 
 def _schedules() -> Iterator[Check]:
@@ -196,20 +226,20 @@ class MadeOnGpu(TorchFunctionMode):
 
 def run_checks(chosen: Sequence[Check], log: Path, on_gpu: bool, patience: float) -> None:
     """On a rank: one check after another; rank 0 notes the seconds of each. One that hangs ends the rank, with its stack."""
-    with MadeOnGpu() if on_gpu else contextlib.nullcontext():
-        for check in chosen:
-            begin = time.monotonic()
-            faulthandler.dump_traceback_later(patience + (MARGIN if check is chosen[0] else 0), exit=True)
+    for check in chosen:
+        begin = time.monotonic()
+        faulthandler.dump_traceback_later(patience + (MARGIN if check is chosen[0] else 0), exit=True)
+        with MadeOnGpu() if on_gpu and not check.places_itself else contextlib.nullcontext():
             found = check.function(*check.arguments)
-            if check.verify is not None:
-                everyone: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, found)
-                check.verify(everyone)
-            dist.barrier()
-            faulthandler.cancel_dump_traceback_later()
-            if dist.get_rank() == 0:
-                with log.open("a") as file:
-                    file.write(f"{time.monotonic() - begin:.1f}\n")
+        if check.verify is not None:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found)
+            check.verify(everyone)
+        dist.barrier()
+        faulthandler.cancel_dump_traceback_later()
+        if dist.get_rank() == 0:
+            with log.open("a") as file:
+                file.write(f"{time.monotonic() - begin:.1f}\n")
 
 
 # -- here -------------------------------------------------------------------------------------------------
@@ -296,6 +326,7 @@ def main() -> int:
         if check.part in (options.only or parts)
         and check.ranks in (options.ranks or (2, 4, 8))
         and options.name in check.name
+        and not (check.only_on_gpu and options.backend == "gloo")
     ]
     if options.list:
         print(*chosen, sep="\n")

@@ -213,6 +213,18 @@ def test_a_count_that_is_no_count_is_refused(count):
         engine.step()
 
 
+@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=str)
+def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 2)
+        book.add(count)
+        book.add(3)
+        factor = book.factor()
+        assert factor is not None
+        assert factor.shape == ()
+        assert factor.item() == 1 / 5
+
+
 @pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])
 def test_a_wrong_count_on_a_device_makes_the_step_not_finite(count):
     with world_of_one() as gpc:

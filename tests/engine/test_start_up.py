@@ -202,6 +202,13 @@ def _halves() -> list[tuple[str, float]]:
                 told.append(("", model.weight.flatten()[0].item()))
             except ColonnadeError as error:
                 told.append((str(error), 0.0))
+    torch.manual_seed(dist.get_rank())
+    early = nn.Linear(4, 6, bias=False)
+    with launch({"parallel": tensor}, context=ParallelContext(), verbose=False) as gpc:
+        with pytest.raises(ColonnadeError, match="do not agree on the weights of 'weight'") as refused:
+            initialize(early, sgd, context=gpc)
+        assert "were seeded alike" not in str(refused.value)  # this model was not
+        assert "If the model was built before launch, build it after" in str(refused.value)
     return told
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from colonnade.testing import run_world
-from tests.models.grid import GRID, Case, trained
+from tests.models.grid import Case, is_long, mixes, train_all
 
 
-def marks(case: Case) -> list[pytest.MarkDecorator]:
-    """Two ranks are quick; of more, every mode and every mix once."""
-    if case.ranks <= 2:
-        return []
-    return [pytest.mark.slow if case.model in ("GPT, tied", "MoE-GPT") else pytest.mark.long]
+def marks(cases: list[Case]) -> list[pytest.MarkDecorator]:
+    """Of many ranks, every mode and every mix once with each kind of model; the rest is long."""
+    return [pytest.mark.long] if is_long(cases[0]) else []
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=str(case)) for case in GRID])
-def test_models_equal_one_process(case):
-    run_world(case.ranks, trained, case, timeout=100)
+@pytest.mark.parametrize("cases", [pytest.param(cases, marks=marks(cases), id=mix) for mix, cases in mixes().items()])
+def test_models_equal_one_process(cases):
+    """Models under the same mix, one after another in one world."""
+    run_world(cases[0].ranks, train_all, cases, timeout=100)

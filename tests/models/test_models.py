@@ -17,8 +17,10 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
-from colonnade.models import GPT, LanguageModelLoss, MoEGPT, ViT
+from colonnade.models import GPT, LanguageModelLoss, Llama, MoEGPT, ViT
 from colonnade.models.gpt import TransformerBlock
+from colonnade.nn.layer import Rotary
+from colonnade.nn.moe import MoE, auxiliary_loss
 from colonnade.nn.sequence import split_sequence
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.split import split
@@ -71,6 +73,49 @@ def test_what_does_not_divide_is_told():
         ViT(8, 3, 16, 4, 1, 8, context=ParallelContext())
 
 
+def test_llama_in_one_process_is_a_model_of_torchs_own_layers():
+    """GQA, rotary positions, RMSNorm and SwiGLU, each by hand; a longer sequence than `length` works too."""
+    model = Llama(16, 4, 16, 4, 1, kv_heads=2, head_size=6, inner=24, theta=100.0, context=ParallelContext()).double()
+    give_weights(model)
+    block = model.blocks[0]
+    x = numbers(2, 8, 16, seed=1)
+
+    def heads(weight: Tensor) -> Tensor:
+        return (
+            F.linear(F.rms_norm(x, (16,), block.first_norm.weight, 1e-5), weight).unflatten(-1, (-1, 6)).transpose(1, 2)
+        )
+
+    q, k, v = (heads(weight) for weight in (block.attention.q.weight, *block.attention.kv.weight))
+    q, k = Rotary(6, 100.0)(q, k)
+    k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+    y = x + F.linear(mixed, block.attention.out.weight)
+    normed = F.rms_norm(y, (16,), block.second_norm.weight, 1e-5)
+    gate, up = (F.linear(normed, weight) for weight in block.feed_forward.up.weight)
+    close(block(x), y + F.linear(F.silu(gate) * up, block.feed_forward.down.weight), 1e-12)
+
+
+def test_a_llama_has_its_options():
+    tied = Llama(16, 8, 16, 4, 2, tied=True, qk_norm=True, context=ParallelContext())
+    assert tied.head.classifier.weight is tied.embedding.tokens.weight
+    names = [name for name, _ in tied.named_parameters()]
+    assert "blocks.0.attention.q_norm" in names
+    assert not any("bias" in name or "positions" in name for name in names)
+    assert tied.blocks[0].feed_forward.up.weight.shape == (2, 64, 16)  # 8/3 of 16, in multiples of 64
+    mixed = Llama(16, 8, 16, 4, 2, experts=4, every=2, moe={"inner": 8}, context=ParallelContext())
+    assert [isinstance(block.feed_forward, MoE) for block in mixed.blocks] == [False, True]
+    logits, loss = mixed(torch.zeros(1, 3, dtype=torch.int64))
+    assert logits.shape == (1, 3, 16)
+    assert loss.item() > 0
+
+
+def _too_few_heads() -> str:
+    with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
+        with pytest.raises(ConfigError) as error:
+            Llama(16, 8, 16, 4, 1, kv_heads=1, context=gpc)
+        return str(error.value)
+
+
 def _losses(over: str) -> float:
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
         logits, labels = numbers(3, 7, 5, seed=1), torch.arange(21).reshape(3, 7) % 5
@@ -88,6 +133,10 @@ def _losses(over: str) -> float:
 def test_the_mean_of_the_parts_losses_is_the_mean_over_tokens(over):
     """Parts of 3 and 4 tokens, with other numbers of labels that count."""
     run_world(2, _losses, over)
+
+
+def test_fewer_key_heads_than_ranks_are_refused():
+    assert "kv_heads=1: some ranks of" in run_world(2, _too_few_heads).values[0]
 
 
 def _interleaved() -> dict[str, Any]:
@@ -145,10 +194,11 @@ def test_the_auxiliary_losses_are_those_of_the_layers():
     model = MoEGPT(16, 8, 16, 4, 2, 4, every=1, router={"balance_loss": 1.0}, context=ParallelContext())
     made: list[Tensor] = []
     for block in model.blocks:
-        block.feed_forward.router.register_forward_hook(lambda router, args, routing: made.append(routing.loss))
+        block.feed_forward.router.register_forward_hook(lambda router, args, routing: made.append(router.sums(routing)))
     _, loss = model(tokens)
     assert len(made) == 2
-    assert loss.item() == sum(made).item() > 1.9  # each is 1 where all is even
+    torch.testing.assert_close(loss, sum(auxiliary_loss(sums) for sums in made))
+    assert loss.item() > 1.9  # each is 1 where all is even
     model.eval()
     assert model(tokens)[1].item() == 0.0
 

@@ -1,27 +1,30 @@
 """`python -m tests.mutants --count 200 --jobs 8 --seed 7`: change the package at random; see which changes nobody notices.
 
 Every change is one: a comparison, `and` for `or`, `any` for `all`, a sign, a constant, a dropped `not` or call, a `return
-None`. It is made in a copy of the tree, where the tests run that match the module: the fast ones first, the slow ones
-when no fast one noticed. Words, types and logging are left alone. Changes that cannot change behaviour are listed with
-the reason in `equivalent.json`; they are counted apart and not run.
+None`. It is made in a copy of the tree, where the tests run that match the module: the nearest file first, then the
+fast tests, then the slow ones. A change is noticed when a test fails that passes on the unchanged tree. Words, types and
+logging are left alone. Changes that cannot change behaviour are listed with the reason in `equivalent.json`; they are
+counted apart and not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import math
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from tests.mutants.changes import Change, find_changes
 from tests.mutants.matching import Matching
-from tests.mutants.running import TIERS, Baseline, working_copies
+from tests.mutants.running import TIERS, Known, OutOfTimeError, working_copies
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
@@ -49,10 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     to_run = [change for change in chosen if _key(change) not in equivalent]
     print(f"{len(chosen)} changes, {len(chosen) - len(to_run)} of them equivalent by {EQUIVALENT.name}", flush=True)
     record = Record(Path(options.json) if options.json else None)
-    run(to_run, options.jobs, record)
-    wanted = {_name(change) for change in to_run}
-    results = [result for name, result in record.results.items() if name in wanted]
-    print(report(results))
+    run(to_run, options.jobs, record, options.budget, options.stop_after)
+    results = [record.results[_key(change)] for change in to_run if _key(change) in record.results]
+    print(report(results, len(to_run)))
     return int(any(not result["noticed"] for result in results))
 
 
@@ -63,13 +65,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="so many changes at a time; each may start up to 8 ranks")
     parser.add_argument("--json", help="write every result there at once; a run that finds the file goes on with it")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds of tests for one change (default: all)")
+    parser.add_argument("--stop-after", type=float, default=math.inf, help="end after so many seconds")
     parser.add_argument("--list", action="store_true", help="show the changes, run nothing")
     return parser
 
 
 def choose(places: Sequence[str], count: int, seed: int) -> list[Change]:
-    """Return `count` changes at random to the files of those places."""
-    known = []
+    """Return `count` changes at random to the files of those places.
+
+    The seed gives every change its place in a row, so that other edits of the package do not change the choice.
+    """
+    known: dict[tuple[str, ...], Change] = {}
     for place in places:
         name, _, line = place.partition(":")
         path = ROOT / name
@@ -79,8 +86,11 @@ def choose(places: Sequence[str], count: int, seed: int) -> list[Change]:
             )
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if place == str(file.relative_to(ROOT)) or not str(file.relative_to(ROOT)).startswith(LEFT_OUT):
-                known += [change for change in find_changes(file, ROOT) if not line or change.line == int(line)]
-    return random.Random(seed).sample(known, min(count, len(known)) if count else len(known))
+                source = file.read_bytes()
+                found = [change for change in find_changes(file, ROOT) if not line or change.line == int(line)]
+                known |= {(change.path, *change.diff(source)): change for change in found}
+    row = sorted(known, key=lambda key: sha256("\n".join([str(seed), *key]).encode()).digest())
+    return [known[key] for key in (row[:count] if count else row)]
 
 
 class Record:
@@ -89,61 +99,46 @@ class Record:
     def __init__(self, path: Path | None) -> None:
         self._path, self._lock = path, threading.Lock()
         found = json.loads(path.read_text()) if path and path.exists() else {}
-        self.baseline = Baseline(**found["baseline"]) if "baseline" in found else None
-        self.results: dict[str, Result] = {result["name"]: result for result in found.get("results", [])}
+        self.known = Known(**found.get("known", {}))
+        self.results = {(result["module"], *result["diff"]): result for result in found.get("results", [])}
 
-    def add(self, result: Result) -> None:
+    def add(self, key: tuple[str, ...], result: Result) -> None:
         with self._lock:
-            self.results[result["name"]] = result
-            self.save()
-
-    def save(self) -> None:
-        if self._path and self.baseline:
-            content = {"baseline": asdict(self.baseline), "results": [*self.results.values()]}
-            draft = self._path.with_suffix(".draft")
-            draft.write_text(json.dumps(content, indent=1))
-            draft.replace(self._path)
+            self.results[key] = result
+            if self._path:
+                draft = self._path.with_suffix(".draft")
+                content = {"known": asdict(self.known), "results": [*self.results.values()]}
+                draft.write_text(json.dumps(content, indent=1))
+                draft.replace(self._path)
 
 
-def run(chosen: Sequence[Change], jobs: int, record: Record) -> None:
+def run(chosen: Sequence[Change], jobs: int, record: Record, budget: float, stop_after: float) -> None:
     """Judge every change that has no result yet."""
-    waiting = [change for change in chosen if _name(change) not in record.results]
+    waiting = [change for change in chosen if _key(change) not in record.results]
     if not waiting:
         return
+    deadline = time.monotonic() + stop_after
     matching = Matching(ROOT)
     tests = {change.path: matching.tests_for(change.path) for change in waiting}
-    with working_copies(ROOT, jobs) as workshop:
-        files = sorted({file for some in tests.values() for file in some})
-        if record.baseline is None or not set(files).issubset(record.baseline.files):
-            print(f"first the {len(files)} matching test files on the unchanged tree", flush=True)
-            record.baseline = workshop.measure(files)
-            record.save()
-        for test in record.baseline.failing:
-            print(f"left out, since it fails on the unchanged tree: {test}", flush=True)
-        with ThreadPoolExecutor(jobs) as pool:
-            judged = {
-                pool.submit(workshop.judge, change, tests[change.path], record.baseline): change for change in waiting
-            }
-            for number, future in enumerate(as_completed(judged), 1):
-                change, outcome = judged[future], future.result()
-                record.add(
-                    {
-                        "name": _name(change),
-                        "module": change.path,
-                        "line": change.line,
-                        "kind": change.kind,
-                        "diff": _diff(change),
-                        **asdict(outcome),
-                    }
-                )
-                noticed = f"noticed ({outcome.noticed}) by {outcome.by}" if outcome.noticed else "NOT NOTICED"
-                print(f"{number}/{len(waiting)} {_name(change)} {noticed}, {outcome.seconds:.0f} s", flush=True)
+
+    def judge(change: Change) -> None:
+        try:
+            outcome = workshop.judge(change, tests[change.path], budget)
+        except OutOfTimeError:
+            return
+        result = {"module": change.path, "line": change.line, "kind": change.kind, "diff": _diff(change)}
+        record.add(_key(change), {**result, **asdict(outcome)})
+        noticed = f"noticed ({outcome.noticed}) by {outcome.by}" if outcome.noticed else "NOT NOTICED"
+        print(f"{change.path}:{change.line} ({change.kind}) {noticed}, {outcome.seconds:.0f} s", flush=True)
+
+    with working_copies(ROOT, jobs, record.known, deadline) as workshop, ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(judge, waiting))
 
 
-def report(results: Sequence[Result]) -> str:
-    """Return the table: what each tier noticed, and every change that none did."""
+def report(results: Sequence[Result], wanted: int) -> str:
+    """Return the table: which tier noticed first, and every change that none did."""
     total = len(results)
-    lines = ["", f"{total} changes"]
+    lines = ["", f"{total} of {wanted} changes"]
     for tier in TIERS:
         count = sum(result["noticed"] == tier for result in results)
         lines.append(f"  noticed by the {tier} tests   {count:4d}   {_share(count, total)}")
@@ -190,10 +185,6 @@ def _key(change: Change) -> tuple[str, ...]:
 
 def _diff(change: Change) -> list[str]:
     return change.diff((ROOT / change.path).read_bytes())
-
-
-def _name(change: Change) -> str:
-    return f"{change.path}:{change.line} {change.kind} @{change.start} {change.text!r}"
 
 
 def _described(change: Change) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,10 +47,13 @@ class Change:
 
     def diff(self, source: bytes) -> list[str]:
         """Return the lines that go and come, each with its sign."""
-        lines = difflib.unified_diff(
-            source.decode().splitlines(), self.apply(source).decode().splitlines(), "", "", n=0
-        )
-        return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+        begin = source.rfind(b"\n", 0, self.start) + 1
+        end = (source.find(b"\n", max(self.end, 1) - 1) + 1 or len(source) + 1) - 1
+        changed = source[begin : self.start] + self.text.encode() + source[self.end : end]
+        return [
+            *(f"-{line}" for line in source[begin:end].decode().splitlines()),
+            *(f"+{line}" for line in changed.decode().splitlines()),
+        ]
 
 
 def find_changes(path: Path, root: Path) -> list[Change]:

@@ -1,7 +1,8 @@
-"""Runs the matching tests against a change, in a copy of the tree: the fast ones first, the slow ones if need be."""
+"""Runs the matching tests against a change, in a copy of the tree, until one fails that passes without the change."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
@@ -9,35 +10,70 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 from tests.mutants.changes import Change
 
-TIERS = {"fast": "not slow", "slow": "slow and not long"}
-"""The expressions of `make check` and of the rest of `make test`."""
-CHUNK = 6
-"""So many test files share one run on the unchanged tree."""
-PASSED, FAILED, USAGE, NO_TESTS = 0, 1, 4, 5
+TIERS = ("fast", "slow")
+"""The tests of `make check`, and the rest of `make test`."""
+GUESS = 10.0
+"""So many seconds are expected of a test file that never ran."""
+PASSED, USAGE, NO_TESTS = 0, 4, 5
 
 
 class BrokenTestsError(Exception):
-    """The tests cannot be judged by: they do not run on the unchanged tree."""
+    """The tests cannot be judged by: pytest does not take its arguments."""
+
+
+class OutOfTimeError(Exception):
+    """The time of the whole run is over: this change has no result."""
 
 
 @dataclass
-class Baseline:
-    """What the tests do on the unchanged tree: seconds of each file in each tier, and what fails even so."""
+class Known:
+    """What is known of the tests so far, learnt while they run.
 
-    files: list[str] = field(default_factory=list)
+    Seconds of each file in each tier, of its longest test, and which tests pass and fail on the unchanged tree.
+    """
+
     seconds: dict[str, dict[str, float]] = field(default_factory=lambda: {tier: {} for tier in TIERS})
     longest: dict[str, float] = field(default_factory=dict)
+    passing: list[str] = field(default_factory=list)
     failing: list[str] = field(default_factory=list)
+
+    def plan(self, files: Sequence[str], budget: float) -> list[tuple[str, str]]:
+        """Return what to run: the nearest file, then the fast tests, then the slow ones; the quick files first.
+
+        What comes after `budget` seconds is left out. A change that those tests would notice counts as not noticed.
+        """
+        rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
+        order, spent = [], 0.0
+        for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
+            if not order or spent + seconds <= budget:
+                order.append((tier, file))
+                spent += seconds
+        return order
+
+    def _expected(self, tier: str, file: str) -> float:
+        return self.seconds[tier].get(file, 0.0 if file in self.longest else GUESS)
+
+    def learn(self, events: Iterable[dict[str, Any]]) -> None:
+        """Take the seconds of a run."""
+        sums: dict[tuple[str, str], float] = {}
+        for event in events:
+            file = event["test"].partition("::")[0]
+            if event.get("failed") is False:
+                key = event["tier"], file
+                sums[key] = sums.get(key, 0.0) + event["seconds"]
+                self.longest[file] = max(self.longest.get(file, 0.0), event["seconds"])
+        for (tier, file), seconds in sums.items():
+            self.seconds[tier][file] = max(self.seconds[tier].get(file, 0.0), seconds)
 
 
 @dataclass
@@ -52,8 +88,9 @@ class Outcome:
 class Workshop:
     """Copies of the tree in a temporary folder, each for one run at a time."""
 
-    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
-        self.root, self.jobs = root, jobs
+    def __init__(self, root: Path, folder: Path, jobs: int, known: Known, deadline: float) -> None:
+        self.known, self.deadline = known, deadline
+        self._lock = threading.Lock()
         self._free: queue.Queue[Path] = queue.Queue()
         for number in range(jobs):
             copy = folder / f"{number}" / "tree"
@@ -72,66 +109,67 @@ class Workshop:
             (copy.parent / "tmp").mkdir(exist_ok=True)
             self._free.put(copy)
 
-    def measure(self, files: Sequence[str]) -> Baseline:
-        """Run the test files on the unchanged tree."""
-        baseline = Baseline(list(files))
-        chunks = [(tier, files[at : at + CHUNK]) for tier in TIERS for at in range(0, len(files), CHUNK)]
-        chunks.reverse()  # the slow ones first: the end is then short
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for future in as_completed([pool.submit(self._measure, tier, chunk) for tier, chunk in chunks]):
-                for tier, test, seconds, failed in future.result():
-                    file = test.partition("::")[0]
-                    baseline.seconds[tier][file] = baseline.seconds[tier].get(file, 0.0) + seconds
-                    baseline.longest[file] = max(baseline.longest.get(file, 0.0), seconds)
-                    if failed:
-                        baseline.failing.append(test)
-        return baseline
-
-    def _measure(self, tier: str, files: Sequence[str]) -> list[tuple[str, str, float, bool]]:
-        with self.copy() as copy:
-            report = copy.parent / "report.xml"
-            report.unlink(missing_ok=True)
-            arguments = [f"--junitxml={report}", "-o", "junit_family=xunit1"]
-            code, output = run_tests(copy, tier, files, arguments, 1800)
-            ran = code in (PASSED, FAILED, NO_TESTS) and report.exists()
-            cases = ElementTree.parse(report).getroot().iter("testcase") if ran else ()
-            found = [
-                (tier, f"{case.get('file')}::{case.get('name')}", float(case.get("time", 0)), _has_failed(case))
-                for case in cases
-                if case.get("file")
-            ]
-        if ran:
-            return found
-        if len(files) == 1:
-            print(f"{files[0]}: pytest ended with {code} on the unchanged tree:\n{output[-2000:]}", flush=True)
-            return [(tier, files[0], 0.0, True)]
-        return [case for file in files for case in self._measure(tier, [file])]
-
-    def judge(self, change: Change, files: Sequence[str], baseline: Baseline) -> Outcome:
-        """Run the matching tests against the change until one fails."""
+    def judge(self, change: Change, files: Sequence[str], budget: float) -> Outcome:
+        """Run the matching tests against the change until one fails that passes without it."""
         begin = time.monotonic()
-        with self.copy() as copy, _changed(copy / change.path, change):
-            for tier, known in baseline.seconds.items():
-                matching = [file for file in files if file in known]
-                if not matching:
-                    continue
-                # The nearest file leads; of the rest the quick ones come first.
-                matching[1:] = sorted(matching[1:], key=known.__getitem__)
-                left_out = [f"--deselect={test}" for test in baseline.failing]
-                one_test = max(40, 3 * max(baseline.longest[file] for file in matching))
-                arguments = ["-x", "-o", f"timeout={one_test:.0f}", *left_out]
-                limit = 120 + 3 * sum(known[file] for file in matching)
-                code, output = run_tests(copy, tier, matching, arguments, limit)
-                if code == USAGE:
-                    raise BrokenTestsError(output[-3000:])
-                if code not in (PASSED, NO_TESTS):
-                    return Outcome(tier, _first_failure(output), time.monotonic() - begin)
-        return Outcome("", "", time.monotonic() - begin)
+        done: set[str] = set()
+        with self.copy() as copy:
+            while True:
+                order = self.known.plan([file for file in files if file not in self.known.failing], budget)
+                with _changed(copy / change.path, change):
+                    events, ended = self._run(copy, order, {*done, *self.known.failing})
+                    self._learn(events)
+                    failed = next((event for event in events if event.get("failed")), None)
+                    if failed is None and ended == "passed":
+                        return Outcome("", "", time.monotonic() - begin)
+                    if failed is None and not events:  # no test began: nothing can be said
+                        return Outcome("", "", time.monotonic() - begin)
+                    if failed is None:  # it hung, or died: once more, for the machine may have been too busy
+                        failed = events[-1]
+                        if self._run(copy, order, set(), [failed["test"]])[1] == "passed":
+                            done |= {event["test"] for event in events}
+                            continue
+                if self._passes(copy, failed["test"]):
+                    return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
+                done |= {event["test"] for event in events if event.get("failed") is False}
+
+    def _learn(self, events: list[dict[str, Any]]) -> None:
+        with self._lock:
+            self.known.learn(events)
+
+    def _passes(self, copy: Path, test: str) -> bool:
+        """Whether the test passes on the unchanged tree; run once."""
+        if test not in self.known.passing and test not in self.known.failing:
+            file, is_test, _ = test.partition("::")
+            # Of a file that could not be read nothing is run: it is enough that pytest reads it.
+            passes = self._run(copy, [(tier, file) for tier in TIERS if is_test], set(), [test])[1] == "passed"
+            with self._lock:
+                seen = self.known.passing if passes else self.known.failing
+                seen += [test] if test not in seen else []
+        return test in self.known.passing
+
+    def _run(
+        self, copy: Path, order: Sequence[tuple[str, str]], skip: set[str], tests: Sequence[str] = ()
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Run the order, or those tests of it alone; return what was written down and "passed" or how it ended."""
+        files = [*dict.fromkeys(file for _, file in order)]
+        longest = {file: self.known.longest[file] for file in files if file in self.known.longest}
+        plan = copy.parent / "plan.json"
+        content = {"order": order, "skip": [*skip], "limits": {f: max(40, 3 * s) for f, s in longest.items()}}
+        plan.write_text(json.dumps(content))
+        events = plan.with_suffix(".events")
+        events.unlink(missing_ok=True)
+        limit = 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS) for tier, file in order)
+        code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
+        if time.monotonic() >= self.deadline:
+            raise OutOfTimeError
+        if code == USAGE:
+            raise BrokenTestsError(output[-3000:])
+        found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}"
 
 
-def run_tests(
-    copy: Path, tier: str, files: Sequence[str], arguments: Sequence[str], limit: float
-) -> tuple[int | str, str]:
+def run_tests(copy: Path, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
     """Run pytest in the copy; return its exit status ("time limit" when it was stopped) and its output."""
     environment = {
         **os.environ,
@@ -140,11 +178,11 @@ def run_tests(
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "TMPDIR": str(copy.parent / "tmp"),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin", "--hypothesis-seed=0"]
     output = copy.parent / "output.txt"
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [*command, "-m", TIERS[tier], *arguments, *files],
+            [sys.executable, "-m", "pytest", *options, f"--plan={plan}", "-m", "not long", *tests],
             cwd=copy,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -153,7 +191,7 @@ def run_tests(
             start_new_session=True,
         )
         try:
-            code: int | str = process.wait(limit)
+            code: int | str = process.wait(max(limit, 0))
         except subprocess.TimeoutExpired:
             code = "time limit"
         finally:
@@ -165,10 +203,10 @@ def run_tests(
 
 
 @contextmanager
-def working_copies(root: Path, jobs: int) -> Iterator[Workshop]:
+def working_copies(root: Path, jobs: int, known: Known, deadline: float) -> Iterator[Workshop]:
     """Make as many copies of the tree as runs go at a time; remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-        yield Workshop(root, Path(folder), jobs)
+        yield Workshop(root, Path(folder), jobs, known, deadline)
 
 
 @contextmanager
@@ -191,12 +229,3 @@ def _write(file: Path, content: bytes) -> None:
 def _ignored(folder: str, names: list[str]) -> set[str]:
     hidden = {name for name in names if name.startswith(".")}
     return hidden | ({"__pycache__", "runs", "output", "dist", "build"} & {*names})
-
-
-def _has_failed(case: ElementTree.Element) -> bool:
-    return any(child.tag in ("failure", "error") for child in case)
-
-
-def _first_failure(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return lines[0].split(" - ")[0].split(" ", 1)[1] if lines else "the run ended, or was stopped, without a result"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from tests.mutants.__main__ import choose, read_equivalent, unknown_equivalents
 from tests.mutants.changes import find_changes
 from tests.mutants.matching import Matching
+from tests.mutants.running import Known, OutOfTimeError, working_copies
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +82,58 @@ def test_the_same_seed_chooses_the_same_changes():
     assert {change.line for change in choose(["colonnade/reduce/plan.py:1"], 0, 0)} <= {1}
     with pytest.raises(SystemExit, match="there is no colonnade/nowhere"):
         choose(["colonnade/nowhere"], 1, 0)
+
+
+def test_the_nearest_file_leads_quick_ones_follow_and_the_budget_cuts():
+    known = Known({"fast": {"a": 9, "b": 5, "c": 1}, "slow": {"a": 7, "c": 30, "d": 2}}, dict.fromkeys("abcd", 1))
+    whole = [("fast", "a"), ("slow", "a"), ("fast", "d"), ("fast", "c"), ("fast", "b"), ("slow", "b"), ("slow", "d")]
+    assert known.plan("abcd", math.inf) == [*whole, ("slow", "c")]
+    assert known.plan("abcd", 24) == whole
+    assert known.plan("abcd", 1)[0] == ("fast", "a")
+
+
+TESTS = """
+import pytest
+from colonnade.number import one, two
+def test_that_fails_anyway():
+    assert one() == 3
+def test_one():
+    assert one() == 1
+@pytest.mark.slow
+def test_two():
+    assert two() == 2
+"""
+
+
+@pytest.mark.slow
+def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_path):
+    root, known = tmp_path / "root", Known()
+    for name, text in {
+        "colonnade/__init__.py": "",
+        "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3",
+        "tests/__init__.py": "",
+        "tests/test_number.py": TESTS,
+        "pytest.ini": "[pytest]\nmarkers =\n  slow\n  long",
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    shutil.copytree(ROOT / "tests" / "mutants", root / "tests" / "mutants")
+    changes = {
+        change.apply(b"." * change.start).decode()[change.start :] + f" on {change.line}": change
+        for change in find_changes(root / "colonnade" / "number.py", root)
+    }
+    file = "tests/test_number.py"
+    with working_copies(root, 1, known, math.inf) as workshop:
+        outcomes = {name: workshop.judge(changes[name], [file], math.inf) for name in ("2 on 1", "3 on 2", "4 on 3")}
+    assert {name: (outcome.noticed, outcome.by) for name, outcome in outcomes.items()} == {
+        "2 on 1": ("fast", f"{file}::test_one"),
+        "3 on 2": ("slow", f"{file}::test_two"),
+        "4 on 3": ("", ""),
+    }
+    assert known.failing == [f"{file}::test_that_fails_anyway"]
+    assert (root / "colonnade" / "number.py").read_text().startswith("def one(): return 1")
+    with working_copies(root, 1, known, time.monotonic()) as workshop, pytest.raises(OutOfTimeError):
+        workshop.judge(changes["2 on 1"], [file], math.inf)
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +16,11 @@ from colonnade.reduce import bucket as bucket_module
 from colonnade.reduce.bucket import MISSING, TAIL, Bucket
 from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.options import SyncOptions
-from colonnade.reduce.records import Sum
+from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.storage import fill
 from colonnade.reduce.synchroniser import Synchroniser
+from colonnade.reduce.transports.collective import Collective
+from colonnade.reduce.transports.shared_memory import SharedMemory
 from colonnade.testing import run_world
 from tests.reduce.summing import TINY, data, reduce_all
 
@@ -40,6 +45,21 @@ def test_room_divides_among_the_ranks_in_whole_cache_lines():
         assert bucket.numel % (16 * len(ranks)) == 0
         tail = TAIL if len(ranks) > 1 else 0
         assert bucket.layout.numel + tail <= bucket.numel < bucket.layout.numel + tail + 16 * len(ranks)
+
+
+@pytest.mark.parametrize("overlap", ["auto", True, False])
+@pytest.mark.parametrize("between_stages", [True, False])
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_what_starts_early(overlap, between_stages, takes_turns):
+    whole = _sum(5)
+    sharding = Sharding(keep_whole=False) if takes_turns else None
+    one = replace(whole, options=SyncOptions(overlap=overlap), between_stages=between_stages, sharding=sharding)
+    bucket = Bucket(one, [0])
+    memory = torch.zeros(bucket.numel)
+    group = SimpleNamespace(size=2, index=0)
+    early = overlap is not False and not between_stages
+    assert SharedMemory(bucket, Memory(memory, [memory, memory]), group).early == (early and takes_turns)
+    assert Collective(bucket, Memory(memory), group).early == early
 
 
 class Early:

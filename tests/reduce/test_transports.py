@@ -86,14 +86,15 @@ def _compressed(kind: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(dist.get_rank())
     grad = torch.randn(300)
     exact = torch.stack(gathered(grad)).double().mean(0)
-    (got,), _ = reduced([grad], compress=kind, **GLOO)
-    error = ((got - exact).abs() / exact.abs().clamp_min(0.1)).max()
-    assert 1e-6 < error < tolerance
-    assert torch.equal(gathered(got)[0], got)
-    said: list[str] = []
-    parameters = nn.ParameterList([nn.Parameter(torch.zeros_like(grad))])
-    reduce_all(parameters, TINY, said.append, compress=kind, shared_memory=True)
-    assert "not used in shared memory" in said[0]
+    for key in ("compress", "reduce_dtype"):
+        (got,), _ = reduced([grad], **{key: kind}, **GLOO)
+        error = ((got - exact).abs() / exact.abs().clamp_min(0.1)).max()
+        assert 1e-6 < error < tolerance
+        assert torch.equal(gathered(got)[0], got)
+        said: list[str] = []
+        parameters = nn.ParameterList([nn.Parameter(torch.zeros_like(grad))])
+        reduce_all(parameters, TINY, said.append, **{key: kind}, shared_memory=True)
+        assert "not used in shared memory" in said[0]
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
@@ -155,3 +156,6 @@ def test_sums_are_never_narrower_and_messages_never_wider_than_the_gradients():
     assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float32) is torch.float32
     assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
     assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float16) is torch.float16
+    assert SyncOptions(reduce_dtype=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
+    assert SyncOptions(reduce_dtype=torch.float32).wire_dtype(torch.bfloat16) is torch.bfloat16
+    assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float16) is torch.float32

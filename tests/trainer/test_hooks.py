@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from colonnade.checkpoint import CheckpointManager
 from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
-from colonnade.trainer.hooks import LossHook, LRSchedulerHook, SaveCheckpointHook
+from colonnade.trainer.hooks import LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
 from colonnade.trainer.hooks.hook_list import POINTS, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
@@ -181,3 +183,32 @@ def _fails_while_saving(folder: Path) -> None:
 
 def test_a_run_that_fails_closes_the_checkpoints_of_its_hook(tmp_path):
     run_world(1, _fails_while_saving, tmp_path)
+
+
+def _state_of(trainer: Trainer) -> list[Any]:
+    optimizer, engine = trainer.engine.optimizer, trainer.engine
+    state = [*engine.model.state_dict().values(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
+    clip = engine.extra_state()["engine.clip"]
+    return [tensor.tolist() for tensor in (*state, *clip["state"].values())]
+
+
+def _refused(folder: Path) -> None:
+    """Of checkpoints that the trainer does not take: weights, momentum and the history of clipping stay as they are."""
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    saved = make_trainer({"clip_grad_norm": {"method": "zclip"}}, lr=0.1, optimizer=sgd)
+    saved.fit(cut(range(24), 24), epochs=1, hooks=[SaveCheckpointHook(100, folder / "zclip", by_epoch=False)])
+    with CheckpointManager(folder / "plain", saved.context) as manager:
+        manager.save(1, saved.engine.model, saved.engine.optimizer)
+    saved.context.destroy()
+    trainer = make_trainer({"clip_grad_norm": {"method": "percentile"}}, lr=0.1, optimizer=sgd)
+    trainer.fit(cut(range(8), 24), epochs=1)
+    before, place = _state_of(trainer), (trainer.cur_epoch, trainer.cur_step)
+    for name, told in (("zclip", "the clip state is of ZClip"), ("plain", "not saved by a SaveCheckpointHook")):
+        with pytest.raises(HookError, match=told):
+            trainer.fit(cut(range(8), 24), epochs=9, hooks=[LoadCheckpointHook(folder / name)])
+        assert _state_of(trainer) == before, name
+        assert (trainer.cur_epoch, trainer.cur_step) == place
+
+
+def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
+    run_world(1, _refused, tmp_path)

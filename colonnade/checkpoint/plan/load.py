@@ -12,6 +12,7 @@ from colonnade.checkpoint.format.tensors import TensorReader, type_name
 from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.shards import MASTER
 
 _SHOWN = 12
 
@@ -25,6 +26,8 @@ class LoadPlan:
         self._missing: list[str] = []
         self._mismatched: list[str] = []
         known: dict[str, TensorRecord] = {}
+        self._masters = {record.label: record for record in manifest.tensors if record.state_name == MASTER}
+        self._sources: dict[int, TensorRecord] = {}
         for record in manifest.tensors:
             if not record.state_name:
                 for name in (record.label, *record.names):
@@ -70,7 +73,7 @@ class LoadPlan:
         for tensor in self.tensors:
             record = self.record_of(tensor)
             own = values.own_buffer(record.label)
-            found.append(reader.new(tensor.box, record) if own is None else own)
+            found.append(reader.new(tensor.box, self._sources.get(id(tensor), record)) if own is None else own)
         return found
 
     def set_tensors(self, found: Iterable[Tensor]) -> None:
@@ -82,7 +85,10 @@ class LoadPlan:
     def _match(self, tensor: LocalTensor, record: TensorRecord) -> None:
         self._records[id(tensor)] = record
         dtype = type_name(tensor.local, tensor.names[0])
-        if (dtype, tensor.shape) != (record.dtype, record.shape):
+        master = self._masters.get(record.label)
+        if master is not None and (dtype, tensor.shape) == (master.dtype, master.shape):
+            self._sources[id(tensor)] = master  # the weight itself, before it was rounded
+        elif (dtype, tensor.shape) != (record.dtype, record.shape):
             self._mismatched.append(
                 f"{tensor.names[0]}: {record.dtype} {list(record.shape)} in the checkpoint, {dtype} "
                 f"{list(tensor.shape)} here"

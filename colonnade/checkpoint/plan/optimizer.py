@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -64,8 +65,14 @@ def read_groups(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[Paramete
 
 def class_name(optimizer: Any) -> str:
     """The class whose state it is; of a sharded optimizer the one that it shards."""
+    return _lineage(optimizer)[0]
+
+
+def _lineage(optimizer: Any) -> list[str]:
+    """Its class and those that it is a subclass of, up to the first of torch's, which each step in their own way."""
     kind: type[Any] = getattr(optimizer, "optimizer_class", type(optimizer))
-    return kind.__name__
+    own = list(takewhile(lambda base: not base.__module__.startswith("torch."), kind.__mro__))
+    return [base.__name__ for base in kind.__mro__[: len(own) + 1]]
 
 
 def read_state(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[ParameterState]:
@@ -139,6 +146,7 @@ class OptimizerLoader:
         self._groups = plan.manifest.groups
         self._plan, self._reader, self._values = plan, reader, values
         self._rounded: list[str] = []
+        self._inherited = ""
         self._records: dict[str, list[TensorRecord]] = {}
         for record in plan.manifest.tensors:
             if record.state_name:
@@ -152,7 +160,7 @@ class OptimizerLoader:
         members = _members(optimizer, self._plan.tensors)
         for index, (group, parameters) in enumerate(zip(optimizer.param_groups, members, strict=True)):
             labels = {self._plan.record_of(one).label for one in parameters}
-            options = self._saved_options(index, group, labels, class_name(optimizer))
+            options = self._saved_options(index, group, labels, _lineage(optimizer))
             kept = {key: group[key] for key in (*_NOT_OPTIONS, *_IMPLEMENTATION) if key in group}
             groups.append({**options, **kept, "params": list(range(number, number + len(parameters)))})
             for parameter in parameters:
@@ -160,6 +168,8 @@ class OptimizerLoader:
                 if found:
                     state[number] = found
                 number += 1
+        if self._inherited:
+            self._check_inherited(optimizer, state)
         if self._rounded:
             get_dist_logger().warning(
                 f"the checkpoint has moments of master copies in {self._rounded[0]}, and this optimizer keeps no master "
@@ -168,7 +178,27 @@ class OptimizerLoader:
             )
         return {"state": state, "param_groups": groups}
 
-    def _saved_options(self, index: int, group: Mapping[str, Any], labels: set[str], kind: str) -> dict[str, Any]:
+    def _check_inherited(self, optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Refuse a subclass of what was saved that is seen to keep more; else say whose state it gets."""
+        kind = class_name(optimizer)
+        saved = {name for found in state.values() for name in found}
+        held = {name for kept in getattr(optimizer, "state", {}).values() for name in kept}
+        more = sorted(held - saved - {MASTER}) if saved else []
+        if more:
+            raise CheckpointError(
+                f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass that keeps {listed(more)} "
+                f"too, which the checkpoint has not. Load with {self._inherited}, or with optimizer=None to begin with fresh "
+                f"state."
+            )
+        get_dist_logger().warning(
+            f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass of it, which goes on with "
+            f"that state",
+            ranks=[0],
+        )
+
+    def _saved_options(
+        self, index: int, group: Mapping[str, Any], labels: set[str], lineage: Sequence[str]
+    ) -> dict[str, Any]:
         """The options that these parameters had; for a group without any here, those of the group in its place."""
         records = self._records_of_group(index, labels)
         found = [self._values.decoded(record.options) for record in records]
@@ -184,12 +214,13 @@ class OptimizerLoader:
                 f"group {index} of the optimizer has the options {listed(unknown)}, which the saved one had not: it was "
                 f"another kind of optimizer. Load with that kind, or with optimizer=None."
             )
-        saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
-        if saved is not None:
+        saved = next((record.optimizer for record in records if record.optimizer not in (None, lineage[0])), None)
+        if saved is not None and saved not in lineage:
             raise CheckpointError(
-                f"the checkpoint has the state of {saved}, and this is {kind}, which would step on it in another way. "
+                f"the checkpoint has the state of {saved}, and this is {lineage[0]}, which would step on it in another way. "
                 f"Load with {saved}, or with optimizer=None to begin with fresh state."
             )
+        self._inherited = saved or self._inherited
         return options
 
     def _records_of_group(self, index: int, labels: set[str]) -> list[GroupRecord]:

@@ -19,6 +19,7 @@ from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived,
 from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError, GradientError
 from colonnade.logging import get_dist_logger
+from colonnade.optim.scaled_step import DOUBLES
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.plan import Plan, Shards, group_plans, make_sums
 from colonnade.reduce.records import Demand, Reduction, read_demands
@@ -69,12 +70,7 @@ class GradientSync:
             handler.handle_gradient()
         self.synchroniser.finish()
         if scale is not None:
-            loose = [local_part(parameter.grad) for parameter in self._unscaled if parameter.grad is not None]
-            if any(grad.layout is not torch.strided for grad in loose):
-                for grad in loose:
-                    grad.mul_(scale)
-            elif loose:  # under FSDP all of a model: in few launches
-                torch._foreach_mul_(loose, scale)
+            _multiply([parameter.grad for parameter in self._unscaled if parameter.grad is not None], scale)
 
     @property
     def world(self) -> RankGroup | None:
@@ -99,6 +95,22 @@ class GradientSync:
         for handler in self.handlers:
             handler.close()
         self.synchroniser.close()
+
+
+@torch.no_grad()
+def _multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """In few launches, since under FSDP these are all of a model: torch has one kernel for a factor of their own dtype."""
+    alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
+    for grad in map(local_part, gradients):
+        wide = torch.float64 if grad.dtype in DOUBLES else torch.float32
+        alike.setdefault((grad.device, wide, grad.layout), []).append(grad)
+    for (device, dtype, layout), grads in alike.items():
+        by = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
+        if layout is torch.strided:
+            torch._foreach_mul_(grads, by)
+        else:
+            for grad in grads:
+                grad.mul_(by)
 
 
 BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
+from colonnade.optim.blocks import to_device
 
 Count = Tensor | int | float
 
@@ -185,6 +186,14 @@ def _checked_count(count: Any) -> Count:
         f"the count of a loss given as (sum, count) is a number from 0 on, as an int, a float or a tensor of one element, "
         f"not {count!r}; it is how many samples or tokens the sum is over"
     )
+
+
+def count_on(value: Count, device: torch.device) -> Tensor:
+    """One number in fp64 on the device, for which the host does not wait: a plain copy from it would, for all work there."""
+    if isinstance(value, Tensor):
+        number = value.detach().double().reshape(())
+        return to_device(number, device) if number.device.type == "cpu" else number
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def _is_number(value: Any) -> bool:

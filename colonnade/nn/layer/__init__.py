@@ -15,8 +15,10 @@ from colonnade.nn.layer.attention import SelfAttention
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.embedding import Embedding, HiddenParameter, PositionEmbedding
 from colonnade.nn.layer.linear import MLP, Classifier, Linear
+from colonnade.nn.layer.linear_loss import LinearCrossEntropyLoss
 from colonnade.nn.layer.loss import CrossEntropyLoss
 from colonnade.nn.layer.norm import LayerNorm, RMSNorm
+from colonnade.nn.layer.rotary import Rotary
 from colonnade.nn.layer.spread import Spread
 
 __all__ = [
@@ -29,9 +31,11 @@ __all__ = [
     "HiddenParameter",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropyLoss",
     "MLP",
     "PositionEmbedding",
     "RMSNorm",
+    "Rotary",
     "SelfAttention",
     "Spread",
     "Whole",

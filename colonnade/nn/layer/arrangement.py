@@ -7,7 +7,7 @@ outer to inner, a "row" weight back. A tensor mode of one's own is a subclass, r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -42,8 +42,12 @@ class Arrangement(ABC):
     uneven = False
     """Whether a weight may be cut into uneven parts."""
 
+    multiplies_blocks = False
+    """Whether a product is one `multiply` of this rank's rows and block of the weight, which may then be in float8."""
+
     def __init__(self, context: ParallelContext, sequence_split: bool = False) -> None:
         self.context = context
+        self.multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
         if sequence_split and not self.splits_sequence:
             raise ConfigError(
                 f"sequence_split=True: {type(self).__name__} splits activations already; sequence splitting is for "
@@ -65,6 +69,12 @@ class Arrangement(ABC):
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         """The rows of a weight of so many rows, lying as a "column" one, for whole tokens; in the outer spread."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What this rank's rows of a "column" weight are multiplied with, out of the outer spread, where that is all it takes."""
+        raise PlacementError(
+            f"under {type(self).__name__} a product is more than that of this rank's block and an input"
+        )
 
     @property
     def summed(self) -> tuple[ParallelMode, ...]:
@@ -145,16 +155,19 @@ class Whole(Arrangement):
 
     outer = Spread()
     inner = Spread()
-    splits_sequence = True
+    splits_sequence = multiplies_blocks = True
 
     def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
         return (), ()
 
     def product(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:
-        return F.linear(x, weight.flatten(0, -2))
+        return self.linear(x, weight, None, split)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        return F.linear(x, weight.flatten(0, -2), bias)
+        return self.multiply(x, weight.flatten(0, -2), bias)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
 
     def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
         return F.embedding(tokens, weight, padding)

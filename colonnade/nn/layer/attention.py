@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,11 @@ from torch.nn import functional as F
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange, partition_input
 from colonnade.nn.layer.dropout import stream_of
-from colonnade.nn.layer.linear import Linear
-from colonnade.nn.sequence import ring_attention, ulysses_attention
-from colonnade.nn.sequence.parts import sequence_place
+from colonnade.nn.layer.linear import Linear, own
+from colonnade.nn.layer.rotary import Rotary
+from colonnade.nn.sequence import SharedLengths, ring_attention, ulysses_attention
+from colonnade.nn.sequence.parts import parts_of, sequence_place
+from colonnade.parallel.placement import Replicate
 
 Over = Literal["ring", "ulysses"]
 """How attention reaches over a split sequence: see `ring_attention` and `ulysses_attention`."""
@@ -25,8 +28,11 @@ class SelfAttention(nn.Module):
 
     `qkv.weight` is [3, hidden, hidden]: query, key and value, each split by heads. With fewer `kv_heads` there are `q`
     and `kv` instead. In the 1d mode the number of heads need not be a multiple of the ranks, but each rank needs one.
+    `head_size` is hidden / heads unless given. `rotary` turns queries and keys by their positions, after `qk_norm`,
+    which is the eps of an RMSNorm over each head of queries and of keys.
     Where a sequence lies on several ranks, `over` says how its parts reach each other, and `balanced` that they are
-    those of split_sequence(balanced=True); there is neither a mask nor a dropout of attention weights then.
+    those of split_sequence(balanced=True); there is no mask then. A query sees `window` keys before it, and behind it
+    if not causal. Layers with the same `shared_lengths` ask for the lengths of the ranks' parts once in a pass.
     """
 
     def __init__(
@@ -36,8 +42,13 @@ class SelfAttention(nn.Module):
         *,
         causal: bool = False,
         kv_heads: int | None = None,
+        head_size: int | None = None,
+        rotary: Rotary | None = None,
+        qk_norm: float | None = None,
         over: Over = "ring",
         balanced: bool = False,
+        window: int | None = None,
+        shared_lengths: SharedLengths | None = None,
         dropout: float = 0.0,
         bias: bool = True,
         arrangement: Arrangement | None = None,
@@ -48,25 +59,27 @@ class SelfAttention(nn.Module):
         super().__init__()
         here = self.arrangement = arrangement or arrange()
         kv_heads = kv_heads or heads
-        _check(hidden, heads, kv_heads, over, balanced)
-        self.head_size, self.causal, self.over, self.balanced = hidden // heads, causal, over, balanced
-        self.dropout, self._reaches = dropout, sequence_place(here.context)[0] > 1
-        if self._reaches and dropout:
-            raise ConfigError(
-                f"dropout={dropout}: attention over a split sequence has no dropout of its weights; use 0"
-            )
+        _check(hidden if head_size is None else head_size * heads, heads, kv_heads, over, balanced)
+        self.head_size, self.causal, self.over, self.balanced = head_size or hidden // heads, causal, over, balanced
+        self.rotary, self.qk_norm, width = rotary, qk_norm, self.head_size * heads
+        self.window, self.dropout, self._reaches = window, dropout, sequence_place(here.context)[0] > 1
+        self._shared_lengths = shared_lengths or SharedLengths()
+        self._number = self._shared_lengths.join()
         # Ranks cut queries where they cut keys: the query heads of one key head stay together.
-        unit = hidden // kv_heads
-        if min(here.hidden_sizes(hidden, "inner", unit)) == 0:
-            raise ConfigError(f"heads={heads}: some ranks of {here.inner.hidden} would have none; take fewer ranks")
+        unit = width // kv_heads
+        if min(here.hidden_sizes(width, "inner", unit)) == 0:
+            few = f"heads={heads}" if kv_heads == heads else f"kv_heads={kv_heads}"
+            raise ConfigError(f"{few}: some ranks of {here.inner.hidden} would have none; take fewer ranks")
         options: dict[str, Any] = {"arrangement": here, "device": device, "dtype": dtype}
         first, last = (None, None) if source is None else (_joint_projection(source), source.out_proj)
         if kv_heads == heads:
-            self.qkv = Linear(hidden, hidden, bias, parts=3, unit=unit, source=first, **options)
+            self.qkv = Linear(hidden, width, bias, parts=3, unit=unit, source=first, **options)
         else:
-            self.q = Linear(hidden, hidden, bias, unit=unit, **options)
+            self.q = Linear(hidden, width, bias, unit=unit, **options)
             self.kv = Linear(hidden, kv_heads * self.head_size, bias, parts=2, unit=self.head_size, **options)
-        self.out = Linear(hidden, hidden, bias, split="row", unit=unit, source=last, **options)
+        self.out = Linear(width, hidden, bias, split="row", unit=unit, source=last, **options)
+        self.q_norm = self._norm(device, dtype)
+        self.k_norm = self._norm(device, dtype)
 
     @classmethod
     def from_module(
@@ -87,30 +100,70 @@ class SelfAttention(nn.Module):
             source=module,
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, lengths: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> Tensor:
         """`mask` as of scaled_dot_product_attention: [sequence, sequence], or [batch or 1, 1, ...] with whole batch.
 
-        `lengths`: the tokens on each rank of the sequence group; without it the ranks ask each other.
+        `lengths`: the tokens on each rank of the sequence group; without it the ranks ask each other. `documents`:
+        cumulative lengths of the documents that every whole sequence consists of, which do not see each other.
         """
         projected = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), *self.kv(x).chunk(2, -1))
         q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in projected)
-        mixed = self._attend(q, k, v, mask, lengths)
+        if self._reaches and lengths is None:
+            lengths = self._shared_lengths.of(self._number, q.size(2), self.arrangement.context)
+        if self.qk_norm is not None:
+            q, k = (F.rms_norm(x, (self.head_size,), w, self.qk_norm) for x, w in ((q, self.q_norm), (k, self.k_norm)))
+        if self.rotary is not None:
+            positions = None
+            if self._reaches:
+                parts = parts_of(q.size(2), lengths, self.balanced, self.arrangement.context)
+                lengths = parts.lengths
+                positions = parts.positions(sequence_place(self.arrangement.context)[1], q.device)
+            q, k = self.rotary(q, k, positions)
+        mixed = self._attend(q, k, v, mask, lengths, documents)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths: Sequence[int] | None) -> Tensor:
+    def _norm(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter | None:
+        """The weight of a norm over a head: whole on every rank, each of which sees other heads or other rows."""
+        if self.qk_norm is None:
+            return None
+        placed = {mode: Replicate(owes="sum") for mode in self.arrangement.inner.modes}
+        whole = torch.ones(self.head_size, device=device, dtype=dtype)
+        return own(whole, dict(placed), tuple(whole.shape), whole)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        lengths: Sequence[int] | None,
+        documents: Sequence[int] | None,
+    ) -> Tensor:
         here = self.arrangement
-        if self._reaches:
+        dropped = self.dropout if self.training else 0.0
+        if self._reaches or self.window is not None or documents is not None:
             if mask is not None:
-                raise ConfigError("attention over a split sequence takes no mask; use causal=True, or leave it out")
-            options: dict[str, Any] = {"causal": self.causal, "lengths": lengths, "context": here.context}
-            if self.over == "ring":
-                return ring_attention(q, k, v, balanced=self.balanced, **options)
-            return ulysses_attention(q, k, v, **options)
+                raise ConfigError(
+                    "attention over a split sequence, with a window or with documents takes no mask; use causal=True, or "
+                    "leave it out"
+                )
+            options: dict[str, Any] = {"window": self.window, "documents": documents, "dropout": dropped}
+            options |= {"causal": self.causal, "lengths": lengths, "context": here.context}
+            with stream_of(here, "inner") if dropped else nullcontext():
+                if self.over == "ring":
+                    return ring_attention(q, k, v, balanced=self.balanced, **options)
+                return ulysses_attention(q, k, v, **options)
         if mask is not None and mask.dim() == 4 and len(mask) > 1:
             mask = partition_input(mask, sequence=None, hidden=None, side="inner", arrangement=here)
-        dropped = self.dropout if self.training else 0.0
         grouped = q.size(1) != k.size(1)
-        with stream_of(here, "inner"):
+        with stream_of(here, "inner") if dropped else nullcontext():
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropped, is_causal=self.causal, enable_gqa=grouped
             )

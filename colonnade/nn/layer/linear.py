@@ -129,7 +129,10 @@ class Classifier(Linear):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), in the outer spread to the same; the wide activation in between is split."""
+    """down(activation(up(x))), in the outer spread to the same; the wide activation in between is split.
+
+    `gated`: down(activation(gate(x)) * up(x)); `up.weight` is then [2, inner, hidden], the gate first.
+    """
 
     def __init__(
         self,
@@ -137,6 +140,7 @@ class MLP(nn.Module):
         inner: int,
         *,
         activation: Callable[[Tensor], Tensor] = F.gelu,
+        gated: bool = False,
         bias: bool = True,
         arrangement: Arrangement | None = None,
         device: Any = None,
@@ -146,8 +150,8 @@ class MLP(nn.Module):
         super().__init__()
         options: dict[str, Any] = {"arrangement": arrangement or arrange(), "device": device, "dtype": dtype}
         up, down = source or (None, None)
-        self.activation = activation
-        self.up = Linear(hidden, inner, bias, source=up, **options)
+        self.activation, self.gated = activation, gated
+        self.up = Linear(hidden, inner, bias, parts=2 if gated else 1, source=up, **options)
         self.down = Linear(inner, hidden, bias, split="row", source=down, **options)
 
     @classmethod
@@ -160,7 +164,11 @@ class MLP(nn.Module):
         return cls(up.in_features, up.out_features, activation=activation, arrangement=arrangement, source=(up, down))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        inside = self.up(x)
+        if self.gated:
+            gate, inside = inside.chunk(2, -1)
+            return self.down(self.activation(gate) * inside)
+        return self.down(self.activation(inside))
 
 
 def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], whole: Tensor) -> nn.Parameter:

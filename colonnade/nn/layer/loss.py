@@ -72,6 +72,10 @@ class CrossEntropyLoss(nn.Module):
         total = losses.sum()
         if inner.batch is not None:
             total = collectives.reduce(total, inner.batch, context=context)
+        return self.reduced(total, labels)
+
+    def reduced(self, total: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """What `reduction` asks for, out of the sum of the losses."""
         count = (labels != self.ignore_index).sum()
         if self.reduction == "sum_and_count":
             return total, count

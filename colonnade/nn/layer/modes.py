@@ -13,6 +13,7 @@ from colonnade.nn.layer.spread import Spread, cut, size_of
 from colonnade.nn.layer.summa import Square, ab, abt
 from colonnade.parallel import collectives
 from colonnade.parallel.collectives import members_of
+from colonnade.parallel.collectives.linear import Way, column_linear, row_linear
 
 _1D = ParallelMode.PARALLEL_1D
 
@@ -27,7 +28,7 @@ class OneD(Arrangement):
 
     inner = Spread(hidden=_1D)
     uneven = True
-    splits_sequence = True
+    splits_sequence = multiplies_blocks = True
 
     def __init__(self, context: ParallelContext, sequence_split: bool = False) -> None:
         super().__init__(context, sequence_split)
@@ -40,21 +41,31 @@ class OneD(Arrangement):
         return self.linear(x, weight, None, split)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
-        matrix = weight.flatten(0, -2)
+        matrix, members = weight.flatten(0, -2), members_of(_1D, self.context)
+        if members is None:
+            return self.multiply(x, matrix, bias)
+        # The compiler orders collectives and products itself, and float8 has a product of its own.
+        if torch.compiler.is_compiling() or self.multiply is not F.linear:
+            if split == "column":
+                return self.multiply(self.enter(x), matrix, bias)
+            y = self._leave(self.multiply(x, matrix, None))
+            return y if bias is None else y + bias
+        way = Way(members, x.dim() - 2 if self.sequence_split else None, self.enter, self._leave)
         if split == "column":
-            return F.linear(self._enter(x), matrix, bias)
-        y = self._leave(F.linear(x, matrix))
-        return y if bias is None else y + bias
+            return column_linear(x, matrix, bias, way)
+        if self.sequence_split:
+            cut(x.shape[-2], _1D, self.context, "sequence")  # says what cannot be split
+        return row_linear(x, matrix, bias, way)
 
-    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
-        return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
-
-    def _enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """Whole in forward; in backward the sum of what every rank's columns say."""
         if not self.sequence_split:
             return collectives.copy(x, _1D, context=self.context)
         sizes = (x.shape[-2],) * size_of(_1D, self.context)
         return collectives.all_gather(x, _1D, -2, sizes, context=self.context)
+
+    def embed(self, tokens: Tensor, weight: Tensor, rows: int, padding: int | None) -> Tensor:
+        return self._leave(masked_rows(tokens, weight, self.first_row(rows), padding))
 
     def _leave(self, x: Tensor) -> Tensor:
         """The sum of every rank's partial result."""
@@ -160,6 +171,7 @@ class ThreeD(Arrangement):
 
     outer = Spread(batch=ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT, hidden=_OUTPUT)
     inner = Spread(batch=ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT, hidden=_INPUT)
+    multiplies_blocks = True
 
     def weight_modes(self, split: Split) -> tuple[tuple[ParallelMode, ...], tuple[ParallelMode, ...]]:
         return ((_INPUT, _WEIGHT), (_OUTPUT,)) if split == "column" else ((_OUTPUT, _WEIGHT), (_INPUT,))
@@ -169,7 +181,7 @@ class ThreeD(Arrangement):
         gathered, summed = (_INPUT, _OUTPUT) if split == "column" else (_OUTPUT, _INPUT)
         rows = self._gather(x, gathered, 0)
         matrix = self._gather(weight, _WEIGHT, -2).flatten(0, -2)
-        y = F.linear(rows, matrix)
+        y = self.multiply(rows, matrix, None)
         sizes = cut(len(y), summed, self.context, "batch")
         return collectives.reduce_scatter(y, summed, 0, sizes, context=self.context)
 

@@ -1,16 +1,22 @@
-"""Dispatch: tokens to the ranks of their experts and back. One exchange of sizes is all that the host waits for."""
+"""Dispatch: tokens to the ranks of their experts and back. Where other ranks have experts, the host waits once, for sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.logging import get_dist_logger
 from colonnade.nn.moe.router import Routing
 from colonnade.parallel.collectives import all_to_all, linear_map
 
@@ -19,97 +25,157 @@ from colonnade.parallel.collectives import all_to_all, linear_map
 class Order:
     """The assignments of one rank in the order in which they are sent: by expert, then by choice, then by token.
 
-    `rows`: the assignment (choice x tokens + token) that is sent as each row; what lies behind the last row sent means
-    nothing. `places`: (choices, tokens), the row of each assignment; one behind the last for those that are dropped.
-    `counts`: the rows of each expert.
+    `rows`: the assignment (choice x tokens + token) that is sent as each row. What lies behind the last row that an
+    expert takes means nothing. `places`: (tokens, choices), the row of each assignment; for those that are dropped it
+    is `spare`, behind all rows that an expert takes; None where nothing can be dropped.
     """
 
     rows: Tensor
     places: Tensor
-    counts: Tensor
-    drops: bool
+    spare: int | None
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row."""
+        return self.rows % max(1, len(self.places))
+
+    def cut(self, count: int) -> Order:
+        """The same where `count` rows are known to be all that the experts take."""
+        if self.spare is None:
+            return self
+        return Order(self.rows[:count], self.places.clamp(max=count), count)
 
 
 def order(routing: Routing) -> Order:
     """Where each assignment goes. Nothing here waits for the device."""
-    experts, chosen = routing.experts.flatten(), routing.counts.sum(0)
-    kept = chosen if routing.limits is None else routing.limits
-    number = torch.arange(len(experts), device=experts.device)
-    by_expert = torch.argsort(experts, stable=True)
-    sorted_experts = experts[by_expert]
-    within = number - (chosen.cumsum(0) - chosen)[sorted_experts]
-    row = (kept.cumsum(0) - kept)[sorted_experts] + within
-    if routing.limits is not None:
-        row = torch.where(within < kept[sorted_experts], row, len(experts))
-    places = torch.empty_like(row).scatter_(0, by_expert, row)
-    rows = row.new_zeros(len(experts) + 1).scatter_(0, row, by_expert)
-    return Order(rows, places.view_as(routing.experts), kept, routing.limits is not None)
+    experts, limits = routing.experts.flatten(), routing.limits
+    row = torch.arange(len(experts), device=experts.device)
+    # Few bits are sorted in few passes.
+    rows = torch.argsort(experts.to(torch.int16 if len(routing.chosen) < 2**15 else torch.int64), stable=True)
+    if limits is None or not len(experts):
+        places, spare = torch.empty_like(rows).scatter_(0, rows, row), None
+    else:
+        sorted_experts, spare = experts[rows], len(experts)
+        within = row - (routing.chosen.cumsum(0) - routing.chosen)[sorted_experts]
+        row = (limits.cumsum(0) - limits)[sorted_experts] + within
+        row = torch.where(within < limits[sorted_experts], row, spare)
+        places = torch.empty_like(rows).scatter_(0, rows, row)
+        rows = rows.new_zeros(len(rows) + 1).scatter_(0, row, rows)
+    return Order(rows, places.view_as(routing.experts).T.contiguous(), spare)
 
 
-@dataclass(frozen=True)
 class Traffic:
-    """How many rows go where: known to the host, and the same for the way there and the way back."""
+    """How many rows go where, asked for at once and read when it is needed: the one number that the host waits for.
 
-    send: list[int]
-    """Rows to each rank of the expert group."""
-    receive: list[list[int]]
-    """Rows from each rank, for each expert here."""
+    The same for the way there and the way back. Rows arrive by rank and then expert; experts take them by expert.
+    """
+
+    def __init__(self, counts: Tensor, ranks: int, context: ParallelContext) -> None:
+        theirs = all_to_all(counts, ParallelMode.EXPERT, context=context)
+        self._arriving = theirs.view(ranks, -1)
+        self._sizes = HostCopy(torch.stack([counts, theirs]).view(2, ranks, -1).sum(-1))
+
+    def sizes(self) -> tuple[list[int], list[int]]:
+        """(rows to each rank of the expert group, rows from each)"""
+        send, receive = self._sizes.read()
+        return send, receive
+
+    def by_expert(self, arrived: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What the experts make of the rows that arrived, in the order in which they arrived."""
+        ranks, here = self._arriving.shape
+        if ranks == 1 or here == 1:
+            return experts(arrived, self._arriving.sum(0))
+        there, back = self.turns(len(arrived))
+        return permute(experts(permute(arrived, there, back), self._arriving.sum(0)), back, there)
+
+    def turns(self, count: int) -> tuple[Tensor, Tensor]:
+        """(where each row by expert is among the `count` that arrived, and the other way round)"""
+        by_rank, by_expert = self._arriving, self._arriving.T
+        starts, turned = _starts(by_rank), _starts(by_expert)
+        return _moved(by_expert, turned, starts.T, count), _moved(by_rank, starts, turned.T, count)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Where each block begins, of blocks that lie one after another."""
+    return (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
+
+
+def _moved(sizes: Tensor, starts: Tensor, others: Tensor, count: int) -> Tensor:
+    """For each row of blocks that begin at `starts`, where it is when they begin at `others`."""
+    shifts = torch.repeat_interleave((others - starts).flatten(), sizes.flatten(), output_size=count)
+    return torch.arange(count, device=sizes.device) + shifts
+
+
+def permute(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    """Row there[i] of x as row i; `back` is the inverse."""
+    return linear_map(x, lambda rows: rows.index_select(0, there), lambda gradient: permute(gradient, back, there))
+
+
+def dispatch(x: Tensor, order: Order) -> Tensor:
+    """(tokens, hidden) -> the rows that are sent: each token once for every assignment that is kept."""
+    return linear_map(x, lambda x: x.index_select(0, order.tokens), partial(_summed, order=order))
+
+
+def _summed(rows: Tensor, order: Order) -> Tensor:
+    """For each token the sum of its rows."""
+    return linear_map(rows, partial(_sums, order=order, weights=None), partial(dispatch, order=order))
+
+
+def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """The rows that came back -> (tokens, hidden): for each token the sum of its rows, weighted: (tokens, choices)."""
+    return _Combined.apply(rows, weights, order)
+
+
+class _Combined(Function):
+    """Sums of weighted rows. Nothing larger than the rows is made, and no gradient is added up row by row."""
 
     @staticmethod
-    def of(counts: Tensor, ranks: int, context: ParallelContext) -> Traffic:
-        """Tell every rank of the expert group how many rows it gets for each of its experts."""
-        theirs = all_to_all(counts, ParallelMode.EXPERT, context=context)
-        sent, received = torch.stack([counts, theirs]).view(2, ranks, -1).tolist()
-        return Traffic([sum(rows) for rows in sent], received)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.order = order
+        return _sums(rows, order, weights)
 
-    @property
-    def arrivals(self) -> list[int]:
-        """Rows from each rank."""
-        return [sum(rows) for rows in self.receive]
-
-    @property
-    def per_expert(self) -> list[int]:
-        """Rows for each expert here."""
-        return [sum(rows) for rows in zip(*self.receive, strict=True)]
-
-    def by_expert(self, x: Tensor) -> Tensor:
-        """Rows as they arrived, by rank and then expert -> by expert and then rank."""
-        return _turned(x, self.receive)
-
-    def by_rank(self, x: Tensor) -> Tensor:
-        """The way back."""
-        return _turned(x, [list(rows) for rows in zip(*self.receive, strict=True)])
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (rows, weights), order = ctx.saved_tensors, ctx.order
+        of_row = weights.T.flatten().index_select(0, order.rows)
+        fused = None if torch.is_grad_enabled() else _kernels(rows)
+        if fused is not None:
+            of_rows, products = fused.spread(gradient, rows, order.tokens, of_row)
+        else:
+            sent = dispatch(gradient, order)
+            of_rows, products = sent * of_row.unsqueeze(1), (rows * sent).sum(-1)
+        of_weights = _with_spare(products, order).index_select(0, order.places.flatten()).view_as(weights)
+        if order.spare is not None:
+            of_weights = of_weights.masked_fill(order.places == order.spare, 0)
+        return of_rows, of_weights.to(weights.dtype), None
 
 
-def _turned(x: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Rows in blocks (i, j) -> rows in blocks (j, i)."""
-    if len(sizes) == 1 or len(sizes[0]) == 1:
-        return x
-    blocks = x.split([size for rows in sizes for size in rows])
-    inner = len(sizes[0])
-    return torch.cat([blocks[outer * inner + at] for at in range(inner) for outer in range(len(sizes))])
+def _sums(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
+    fused = _kernels(rows)
+    if fused is not None:
+        return fused.sums(rows, order.places, weights, order.spare)
+    picked = _with_spare(rows, order).index_select(0, order.places.flatten()).view(*order.places.shape, rows.size(1))
+    if order.spare is not None:
+        picked = picked.masked_fill((order.places == order.spare).unsqueeze(-1), 0)
+    return (picked if weights is None else picked * weights.unsqueeze(-1)).sum(1)
 
 
-def dispatch(x: Tensor, order: Order, count: int) -> Tensor:
-    """(tokens, hidden) -> the `count` rows that are sent: each token once for every assignment that is kept."""
-    return linear_map(x, partial(_there, order=order, count=count), partial(combine, order=order, count=count))
+def _with_spare(rows: Tensor, order: Order) -> Tensor:
+    """With a row for the assignments that are dropped; what it has is not used."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) if order.spare == len(rows) else rows
 
 
-def combine(rows: Tensor, order: Order, count: int) -> Tensor:
-    """The rows that came back -> (tokens, hidden): for each token the sum of its rows."""
-    return linear_map(rows, partial(_back, order=order, count=count), partial(dispatch, order=order, count=count))
+def _kernels(rows: Tensor) -> Any:
+    """What sums such rows in one pass; None where plain operators do."""
+    if torch.compiler.is_compiling() or not rows.is_cuda or rows.dtype == torch.float64:
+        return None
+    return _triton_kernels()
 
 
-def _there(x: Tensor, order: Order, count: int) -> Tensor:
-    return x.index_select(0, order.rows[:count] % max(1, order.places.size(1)))
-
-
-def _back(rows: Tensor, order: Order, count: int) -> Tensor:
-    places = order.places
-    if order.drops:
-        # Dropped assignments read a row of zeros behind the last.
-        rows, places = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), places.clamp(max=count)
-    total = rows.index_select(0, places[0])
-    for choice in places[1:]:
-        total += rows.index_select(0, choice)
-    return total
+@cache
+def _triton_kernels() -> Any:
+    if find_spec("triton") is None:
+        get_dist_logger().warning("experts: there is no Triton here, so rows are summed in several passes", ranks=[0])
+        return None
+    return import_module("colonnade.nn.moe.kernels")

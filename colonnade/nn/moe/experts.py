@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, listed
+from colonnade.nn.moe.grouped import grouped_affine, grouped_mm
 from colonnade.nn.moe.scope import Scope
-from colonnade.parallel.collectives import split_sizes
+from colonnade.parallel.collectives import linear_map, split_sizes
 from colonnade.parallel.placement import Replicate, Shard, Spec, place
 
 _INNER = {"up": 2, "gate": 2, "up_bias": 1, "down": 1}
@@ -57,24 +58,30 @@ class Experts(nn.Module):
         self._add("down", (inner, hidden), inner)
         self._add("down_bias", (hidden,), inner, bias)
 
-    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows sorted by expert, so many for each expert here -> what the experts make of them, in the same order."""
-        parts = rows.split(list(counts))
-        outputs = [self._expert(part, weights) for part, weights in zip(parts, self._weights(), strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    def forward(self, rows: Tensor, counts: Tensor | Sequence[int]) -> Tensor:
+        """Rows sorted by expert, so many for each expert here -> what the experts make of them, in the same order.
 
-    def _weights(self) -> list[dict[str, Tensor]]:
-        """The weights of each expert; unbound at once, so that backward stacks them at once."""
-        unbound = {name: parameter.unbind() for name, parameter in self.named_parameters()}
-        return [{name: each[at] for name, each in unbound.items()} for at in range(len(self.up))]
-
-    def _expert(self, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        inside = _affine(x, weights["up"], weights.get("up_bias"))
-        inside = self.activation(x @ weights["gate"]) * inside if "gate" in weights else self.activation(inside)
+        A tensor of counts stays on the device; what is given back for rows behind the last that is counted means nothing.
+        """
+        ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+        rows, weights = self._cast(rows)
+        inside, gate = grouped_affine(rows, weights["up"], weights.get("up_bias"), ends), weights.get("gate")
+        inside = self.activation(inside) if gate is None else self.activation(grouped_mm(rows, gate, ends)) * inside
         bias = weights.get("down_bias")
         if bias is not None and self.splits_inner:
             bias = bias / self.scope.tensor  # every part has a share of it, and the sum has it once
-        return _affine(inside, weights["down"], bias)
+        out = grouped_affine(inside, weights["down"], bias, ends)
+        # A grouped product takes no gradient that was expanded, as that of a sum is.
+        return linear_map(out, lambda made: made.view_as(made), lambda gradient: gradient.contiguous())
+
+    def _cast(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The rows and the weights, in autocast's dtype where it is on: it does not know grouped products."""
+        weights: dict[str, Tensor] = dict(self.named_parameters())
+        kind = rows.device.type
+        if not torch.is_autocast_enabled(kind) or rows.dtype == torch.float64:
+            return rows, weights
+        dtype = torch.get_autocast_dtype(kind)
+        return rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
 
     def _add(self, name: str, shape: tuple[int, ...], inputs: int, wanted: bool = True) -> None:
         """This rank's part of a weight that starts as nn.Linear's do; None where it is not wanted.
@@ -113,7 +120,3 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.up)} of {self.experts} experts, {self.hidden} -> {self.inner} -> {self.hidden}"
-
-
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from colonnade.errors import ConfigError, ScheduleError
 from colonnade.nn.layer import arrange, gather_output, partition_input
 from colonnade.nn.moe.dispatch import Order, Traffic, combine, dispatch, order
 from colonnade.nn.moe.experts import Experts
-from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter
+from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter, joined, loss_of
 from colonnade.nn.moe.scope import Scope
 from colonnade.parallel.collectives import all_to_all, copy, gather, reduce, scatter, split_sizes
 
@@ -33,7 +34,8 @@ class Statistics:
 class MoE(nn.Module):
     """A feed-forward layer of many experts, each token using few: (..., hidden) -> the same shape.
 
-    `experts`: their number, or an Experts. `router`: SwitchRouter unless given. Experts lie on the expert mode of the
+    `experts`: their number, or an Experts. `router`: SwitchRouter unless given. `shared`: a layer that every token goes
+    through besides, such as MLP(hidden, inner); what it gives is added. Experts lie on the expert mode of the
     context; tokens go to them and back by two all-to-alls, of any sizes, also none. A token whose assignments are all
     dropped gives zeros, so put the layer beside a residual connection.
     """
@@ -48,6 +50,7 @@ class MoE(nn.Module):
         activation: Callable[[Tensor], Tensor] = F.gelu,
         gated: bool = False,
         bias: bool = True,
+        shared: nn.Module | None = None,
         context: ParallelContext | None = None,
     ) -> None:
         super().__init__()
@@ -56,17 +59,26 @@ class MoE(nn.Module):
             experts = Experts(hidden, inner, experts, activation=activation, gated=gated, bias=bias, context=context)
         self.router = router or SwitchRouter(hidden, experts.experts, context=context)
         self.experts = experts
+        self.shared = shared
         if self.router.experts != experts.experts:
             raise ConfigError(
                 f"the router knows {self.router.experts} experts, but there are {experts.experts}; give both one number"
             )
+        if not (shared is None or isinstance(shared, nn.Module)):
+            raise ConfigError(
+                f"shared={shared!r}: give a layer that takes and gives {hidden} features, such as MLP, or None"
+            )
         self._arrangement = arrange(context)  # the tensor mode's; experts take whole tokens, whatever it makes of them
-        self.loss: Tensor | None = None
-        """The auxiliary loss of the last forward pass, until auxiliary_loss(model) takes it."""
+        self.sums: Tensor | None = None
+        """What the auxiliary loss of the last forward pass is made of, until auxiliary_loss(model) takes it."""
         self.statistics: Statistics | None = None
 
     def forward(self, x: Tensor, loss: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output; with `loss`, (output, loss + this layer's auxiliary loss), for pipelines."""
+        """The layer's output; with `loss`, (output, loss and this layer's auxiliary loss), for pipelines.
+
+        `loss` is what the layer before gave. The first gets no_losses(): then nothing is added up over the ranks before
+        auxiliary_loss(loss) makes a loss of it. Or it gets a scalar, to which every layer adds its own at once.
+        """
         scope, here = self.experts.scope, self._arrangement
         entered = gather_output(x, arrangement=here)
         tokens = entered.reshape(-1, entered.size(-1))
@@ -74,55 +86,81 @@ class MoE(nn.Module):
         if scope.shares_tokens:
             tokens = scatter(tokens, ParallelMode.TENSOR, 0, shares, context=scope.context)
         routing = self.router(tokens)
-        out = self._mixed(tokens, routing, scope)
+        traffic = Traffic(routing.kept, scope.expert, scope.context) if scope.expert > 1 else None
+        # All this is under way before the host waits for the sizes of the traffic.
+        sent, sums = order(routing), self.router.sums(routing)
+        shared = None if self.shared is None else self.shared(x)
+        self.statistics = Statistics(routing.chosen, routing.chosen.sum() - routing.kept.sum())
+        out = self._mixed(tokens, routing, sent, traffic)
         if scope.shares_tokens:
             out = gather(out, ParallelMode.TENSOR, 0, shares, context=scope.context)
         out = partition_input(out.view_as(entered), arrangement=here)
+        out = out if shared is None else out + shared
         if loss is not None:
-            return out, loss if routing.loss is None else loss + routing.loss
-        self._keep(routing.loss, scope)
+            return out, loss if sums is None else self._added(loss, sums)
+        self._keep(sums)
         return out
 
-    def _mixed(self, tokens: Tensor, routing: Routing, scope: Scope) -> Tensor:
-        weights, context = routing.weights.to(tokens.dtype), scope.context
+    def _mixed(self, tokens: Tensor, routing: Routing, sent: Order, traffic: Traffic | None) -> Tensor:
+        weights, context = routing.weights, self.experts.scope.context
         if self.experts.splits_inner:
             tokens = copy(tokens, ParallelMode.TENSOR, context=context)
             weights = copy(weights, ParallelMode.TENSOR, context=context)
-        sent = order(routing)
-        dropped = routing.counts.sum() - sent.counts.sum()
-        self.statistics = Statistics(routing.counts.sum(0), dropped)
-        traffic = Traffic.of(sent.counts, scope.expert, context)
-        count = sum(traffic.send)
-        rows = self._visit(dispatch(tokens, sent, count), traffic, context)
-        out = combine(rows * _weights_of(weights, sent, count), sent, count)
+        if traffic is None:
+            rows = self.experts(dispatch(tokens, sent), routing.kept)
+        else:
+            send, receive = traffic.sizes()
+            sent = sent.cut(sum(send))
+            there = all_to_all(dispatch(tokens, sent), ParallelMode.EXPERT, send, receive, context=context)
+            made = traffic.by_expert(there, self.experts)
+            rows = all_to_all(made, ParallelMode.EXPERT, receive, send, context=context)
+        out = combine(rows, weights.T.to(rows.dtype), sent)
         return reduce(out, ParallelMode.TENSOR, context=context) if self.experts.splits_inner else out
 
-    def _visit(self, rows: Tensor, traffic: Traffic, context: ParallelContext) -> Tensor:
-        """Send rows to the experts' ranks and bring back what the experts make of them."""
-        mode = ParallelMode.EXPERT
-        there = all_to_all(rows, mode, traffic.send, traffic.arrivals, context=context)
-        made = self.experts(traffic.by_expert(there), traffic.per_expert)
-        return all_to_all(traffic.by_rank(made), mode, traffic.arrivals, traffic.send, context=context)
+    def _added(self, loss: Tensor, sums: Tensor) -> Tensor:
+        if not loss.dim():
+            return loss + loss_of(sums, self.experts.scope)
+        if loss.dim() != 2 or len(loss) != 3:
+            raise ScheduleError(
+                f"moe(x, loss) takes what the layer before gave, no_losses(x) or a scalar, not {tuple(loss.shape)}"
+            )
+        return joined([loss, sums])
 
-    def _keep(self, loss: Tensor | None, scope: Scope) -> None:
-        if loss is not None and scope.context.pipeline_parallel_size > 1:
+    def _keep(self, sums: Tensor | None) -> None:
+        if sums is not None and self.experts.scope.context.pipeline_parallel_size > 1:
             raise ScheduleError(
                 "under a pipeline the loss is computed at the last stage, and this layer's auxiliary loss would be lost: "
                 "call y, loss = moe(x, loss), hand (y, loss) on from stage to stage, and add it in the criterion; or set "
                 "balance_loss=0 and z_loss=0 on the router and balance by bias_rate"
             )
-        self.loss = loss
+        self.sums = sums
 
 
-def auxiliary_loss(model: nn.Module) -> Tensor | float:
-    """The sum of the auxiliary losses of all MoE layers' last forward passes; each is taken once."""
-    total: Tensor | float = 0.0
-    for module in model.modules():
-        if isinstance(module, MoE) and module.loss is not None:
-            total, module.loss = total + module.loss, None
-    return total
+def no_losses(like: Tensor) -> Tensor:
+    """The auxiliary losses of no layer, on the device of `like`: what the first layer is given, y, loss = moe(x, loss)."""
+    return torch.zeros(3, 1, device=like.device)
 
 
-def _weights_of(weights: Tensor, sent: Order, count: int) -> Tensor:
-    """(choices, tokens) -> the weight of each row that is sent."""
-    return torch.index_select(weights.flatten(), 0, sent.rows[:count]).unsqueeze(1)
+@overload
+def auxiliary_loss(of: Tensor, *, context: ParallelContext | None = None) -> Tensor: ...
+
+
+@overload
+def auxiliary_loss(of: nn.Module, *, context: ParallelContext | None = None) -> Tensor | float: ...
+
+
+def auxiliary_loss(of: nn.Module | Tensor, *, context: ParallelContext | None = None) -> Tensor | float:
+    """The sum of the auxiliary losses of all MoE layers' last forward passes; each is taken once.
+
+    Of a model, or of what its layers handed on from no_losses(). Losses over the batch take one all-reduce for all
+    layers, and one in backward.
+    """
+    if isinstance(of, Tensor):
+        return loss_of(of, Scope.of(context))
+    layers = [module for module in of.modules() if isinstance(module, MoE) and module.sums is not None]
+    if not layers:
+        return 0.0
+    sums = joined([layer.sums for layer in layers if layer.sums is not None])
+    for layer in layers:
+        layer.sums = None
+    return loss_of(sums, layers[0].experts.scope)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,17 +30,27 @@ class Routing:
     """(choices, tokens): what an expert's output is multiplied by."""
     counts: Tensor
     """(choices, experts): how many tokens chose each expert."""
+    chosen: Tensor
+    """(experts): how many assignments chose each."""
     limits: Tensor | None
     """(experts): how many of this rank's assignments each expert takes, the first ones; None: all."""
-    loss: Tensor | None
-    """The auxiliary losses, weighted and added up; None where there are none."""
+    logits: Tensor
+    scores: Tensor
+    """(tokens, experts): what the choice was made by; the auxiliary losses are made of them."""
+
+    @property
+    def kept(self) -> Tensor:
+        """(experts): how many assignments each expert takes."""
+        return self.chosen if self.limits is None else self.limits
 
 
 class TopKRouter(nn.Module):
     """Sends each token to the `k` experts with the highest scores.
 
     `score`: "softmax" over the experts, or "sigmoid" of each. `normalize`: the weights of a token's experts add up to
-    one. `capacity`: an expert takes at most capacity x (assignments / experts) of them and the rest are dropped, by
+    one, and they are multiplied by `scale`. `groups`: the experts lie in so many groups, one after another, as on nodes,
+    and a token goes to experts of the `top_groups` alone in which the two best experts have the highest scores together.
+    `capacity`: an expert takes at most capacity x (assignments / experts) of them and the rest are dropped, by
     order: first choices before second ones, then in the order of ranks and tokens; None drops nothing. `balance_loss`
     and `z_loss`: the weights of the auxiliary losses. `over`: whether capacity and losses are those of the joined
     batch, as in one process, or each rank's own. `bias_rate`: step of the bias that balances without a loss; see
@@ -57,6 +68,9 @@ class TopKRouter(nn.Module):
         *,
         score: Literal["softmax", "sigmoid"] = "softmax",
         normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
         capacity: float | None = None,
         balance_loss: float = 0.01,
         z_loss: float = 0.0,
@@ -67,9 +81,11 @@ class TopKRouter(nn.Module):
     ) -> None:
         super().__init__()
         _check(experts, k, score, capacity, over, noise)
+        _check_groups(experts, k, groups, top_groups)
         self.experts, self.k, self.score, self.normalize = experts, k, score, normalize
         self.capacity, self.balance_loss, self.z_loss, self.over = capacity, balance_loss, z_loss, over
-        self.bias_rate, self.noise = bias_rate, noise
+        self.bias_rate, self.noise, self.scale = bias_rate, noise, scale
+        self.groups, self.top_groups = groups, top_groups
         self.scope = Scope.of(context)
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         nn.init.normal_(self.weight, std=hidden**-0.5)
@@ -96,16 +112,28 @@ class TopKRouter(nn.Module):
         with torch.no_grad():
             # The bias decides who is chosen, and only that.
             ranking = scores + self.bias if self.bias_rate else scores
-            experts = ranking.topk(self.k, dim=-1).indices
-            counts = counted(experts.T.contiguous(), self.experts)
+            experts = self._of_best_groups(ranking).topk(self.k, dim=-1).indices
+            by_choice = experts.T.contiguous()
+            counts = counted(by_choice, self.experts)
+            chosen = counts.sum(0)
             if self.training and self.bias_rate:
-                self.load += counts.sum(0)
+                self.load += chosen
             limits = self._limits(counts) if self.capacity is not None else None
         weights = scores.gather(1, experts)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        loss = self._loss(logits, scores, counts) if self.has_loss else None
-        return Routing(experts.T.contiguous(), weights.T, counts, limits, loss)
+        if self.scale != 1.0:
+            weights = weights * self.scale
+        return Routing(by_choice, weights.T, counts, chosen, limits, logits, scores)
+
+    def _of_best_groups(self, ranking: Tensor) -> Tensor:
+        """The scores that the choice is made by, without those of the groups that a token does not go to."""
+        if self.top_groups == self.groups:
+            return ranking
+        grouped = ranking.unflatten(1, (self.groups, -1))
+        best = grouped.topk(min(2, grouped.size(-1)), dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+        others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _logits(self, x: Tensor) -> Tensor:
         """In at least float32: who is chosen must not hang on a rounding."""
@@ -125,18 +153,25 @@ class TopKRouter(nn.Module):
         most = (share.ceil().to(torch.int64) - before).clamp(min=0)
         return torch.minimum(counts, most).sum(0)
 
-    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
-        """balance_loss x experts x sum(share of assignments x mean probability), and z_loss x mean(logsumexp^2)."""
-        probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        z = logits.logsumexp(-1).square().sum().reshape(1)
-        chosen = counts.sum(0).to(logits.dtype)
-        sums = torch.cat([probabilities.sum(0), z, chosen, chosen.new_full((1,), len(logits))])
-        sums = self.scope.summed(sums) if self.over == "batch" else sums
-        probability, z, chosen, tokens = sums.split([self.experts, 1, self.experts, 1])
-        tokens = tokens.detach().clamp(min=1)
-        share = chosen.detach() / (tokens * self.k)
-        balance = self.experts * (share * probability / tokens).sum()
-        return self.balance_loss * balance + self.z_loss * (z / tokens).squeeze(0)
+    def sums(self, routing: Routing) -> Tensor | None:
+        """What the auxiliary losses are made of, to be added up over the ranks by loss_of; None where there are none.
+
+        balance_loss x experts x sum(share of assignments x mean probability), and z_loss x mean(logsumexp^2).
+        """
+        if not self.has_loss:
+            return None
+        scores, weighted, factors = routing.scores, [], []
+        tokens = scores.new_full((1,), len(scores))
+        if self.balance_loss:
+            probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            weighted.append(probabilities.sum(0) * (self.balance_loss * self.experts / self.k))
+            factors.append(routing.chosen.to(scores.dtype))
+        if self.z_loss:
+            weighted.append(routing.logits.logsumexp(-1).square().sum().reshape(1) * self.z_loss)
+            factors.append(tokens)
+        sums = torch.stack([torch.cat(weighted), torch.cat(factors), tokens.expand(sum(map(len, factors)))])
+        own = F.pad(_of(sums).reshape(1, 1), (0, 0, 0, 2)) if self.over == "rank" else sums.new_zeros(3, 1)
+        return own if self.over == "rank" else torch.cat([own, sums], 1)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, k={self.k}, capacity={self.capacity}, over={self.over!r}"
@@ -162,6 +197,33 @@ def balance_experts(model: nn.Module) -> None:
         for router, load in zip(routers, loads.split([router.experts for router in routers]), strict=True):
             router.steps += (load.sum() - load * router.experts).sign()
             router.load.zero_()
+
+
+def joined(sums: Sequence[Tensor]) -> Tensor:
+    """The sums of several routers as one: (3, n). Column 0 has losses that are each rank's own, already made."""
+    return torch.cat([torch.stack([each[:, :1] for each in sums]).sum(0), *(each[:, 1:] for each in sums)], 1)
+
+
+def loss_of(sums: Tensor, scope: Scope) -> Tensor:
+    """The auxiliary losses that `sums` are the sums of; those over the batch are added up over its ranks at once."""
+    own = sums[0, 0]
+    return own if sums.size(1) == 1 else own + _of(scope.summed(sums[:, 1:]))
+
+
+def _of(sums: Tensor) -> Tensor:
+    """Sums over tokens times how often, over tokens squared."""
+    weighted, factors, tokens = sums
+    return (weighted * factors / tokens.clamp(min=1).square()).sum()
+
+
+def _check_groups(experts: int, k: int, groups: int, top_groups: int) -> None:
+    if groups < 1 or experts % groups:
+        raise ConfigError(f"router: groups={groups}: a number that divides the {experts} experts")
+    if not 1 <= top_groups <= groups or top_groups * (experts // groups) < k:
+        raise ConfigError(
+            f"router: top_groups={top_groups}: between 1 and all {groups} groups, with k={k} experts at least in them; "
+            f"a group has {experts // groups}"
+        )
 
 
 def _check(experts: int, k: int, score: str, capacity: float | None, over: str, noise: float) -> None:

@@ -80,6 +80,8 @@ def split_sequence(
     what placements say of every parameter that is replicated there.
     """
     size, at = sequence_place(given_or_global(context))
+    if size == 1:
+        return x
     runs = Parts.of(x.size(dim), size, balanced).segments[at]
     pieces = [x.narrow(dim, run.start, run.length) for run in runs]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -146,6 +148,35 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
             f"tokens: give one length for each rank, or leave it out"
         )
     return Parts(tuple(lengths), balanced)
+
+
+class SharedLengths:
+    """The lengths of the parts, for layers that attend to the same sequences one after another, as those of one model do.
+
+    The first layer of a pass lets the ranks tell each other, and a layer that comes again begins another pass. That follows
+    from the order of calls alone, never from a length, so all ranks ask together.
+    """
+
+    def __init__(self) -> None:
+        self._layers = 0
+        self._lengths: tuple[int, ...] = ()
+        self._asked: set[int] = set()
+        self._pass = -1
+
+    def join(self) -> int:
+        """The number of one more layer."""
+        self._layers += 1
+        return self._layers
+
+    def of(self, layer: int, length: int, context: ParallelContext) -> tuple[int, ...]:
+        """The lengths for the layer of this number, which has so many tokens here."""
+        # A backward pass that computes layers again goes through them in its own order.
+        this_pass = torch._C._current_graph_task_id()
+        if not self._asked or layer in self._asked or this_pass != self._pass:
+            self._lengths = parts_of(length, None, False, context).lengths
+            self._asked, self._pass = set(), this_pass
+        self._asked.add(layer)
+        return self._lengths
 
 
 def _lengths(total: int, size: int, balanced: bool) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -20,8 +20,11 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence.block import attend, attend_backward, merge, working
-from colonnade.nn.sequence.parts import Parts, Segment, parts_of, sequence_place
+from colonnade.nn.sequence.exact import working
+from colonnade.nn.sequence.kernels import by_speed, kernel_for
+from colonnade.nn.sequence.masks import Sight, Turn, ring_turns
+from colonnade.nn.sequence.parts import Parts, parts_of
+from colonnade.parallel.collectives import Members, members_of
 from colonnade.parallel.collectives.wire import Swap
 
 
@@ -31,6 +34,9 @@ def ring_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: int | None = None,
+    documents: Sequence[int] | Tensor | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
     balanced: bool = False,
@@ -39,19 +45,37 @@ def ring_attention(
     """softmax(q k^T) v over the whole sequence, of which every rank of the sequence group has a part.
 
     q, k, v and the result are (batch, heads, length here, width), as for scaled_dot_product_attention; k and v may
-    have fewer heads. `lengths`: how many tokens each rank has; without it the ranks ask each other. `balanced`: the
-    parts are those of split_sequence(balanced=True). Without a sequence group it is attention in one process.
+    have fewer heads. `window`: how many keys a query sees before its own, and behind it if not causal. `documents`:
+    cumulative lengths of what the whole sequence consists of, as [0, 5, 9]; a query sees its own document alone.
+    `dropout`: of attention weights, in training. `lengths`: how many tokens each rank has; without it the ranks ask each
+    other. `balanced`: the parts are those of split_sequence(balanced=True). Without a sequence group it is attention in
+    one process.
     """
     check_heads(q, k, v)
     context = given_or_global(context)
     parts = parts_of(q.size(2), lengths, balanced, context)
-    if len(parts.lengths) == 1:
-        grouped = q.size(1) != k.size(1)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    plan = _Plan(parts, sequence_place(context)[1], causal, q.size(-1) ** -0.5 if scale is None else scale)
-    by_key_head = q.unflatten(1, (k.size(1), -1))
-    out = _RingAttention.apply(by_key_head, k.unsqueeze(2), v.unsqueeze(2), plan, _Ring.of(context))
-    return out.reshape(q.shape)
+    sight = Sight.of(causal, window, documents, sum(parts.lengths))
+    return attention_over(q, k, v, parts, sight, scale, dropout, members_of(ParallelMode.SEQUENCE, context))
+
+
+def attention_over(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: Parts,
+    sight: Sight,
+    scale: float | None,
+    dropout: float,
+    members: Members | None = None,
+) -> Tensor:
+    """Attention round the ring of `members`, or here alone without."""
+    if members is None and sight.is_plain:
+        options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
+        with by_speed(q):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
+    plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
+    out: Tensor = _Attention.apply(q, k, v, plan, members)
+    return out
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -67,100 +91,134 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which pairs of (queries here, keys of a rank) there are to attend, and how."""
+    """Who has which keys, and what the queries here see of them."""
 
     parts: Parts
     at: int
-    causal: bool
+    sight: Sight
     scale: float
+    dropout: float = 0.0
 
-    def pairs(self, other: int) -> Iterator[tuple[slice, slice, bool]]:
-        """(query rows, key rows, whether the causal mask lies inside) for the keys of rank `other`."""
-        for queries in self.parts.segments[self.at]:
-            for keys in self.parts.segments[other]:
-                hidden = self.causal and keys.start > queries.start
-                if queries.length and keys.length and not hidden:
-                    yield _rows(queries), _rows(keys), self.causal and keys.start == queries.start
+    @property
+    def turns(self) -> list[Turn]:
+        """What there is to attend to, block after block."""
+        return ring_turns(self.sight, self.parts, self.at)
 
 
-def _rows(segment: Segment) -> slice:
-    return slice(segment.local, segment.local + segment.length)
+class Softmax:
+    """The softmax of the queries here over more and more keys, in float32 at least."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Put the softmax over other keys beside it, of these rows of queries."""
+        if self.out is None and out.shape == self._q.shape:
+            self.out, self.lse = out, lse
+            return
+        known, sums = self.result(working(self._q))
+        known, sums = known[:, :, rows], sums[:, :, rows]
+        share = torch.sigmoid(lse - sums).unsqueeze(-1)  # of the new keys
+        known.lerp_(out.to(known.dtype), share)
+        torch.logaddexp(sums, lse, out=sums)
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(output, log of the sum of exponentials); a query that has seen no key yet has 0 and -inf."""
+        if self.out is None or self.lse is None:
+            self.out = torch.zeros_like(self._q, dtype=dtype)
+            self.lse = self._q.new_full(self._q.shape[:-1], float("-inf"), dtype=working(self._q))
+        self.out = self.out.to(dtype)
+        return self.out, self.lse
 
 
-class _Ring:
-    """Sends to the next rank of a group and receives from the one before, while something else is computed."""
+class _Total:
+    """A sum of parts, each of some rows: as it came while there is one of all rows, in float32 at least from the second on."""
 
-    def __init__(self, group: dist.ProcessGroup, following: int, before: int) -> None:
-        self._group, self._following, self._before = group, following, before
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._sum: Tensor | None = None
 
+    def add(self, rows: slice, part: Tensor) -> None:
+        if self._sum is None and part.shape == self._like.shape:
+            self._sum = part
+        else:
+            total = self.result(working(self._like))
+            total[:, :, rows] += part
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        self._sum = torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+        return self._sum
+
+
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def of(context: ParallelContext) -> _Ring:
-        mode = ParallelMode.SEQUENCE
-        return _Ring(context.get_group(mode), context.get_next_global_rank(mode), context.get_prev_global_rank(mode))
-
-    def pass_on(self, block: Tensor, length: int) -> Swap:
-        """Start to send `block` (length in the last dimension but one) and to receive one of `length`."""
-        arriving = block.new_empty(*block.shape[:-2], length, block.size(-1))
-        return Swap(block, arriving, self._following, self._before, self._group)
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, ring: _Ring) -> Tensor:
-        out = torch.zeros_like(q, dtype=working(q))
-        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=working(q))
-        for other, block, _ in _round(k, v, plan, ring):
-            keys, values = block
-            for rows, seen, masked in plan.pairs(other):
-                more = attend(q[..., rows, :], keys[..., seen, :], values[..., seen, :], plan.scale, masked)
-                out[..., rows, :], lse[..., rows] = merge(out[..., rows, :], lse[..., rows], *more)
-        result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
-        ctx.plan, ctx.ring = plan, ring
-        return result
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Tensor:
+        softmax, kernels = Softmax(q), []
+        for turn, keys, values in _round(k, v, plan, members):
+            for piece in turn.pieces:
+                block = q[:, :, piece.queries], keys[:, :, piece.keys], values[:, :, piece.keys]
+                kernels.append(kernel_for(*block, plan.scale, piece.mask, plan.dropout))
+                softmax.add(piece.queries, *kernels[-1].forward(*block))
+        out, lse = softmax.result(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernels, ctx.plan, ctx.members = kernels, plan, members
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        plan, ring = ctx.plan, ctx.ring
-        delta = (grad.to(lse.dtype) * out).sum(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        on_its_way: Swap | None = None
-        for other, block, following in _round(k, v, plan, ring):
-            found = _gradients(grad, delta, q, block, lse, dq, plan, other)
-            if on_its_way is not None:
-                found = on_its_way.wait().add_(found)
-            on_its_way = ring.pass_on(found, plan.parts.lengths[following])
-        assert on_its_way is not None
-        dk, dv = on_its_way.wait()
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        plan, members, kernels = ctx.plan, ctx.members, iter(ctx.kernels)
+        dq, dk, dv = (_Total(tensor) for tensor in (q, k, v))
+        coming: tuple[slice, Swap] | None = None
+        for turn, keys, values in _round(k, v, plan, members):
+            found = (_Total(keys), _Total(values)) if turn.ahead else (dk, dv)
+            for piece in turn.pieces:
+                part, queries, result, sums = (tensor[:, :, piece.queries] for tensor in (grad, q, out, lse))
+                block = keys[:, :, piece.keys], values[:, :, piece.keys]
+                more_q, *more = next(kernels).backward(part, queries, *block, result, sums)
+                dq.add(piece.queries, more_q)
+                for total, added in zip(found, more, strict=True):
+                    total.add(piece.keys, added)
+            _take_home(coming, dk, dv)
+            # To the rank that has these keys, in the dtype that the kernels give: the sum is in float32, at home.
+            message = [total.result(k.dtype) for total in found] if turn.ahead else []
+            coming = (turn.sent, _swap(torch.stack(message), turn.sent, -turn.ahead, members)) if message else None
+        _take_home(coming, dk, dv)
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), None, None
 
 
-def _round(k: Tensor, v: Tensor, plan: _Plan, ring: _Ring) -> Iterator[tuple[int, Tensor, int]]:
-    """(rank, its keys and values, the rank that comes next) once for each rank of the ring, this one first.
+def _take_home(coming: tuple[slice, Swap] | None, dk: _Total, dv: _Total) -> None:
+    if coming is not None:
+        rows, swap = coming
+        for total, part in zip((dk, dv), swap.wait(), strict=True):
+            total.add(rows, part)
 
-    The next block travels while the caller works on this one.
+
+def _round(k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Iterator[tuple[Turn, Tensor, Tensor]]:
+    """(turn, keys, values), this rank's own first. The next block travels while the caller works on this one.
+
+    A block goes straight from the rank that has it to the one that needs it, keys and values in one message.
     """
-    size, block = len(plan.parts.lengths), torch.stack([k, v])
-    for step in range(size):
-        other, following = (plan.at - step) % size, (plan.at - step - 1) % size
-        moving = ring.pass_on(block, plan.parts.lengths[following]) if step < size - 1 else None
-        yield other, block, following
-        if moving is not None:
-            block = moving.wait()
+
+    def fetch(turn: Turn) -> Swap:
+        return _swap(torch.stack([k[:, :, turn.sent], v[:, :, turn.sent]]), turn.received, turn.ahead, members)
+
+    turns = plan.turns
+    keys, values = k[:, :, turns[0].received], v[:, :, turns[0].received]
+    for turn, following in zip_longest(turns, turns[1:]):
+        coming = fetch(following) if following is not None else None
+        yield turn, keys, values
+        if coming is not None:
+            keys, values = coming.wait()
 
 
-def _gradients(
-    grad: Tensor, delta: Tensor, q: Tensor, block: Tensor, lse: Tensor, dq: Tensor, plan: _Plan, other: int
-) -> Tensor:
-    """What the queries here add to the gradients of a block of keys and values; their own is added to `dq`."""
-    found = torch.zeros_like(block, dtype=lse.dtype)
-    keys, values = block
-    for rows, seen, masked in plan.pairs(other):
-        parts = (q[..., rows, :], keys[..., seen, :], values[..., seen, :], lse[..., rows])
-        more_q, more_k, more_v = attend_backward(grad[..., rows, :], delta[..., rows], *parts, plan.scale, masked)
-        dq[..., rows, :] += more_q
-        found[0][..., seen, :] += more_k
-        found[1][..., seen, :] += more_v
-    return found
+def _swap(block: Tensor, received: slice, ahead: int, members: Members | None) -> Swap:
+    """Start to send a block so many places ahead, and to receive so many rows from as many places before."""
+    assert members is not None
+    shape = [*block.shape]
+    shape[3] = received.stop - received.start
+    onward, before = (members.ranks[(members.at + step) % members.size] for step in (ahead, -ahead))
+    return Swap(block, block.new_empty(shape), onward, before, members.group)

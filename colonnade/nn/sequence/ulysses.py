@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence.parts import parts_of, sequence_place
-from colonnade.nn.sequence.ring import check_heads
+from colonnade.nn.sequence.masks import Sight
+from colonnade.nn.sequence.parts import Parts, parts_of, sequence_place
+from colonnade.nn.sequence.ring import attention_over, check_heads
 from colonnade.parallel.collectives import all_to_all
 
 
@@ -23,6 +23,9 @@ def ulysses_attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: int | None = None,
+    documents: Sequence[int] | Tensor | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
     lengths: Sequence[int] | None = None,
     context: ParallelContext | None = None,
@@ -35,9 +38,6 @@ def ulysses_attention(
     check_heads(q, k, v)
     context = given_or_global(context)
     size, at = sequence_place(context)
-    grouped = q.size(1) != k.size(1)
-    if size == 1:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     for name, tensor in (("q", q), ("k and v", k)):
         if tensor.size(1) % size:
             raise LayoutError(
@@ -45,20 +45,23 @@ def ulysses_attention(
                 f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads"
             )
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths
-    q, k, v = (_to_heads(tensor, all_lengths, context) for tensor in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return _to_sequence(out, all_lengths, at, context)
+    sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
+    if size == 1:
+        return attention_over(q, k, v, whole, sight, scale, dropout)
+    q, k, v = _to_heads([q, k, v], all_lengths, context)
+    return _to_sequence(attention_over(q, k, v, whole, sight, scale, dropout), all_lengths, at, context)
 
 
-def _to_heads(x: Tensor, lengths: Sequence[int], context: ParallelContext) -> Tensor:
-    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width)."""
-    batch, heads, length, width = x.shape
-    share = heads // len(lengths)
-    rows = x.permute(1, 2, 0, 3).reshape(heads * length, batch * width)
-    sizes = [share * other for other in lengths]
-    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [share * length] * len(lengths), sizes, context=context)
-    parts = [part.view(share, -1, batch, width) for part in arrived.split(sizes)]
-    return torch.cat(parts, 1).permute(2, 0, 1, 3)
+def _to_heads(tensors: Sequence[Tensor], lengths: Sequence[int], context: ParallelContext) -> list[Tensor]:
+    """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width), of all in one message."""
+    batch, _, length, width = tensors[0].shape
+    size, shares = len(lengths), [x.size(1) // len(lengths) for x in tensors]
+    by_rank = [x.permute(1, 2, 0, 3).unflatten(0, (size, -1)) for x in tensors]
+    rows = torch.cat(by_rank, 1).reshape(size * sum(shares) * length, batch * width)
+    sizes = [sum(shares) * other for other in lengths]
+    arrived = all_to_all(rows, ParallelMode.SEQUENCE, [sum(shares) * length] * size, sizes, context=context)
+    parts = [part.view(sum(shares), -1, batch, width) for part in arrived.split(sizes)]
+    return [x.permute(2, 0, 1, 3) for x in torch.cat(parts, 1).split(shares)]
 
 
 def _to_sequence(x: Tensor, lengths: Sequence[int], at: int, context: ParallelContext) -> Tensor:

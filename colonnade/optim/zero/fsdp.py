@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -29,12 +28,13 @@ from colonnade.optim.zero.fsdp_checks import (
     WatchedReduce,
     check_optimizer,
 )
+from colonnade.optim.zero.fsdp_modules import chosen_modules
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
+from colonnade.reduce.options import HALVES
 
 _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
         shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
         units = _Units(model, shard_modes, context, settings)
         for root in roots:
-            chosen, usual = _chosen(root, settings.wrap), _most(shard_modes, root)
+            chosen, usual = chosen_modules(root, settings.wrap), _most(shard_modes, root)
             for module in [*_separate(root, shard_modes, usual), *chosen]:
                 units.shard(module, root)
             units.shard(root, root, usual)
@@ -148,7 +148,13 @@ class _Units:
         With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
         """
         # Imported here: those who use no stage 3 need not wait for it.
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
         from torch.distributed.tensor import Shard
 
         if isinstance(module, FSDPModule) or module in self.done:
@@ -168,18 +174,37 @@ class _Units:
             return
         offload = self._settings.offload and self.context.device.type != "cpu"
         mesh = self._mesh(shard_modes.modes)
+        gathered_in = self._gather_dtype(mine.values())
+        reduced_in = self._settings.reduce_dtype or (None if gathered_in is None else torch.float32)
+        for parameter in mine.values():
+            parameter.fsdp_dtypes = gathered_in, reduced_in or parameter.dtype  # type: ignore[attr-defined]
+        reshard = self._settings.reshard and not getattr(module, "keeps_gathered", False)
         fully_shard(
             module,
             mesh=mesh,
             shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1))),
             # None: all but the root, whose parameters backward needs at once.
-            reshard_after_forward=None if self._settings.reshard else False,
+            reshard_after_forward=None if reshard else False,
+            # Autocast casts inputs, where it pays.
+            mp_policy=MixedPrecisionPolicy(gathered_in, reduced_in, cast_forward_inputs=False),
             offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
         if shard_modes.divisor != len(mesh.mesh.flatten()):
-            module.set_gradient_divide_factor(shard_modes.divisor)  # type: ignore[operator]
+            sharded: Any = module
+            sharded.set_gradient_divide_factor(shard_modes.divisor)
+            # Only NCCL multiplies while it sums, as FSDP2 has it in fp32 and bf16.
+            sharded.set_force_sum_reduction_for_comms(self.context.device.type == "cpu")
+
+    def _gather_dtype(self, mine: Iterable[nn.Parameter]) -> torch.dtype | None:
+        """What these are gathered in, if not in what the optimizer steps on; with master weights that is fp32."""
+        trained = [parameter for parameter in mine if parameter.requires_grad]
+        dtype = trained[0].dtype if trained else None
+        if dtype in HALVES and self._settings.master_weights:
+            make_fp32(trained)
+            return dtype
+        return self._settings.gather_dtype if dtype is torch.float32 else None
 
     def watch(self, old: Mapping[str, nn.Parameter]) -> None:
         """Have the order of the units' collectives compared, and users' gradient hooks run. Collective over the world."""
@@ -205,6 +230,22 @@ class _Units:
         if modes not in self._meshes:
             self._meshes[modes] = self.context.device_mesh(*modes)
         return self._meshes[modes]
+
+
+def dtypes_of(parameter: Tensor) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """What a shard is gathered in, and what its gradient is reduced in; None: as it is."""
+    found: tuple[torch.dtype | None, torch.dtype | None] = getattr(parameter, "fsdp_dtypes", (None, None))
+    return found
+
+
+@torch.no_grad()
+def make_fp32(parameters: Iterable[nn.Parameter]) -> None:
+    """Give those of half precision fp32 values; they stay the same objects."""
+    for parameter in parameters:
+        if parameter.dtype in HALVES:
+            grad, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.float()
+            parameter.grad = None if grad is None else grad.float()
 
 
 def linked(rank: int, rank_sets: Iterable[Iterable[int]]) -> tuple[int, ...]:
@@ -288,40 +329,6 @@ def _separate(
     if len(keys) == 1:
         return [module]
     return [found for child in module.children() for found in _separate(child, shard_modes, usual)]
-
-
-def _chosen(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
-    if not patterns:
-        return [module for module in _members(root) if any(True for _ in module.parameters())]
-    named = [(name, module) for name, module in root.named_modules() if name]
-    found = [
-        module
-        for name, module in named
-        if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
-    ]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
-            names = [name for name, _ in named]
-            raise ConfigError(f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}")
-    return list(reversed(found))
-
-
-def _members(module: nn.Module) -> Iterable[nn.Module]:
-    for child in module.children():
-        if isinstance(module, _CONTAINERS) and not _is_list(child, module):
-            yield child
-        else:
-            yield from _members(child)
-
-
-def _is_list(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
-    if isinstance(child, nn.Sequential):
-        blocks = list(child)
-        alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
-        return isinstance(parent, nn.Sequential) and alike
-    return isinstance(child, (nn.ModuleList, nn.ModuleDict))
 
 
 def _prefetch(units: Sequence[Any], ahead: int) -> None:

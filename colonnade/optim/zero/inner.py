@@ -114,6 +114,19 @@ def two_steps(
     return whole, parts
 
 
+def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of the state that it will keep of every element of a parameter; none where a trial fails."""
+    parameter = torch.zeros(2, 2, dtype=dtype)
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        trial = _trial_of(optimizer, [parameter])
+        trial.step()
+    except Exception:  # it says why at its first step
+        return ()
+    kept = [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
+    return tuple(value.dtype for value in kept if value.shape == parameter.shape)
+
+
 def _trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     """The optimizer's first group alone, on small tensors of the host, without hooks."""
     trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])

@@ -102,6 +102,16 @@ class ZeroOptimizer(Optimizer):
         self.numel = sum(part.stop - part.start for part in parts)
         """How many elements this rank steps on."""
 
+    @property
+    def masters(self) -> list[Tensor]:
+        """The copies of this rank's slices in another dtype, or on another device, that are stepped on."""
+        return [one.owned for one in self._values if one.has_master]
+
+    @property
+    def stepped(self) -> Optimizer:
+        """The optimizer of this rank's slices, which has their state."""
+        return self._inner
+
     def use_slots(self, held: Sequence[Held], slot_of: Callable[[Held], int]) -> BucketStep:
         """Before the first step: who else holds each parameter, and its slot in the norm and the divisor.
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from colonnade.errors import ConfigError
 
 
@@ -13,12 +15,13 @@ from colonnade.errors import ConfigError
 class ZeroSettings:
     """What is sharded (`stage`) and how.
 
-    Stages 1 and 2 read `reduce_scatter` (False, stage 1 only: every rank gets the whole gradient back),
-    `offload`, `bucket_mb`, `master_weights` and `gather_ahead` (parameters are gathered while the next forward pass
-    runs).
-    Stage 3 reads `offload`, `prefetch` (how many modules are gathered ahead), `replicate` (the axis, beside
+    All stages read `offload` and `master_weights` (the optimizer steps on fp32 weights).
+    Stages 1 and 2 read `reduce_scatter` (False, stage 1 only: every rank gets the whole gradient back), `bucket_mb` and
+    `gather_ahead` (parameters are gathered while the next forward pass runs).
+    Stage 3 reads `prefetch` (how many modules are gathered ahead), `replicate` (the axis, beside
     data, over which shards are replicas), `wrap` (patterns of module names) and `reshard` (give
-    parameters back after their forward pass).
+    parameters back after their forward pass). `gather_dtype` and `reduce_dtype` (stage 3) come from other sections:
+    what fp32 weights are gathered in, and what gradients are reduced in.
     """
 
     stage: int = 0
@@ -31,6 +34,8 @@ class ZeroSettings:
     replicate: str | None = None
     wrap: tuple[str, ...] = ()
     reshard: bool = True
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     @classmethod
     def read(cls, given: Any) -> ZeroSettings:
@@ -56,7 +61,7 @@ class ZeroSettings:
                 if key in given and self.stage != stage and not (key == "reduce_scatter" and self.reduce_scatter):
                     raise ConfigError(f"zero.{key}={given[key]!r} is for stage {stage}, not for stage {self.stage}")
         if self.stage == 3:
-            for key in ("bucket_mb", "master_weights", "gather_ahead"):
+            for key in ("bucket_mb", "gather_ahead"):
                 if key in given:
                     raise ConfigError(f"zero.{key} is for stages 1 and 2: at stage 3, FSDP2 groups by module")
 

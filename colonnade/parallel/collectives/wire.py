@@ -6,7 +6,7 @@ tensors (gloo corrupts them in silence), uneven parts, old and new names. Each c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,19 @@ def all_reduce(x: Tensor, members: Members, op: Any = dist.ReduceOp.SUM) -> Tens
     return total
 
 
+def begin_all_reduce(x: Tensor, members: Members) -> Callable[[], Tensor]:
+    """`all_reduce` in the memory of x, where that is contiguous, begun; the result waits for it."""
+    total = x.contiguous()
+    _note("all_reduce", members, 2 * _bytes(x) * (members.size - 1) // members.size)
+    work = dist.all_reduce(total, group=members.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return total
+
+    return wait
+
+
 def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
     """Everybody's part, one after another along `dim`; `sizes` are the parts' lengths."""
     longest = max(sizes)
@@ -88,20 +101,34 @@ def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> T
     _note("all_gather", members, (sum(sizes) - sizes[members.at]) * _bytes_per_slice(x, dim))
     gathered = mine.new_empty((members.size, *mine.shape))
     all_gather_flat(gathered.flatten(0, 1), mine, group=members.group)
-    if dim == 0 and min(sizes) == longest:
-        return gathered.flatten(0, 1)
+    if min(sizes) == longest and x.shape[:dim].numel() == 1:
+        return gathered.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
 
 
 def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part along `dim` of the sum of everybody's tensor."""
+    return begin_reduce_scatter(x, members, dim, sizes, async_op=False)()
+
+
+def begin_reduce_scatter(
+    x: Tensor, members: Members, dim: int, sizes: Sequence[int], async_op: bool = True
+) -> Callable[[], Tensor]:
+    """`reduce_scatter`, begun; the result waits for it."""
     longest, mine = max(sizes), sizes[members.at]
     _note("reduce_scatter", members, (members.size - 1) * mine * _bytes_per_slice(x, dim))
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
-    stacked = x.contiguous() if dim == 0 and min(sizes) == longest else torch.cat(parts)
+    in_order = min(sizes) == longest and x.shape[:dim].numel() == 1
     total = x.new_empty(parts[0].shape)
-    reduce_scatter_flat(total, stacked, group=members.group)
-    return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
+    stacked = x.reshape(members.size, *total.shape).flatten(0, 1) if in_order else torch.cat(parts)
+    work = reduce_scatter_flat(total, stacked, group=members.group, async_op=async_op)
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
+
+    return wait
 
 
 def own_part(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -35,6 +35,8 @@ class Transport(ABC):
     """Whether every rank gets the sum of a few more numbers that stand behind the gradients."""
     host_waits: ClassVar[bool] = False
     """Whether the host waits in `finish` until the sum is there."""
+    reduced_in: torch.dtype | None = None
+    """The dtype of the sum, or a narrower one that gradients are sent in; None where nothing is summed over ranks."""
     divides: bool = False
     """Whether it wants gradients that are divided already: that costs nothing while they are moved."""
 

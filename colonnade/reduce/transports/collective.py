@@ -59,6 +59,7 @@ class Collective(Transport):
                 self._rescale = float(group.size)
         else:
             self.divides = self.carries = self._shard is None
+        self.reduced_in = self._wire if self._wire.itemsize < self._whole.dtype.itemsize else self._sum_dtype
         self._steps: Steps = iter(())
 
     def start(self) -> None:

@@ -54,6 +54,7 @@ class SharedMemory(Transport):
             stop = group.index * width + bucket.used
             if self._shard.flat.dtype.itemsize > self._sum_dtype.itemsize:
                 self._sum_dtype = self._shard.flat.dtype  # costs nothing: the shard is as wide
+        self.reduced_in = self._sum_dtype
         self._start = group.index * width
         self._convert = self._sum_dtype != dtype and not dtype.is_complex
         self._pieces = _pieces([real(one[self._start : stop]) for one in memory.every])

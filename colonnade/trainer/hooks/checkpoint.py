@@ -95,11 +95,10 @@ class LoadCheckpointHook(BaseHook):
         self._model = model
 
     def before_train(self, trainer: Trainer) -> None:
-        context, engine = trainer.context, trainer.engine
+        context = trainer.context
         with CheckpointManager(self.folder, context, read_only=True) as manager:
             seen = manager.steps() if context.get_global_rank() == 0 and self.folder.is_dir() else []
             if not gather_json(bool(seen), context)[0] and not self.required and self.step is None:
                 trainer.logger.info(f"no checkpoint in {self.folder}: beginning anew")
                 return
-            info = manager.load(self._model or engine.model, engine.optimizer, step=self.step)
-        trainer.load_state(info)
+            trainer.load_state(manager, self._model, self.step)

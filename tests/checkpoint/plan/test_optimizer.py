@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
 from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, launched
@@ -141,3 +144,69 @@ def test_an_optimizer_of_ones_own_shares_its_state_through_checkpoints_to_the_bi
 def test_what_format_1_has_saved_still_loads_to_the_bit():
     """Written by `save` above when a manifest had a record for every block."""
     assert load(Path(__file__).parent.parent / "format/format_1", "one", False) == []
+
+
+class Counting(torch.optim.AdamW):
+    """AdamW, which counts its steps: it keeps nothing more for a parameter."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+
+class Averaging(torch.optim.AdamW):
+    """AdamW with an average of the weights, which it makes with its first step, or before."""
+
+    def __init__(self, parameters: Any, at_once: bool, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        if at_once:
+            self.average()
+
+    def average(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("average", parameter.detach().clone())
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        self.average()
+        return result
+
+
+class Decoupled(torch.optim.AdamW):
+    pass
+
+
+def test_a_subclass_takes_the_state_of_its_class_where_it_keeps_no_more(tmp_path, caplog):
+    def stepped(kind: Any, times: int, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = model or nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=0.1, **options)
+        for _ in range(times):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        model, optimizer = stepped(torch.optim.AdamW, 2)
+        manager.save(1, model, optimizer)
+        loaded = stepped(Counting, 0)
+        manager.load(*loaded)
+        assert "has the state of AdamW, and this is Counting, a subclass of it" in caplog.text
+        for one in ((model, optimizer), loaded):
+            one[0].zero_grad()
+            one[0](torch.ones(1, 3)).sum().backward()
+            one[1].step()
+        assert torch.equal(model.weight, loaded[0].weight)
+        manager.load(*stepped(partial(Averaging, at_once=False), 0))  # nobody can know yet
+        for at_once, times in ((True, 0), (False, 1)):
+            with pytest.raises(CheckpointError, match="keeps average too, which the checkpoint has not"):
+                manager.load(*stepped(partial(Averaging, at_once=at_once), times))
+        manager.save(2, *stepped(torch.optim.Adam, 1))
+        for kind in (torch.optim.AdamW, Decoupled):  # of torch's own classes each steps in its own way
+            with pytest.raises(CheckpointError, match=f"state of Adam, and this is {kind.__name__}"):
+                manager.load(*stepped(kind, 0))
+        manager.save(3, *stepped(Counting, 1))
+        with pytest.raises(CheckpointError, match="state of Counting, and this is AdamW"):
+            manager.load(*stepped(torch.optim.AdamW, 0))

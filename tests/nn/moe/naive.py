@@ -48,10 +48,10 @@ class Naive(Net):
         router = self.moe.router
         logits = tokens @ router.weight.T
         scores = logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()
-        chosen = (scores + router.bias).topk(router.k).indices
+        chosen = self.allowed(scores + router.bias).topk(router.k).indices
         router.load += torch.bincount(chosen.flatten(), minlength=router.experts)
         weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(1, keepdim=True) if router.normalize else weights
+        weights = router.scale * (weights / weights.sum(1, keepdim=True) if router.normalize else weights)
         self.loss = self.auxiliary(logits, scores, chosen)
         kept = self.kept(chosen)
         rows = []
@@ -61,7 +61,19 @@ class Naive(Net):
                 if (choice, token) in kept:
                     row = row + weights[token, choice] * self.expert(int(chosen[token, choice]), tokens[token])
             rows.append(row)
-        return torch.stack(rows)
+        mixed = torch.stack(rows)
+        return mixed if self.moe.shared is None else mixed + self.moe.shared(tokens)
+
+    def allowed(self, scores: Tensor) -> Tensor:
+        """The scores of experts in the best groups: those whose two best experts have the highest scores together."""
+        router, allowed = self.moe.router, torch.full_like(scores, -torch.inf)
+        size = router.experts // router.groups
+        for token, row in enumerate(scores.tolist()):
+            groups = [slice(at * size, (at + 1) * size) for at in range(router.groups)]
+            groups.sort(key=lambda group: -sum(sorted(row[group])[-2:]))
+            for group in groups[: router.top_groups]:
+                allowed[token, group] = scores[token, group]
+        return allowed
 
     def kept(self, chosen: Tensor) -> set[tuple[int, int]]:
         """First come, first served: first choices before second ones, then by token."""

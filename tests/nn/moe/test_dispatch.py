@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe.dispatch import Traffic, combine, dispatch, order
 from colonnade.nn.moe.router import Routing
 from colonnade.nn.moe.scope import counted
@@ -12,10 +13,11 @@ from colonnade.nn.moe.scope import counted
 EXPERTS = 3
 
 
-def routing(experts: list[list[int]], limits: list[int] | None) -> Routing:
-    chosen = torch.tensor(experts)
-    kept = None if limits is None else torch.tensor(limits)
-    return Routing(chosen, torch.ones(chosen.shape), counted(chosen, EXPERTS), kept, None)
+def routing(experts: list[list[int]], limits: list[int] | None, device: str) -> Routing:
+    chosen = torch.tensor(experts, device=device)
+    kept = None if limits is None else torch.tensor(limits, device=device)
+    counts, none = counted(chosen, EXPERTS), torch.empty(0)
+    return Routing(chosen, torch.ones(chosen.shape), counts, counts.sum(0), kept, none, none)
 
 
 def by_hand(experts: list[list[int]], limits: list[int] | None) -> list[tuple[int, int]]:
@@ -27,36 +29,69 @@ def by_hand(experts: list[list[int]], limits: list[int] | None) -> list[tuple[in
     return sent
 
 
-@pytest.mark.parametrize("limits", [None, [2, 1, 0], [5, 5, 5], [0, 0, 0]], ids=str)
-def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits):
+by_limits = pytest.mark.parametrize("limits", [None, [2, 1, 0], [5, 5, 5], [0, 0, 0]], ids=str)
+
+
+def check_rows(limits: list[int] | None, device: str, dtype: torch.dtype, width: int) -> None:
+    """What is sent and what comes back, and their gradients, are those of loops over assignments."""
     experts = [[0, 2, 1, 0, 0], [1, 1, 0, 2, 1]]
     sent = by_hand(experts, limits)
-    made = order(
-        routing(experts, None if limits is None else [min(a, b) for a, b in zip(limits, [4, 4, 2], strict=True)])
+    made = routing(
+        experts, None if limits is None else [min(a, b) for a, b in zip(limits, [4, 4, 2], strict=True)], device
     )
     count = len(sent)
-    assert int(made.counts.sum()) == count
-    assert made.rows[:count].tolist() == [choice * 5 + token for choice, token in sent]
-    x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    rows = dispatch(x, made, count)
-    assert torch.equal(rows, torch.stack([x[token] for _, token in sent]) if sent else x.new_empty(0, 2))
-    back = combine(rows * 2, made, count)
-    times = torch.tensor([sum(token == t for _, t in sent) for token in range(5)], dtype=torch.float64)
-    torch.testing.assert_close(back, 2 * x * times[:, None])
-    (grad,) = torch.autograd.grad(back.sum(), x)
-    torch.testing.assert_close(grad, 2 * times[:, None].expand(5, 2))
+    assert int(made.kept.sum()) == count
+    for cut in (False, True):
+        sends = order(made).cut(count) if cut else order(made)
+        assert sends.rows[:count].tolist() == [choice * 5 + token for choice, token in sent]
+        x = torch.randn(5, width, dtype=dtype, device=device, requires_grad=True)
+        rows = dispatch(x, sends)
+        assert len(rows) == (count if cut or limits is None else 11)
+        assert torch.equal(rows[:count], x[[token for _, token in sent]])
+        rows = torch.cat([rows[:count], torch.full_like(rows[count:], torch.nan)])  # what experts leave there
+        weights = torch.rand(5, 2, dtype=dtype, device=device, requires_grad=True)
+        back = combine(rows * 2, weights, sends)
+        kept = torch.zeros(5, 2, dtype=dtype, device=device)
+        for choice, token in sent:
+            kept[token, choice] = 1
+        expected = 2 * x * (weights * kept).sum(1, keepdim=True)
+        near = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}
+        torch.testing.assert_close(back, expected, **near)
+        grads = (torch.autograd.grad(y.cos().sum(), (x, weights)) for y in (back, expected))
+        for found, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(found, wanted, **near)
 
 
-def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back():
-    traffic = Traffic([3, 4], [[1, 2], [0, 3]])
-    assert traffic.arrivals == [3, 3]
-    assert traffic.per_expert == [1, 5]
-    x = torch.tensor([[10], [11], [12], [20], [21], [22]])  # of rank 0: one for expert 0, two for expert 1; ...
-    turned = traffic.by_expert(x)
-    assert turned.flatten().tolist() == [10, 11, 12, 20, 21, 22]
-    traffic = Traffic([0, 0], [[2, 1], [1, 2]])
-    turned = traffic.by_expert(x)
-    assert turned.flatten().tolist() == [10, 11, 20, 12, 21, 22]
-    assert torch.equal(traffic.by_rank(turned), x)
-    assert Traffic([6], [[2, 4]]).by_expert(x) is x
-    assert Traffic([2, 4], [[2], [4]]).by_rank(x) is x
+@by_limits
+def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits):
+    check_rows(limits, "cpu", torch.float64, 2)
+
+
+@pytest.mark.parametrize(
+    "arriving", [[[1, 2], [0, 3]], [[2, 1], [1, 2], [3, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]], ids=str
+)
+def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back(arriving):
+    traffic = Traffic(torch.tensor(arriving).flatten(), len(arriving), ParallelContext())
+    assert traffic.sizes() == ([sum(rank) for rank in arriving],) * 2
+    blocks = {
+        (rank, at): [100 * rank + 10 * at + i for i in range(n)]
+        for rank, row in enumerate(arriving)
+        for at, n in enumerate(row)
+    }
+    x = (
+        torch.tensor([value for place in sorted(blocks) for value in blocks[place]])
+        .unsqueeze(1)
+        .double()
+        .requires_grad_()
+    )
+
+    def experts(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        assert counts.tolist() == [sum(column) for column in zip(*arriving, strict=True)]
+        by_expert = sorted(blocks, key=lambda place: place[::-1])
+        assert rows.flatten().tolist() == [value for place in by_expert for value in blocks[place]]
+        return rows**2
+
+    out = traffic.by_expert(x, experts)
+    assert torch.equal(out, x**2)
+    (grad,) = torch.autograd.grad((out * x.detach()).sum(), x)
+    assert torch.equal(grad, 2 * x**2)

@@ -15,6 +15,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LayoutError, ScheduleError
+from colonnade.models import MoEGPT
+from colonnade.nn.layer import MLP, arrange
 from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
 from colonnade.parallel.collectives import recorded
 from colonnade.testing import run_world
@@ -28,6 +30,7 @@ ROUTERS: dict[str, tuple[type[TopKRouter], dict[str, Any]]] = {
     "top 2, drops": (TopKRouter, {"k": 2, "capacity": 0.6}),
     "switch, drops": (SwitchRouter, {"capacity": 0.8}),
     "sigmoid, bias": (TopKRouter, {"k": 2, "score": "sigmoid", "balance_loss": 0.0, "bias_rate": 0.05}),
+    "groups": (TopKRouter, {"k": 3, "groups": 4, "top_groups": 2, "scale": 2.5, "score": "sigmoid", "bias_rate": 0.05}),
     "all, not normalized": (TopKRouter, {"k": EXPERTS, "normalize": False}),
 }
 by_router = pytest.mark.parametrize("router", ROUTERS)
@@ -35,14 +38,16 @@ by_router = pytest.mark.parametrize("router", ROUTERS)
 
 def _moe(router: str, context: ParallelContext, experts: int = EXPERTS, **settings: Any) -> MoE:
     kind, options = ROUTERS[router]
+    experts = 2 * options.get("groups", experts // 2)
     made = kind(HIDDEN, experts, **options, context=context)
+    settings["shared"] = MLP(HIDDEN, 10, arrangement=arrange(context)) if settings.pop("shared", False) else None
     return MoE(HIDDEN, experts, made, inner=settings.pop("inner", 8), context=context, **settings)
 
 
 # -- one process ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"gated": True, "bias": False, "shared": True}], ids=str)
 @by_router
 def test_in_one_process_it_is_a_loop_over_tokens(router, settings):
     plain = Naive(_moe(router, alone(), **settings))
@@ -86,8 +91,9 @@ def test_auxiliary_losses_are_taken_once_and_not_made_in_evaluation():
     model = nn.Sequential(_moe("switch", alone()), _moe("switch", alone()))
     x = torch.randn(5, HIDDEN)
     model(x)
-    each = [layer.loss for layer in model]
-    assert auxiliary_loss(model) == sum(each)
+    each = [auxiliary_loss(layer.sums) for layer in model]
+    assert all(loss > 0 for loss in each)
+    torch.testing.assert_close(auxiliary_loss(model), sum(each))
     assert auxiliary_loss(model) == 0.0
     model.eval()
     model(x)
@@ -126,6 +132,12 @@ def test_slips_are_told():
         SwitchRouter(HIDDEN, 4, capacity=0)
     with pytest.raises(ConfigError, match="the router knows 4 experts, but there are 8"):
         MoE(HIDDEN, 8, SwitchRouter(HIDDEN, 4))
+    with pytest.raises(ConfigError, match="shared=2: give a layer that takes and gives 6 features"):
+        MoE(HIDDEN, 4, shared=2)
+    with pytest.raises(
+        ScheduleError, match=r"takes what the layer before gave, no_losses\(x\) or a scalar, not \(2,\)"
+    ):
+        MoE(HIDDEN, 4)(torch.randn(2, HIDDEN), torch.zeros(2))
 
 
 def _refused() -> tuple[str, str]:
@@ -210,8 +222,8 @@ def _trained(
 )
 def test_experts_on_two_of_two_ranks_equal_one_process(router):
     """Experts, router, drops by the order of the joined batch, auxiliary losses of the joined batch, bias."""
-    found = run_world(2, _trained, {"expert": 2}, router, (5, 3)).values
-    assert found[0]["shape"] == (2, HIDDEN, 8)
+    found = run_world(2, _trained, {"expert": 2}, router, (5, 3), shared=True).values
+    assert found[0]["shape"] == (4 if router == "groups" else 2, HIDDEN, 8)
     assert found[0]["handler"] == "MoeGradientHandler"
     for step, dropped in enumerate(found[0]["plain"]):
         assert sum(rank["mine"][step] for rank in found) == dropped
@@ -243,7 +255,9 @@ def test_experts_without_a_token_and_ranks_without_one(empty):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"inner": 7}, pytest.param({"gated": True, "bias": False}, marks=pytest.mark.slow)], ids=str
+    "settings",
+    [{"inner": 7}, pytest.param({"gated": True, "bias": False, "shared": True}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_experts_split_over_tensor_too(settings):
     shape = run_world(2, _trained, {"tensor": {"size": 2, "mode": "1d"}}, "top 2", (4,), **settings).values[0]["shape"]
@@ -273,13 +287,18 @@ def test_expert_by_tensor_by_data_on_eight_ranks(parallel, rows, shape, router):
     assert run_world(8, _trained, parallel, router, rows, timeout=100).values[0]["shape"] == shape
 
 
-def _waits() -> list[str]:
+def _waits() -> tuple[list[str], list[int]]:
     with launch({"parallel": {"expert": 2}}, context=ParallelContext(), verbose=False) as gpc:
-        moe = _moe("top 2, drops", gpc)
+        moes = nn.Sequential(_moe("top 2, drops", gpc), _moe("top 2, drops", gpc))
         with recorded() as calls:
-            out = moe(torch.randn(4, HIDDEN, requires_grad=True))
-            (out.sum() + auxiliary_loss(moe)).backward()
-        return [f"{call.op} {call.mode.name}" for call in calls]
+            out = moes(torch.randn(4, HIDDEN, requires_grad=True))
+            (out.sum() + auxiliary_loss(moes)).backward()
+        model, reductions = MoEGPT(8, 4, 8, 2, 3, 4, every=1, context=gpc), []
+        for training in (True, False):
+            with recorded() as of_model:
+                model.train(training)(torch.zeros(2, 4, dtype=torch.long))
+            reductions.append(sum(call.op == "all_reduce" for call in of_model))
+        return [f"{call.op} {call.mode.name}" for call in calls], reductions
 
 
 class Ops(TorchDispatchMode):
@@ -308,12 +327,13 @@ def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router):
 
 @pytest.mark.slow
 def test_what_is_sent():
-    """Counts for the capacity, sums for the losses, one exchange of sizes; rows there and back; and backward."""
-    forward = ["all_gather DATA", "all_reduce DATA", *["all_to_all EXPERT"] * 3]
-    backward = ["all_to_all EXPERT", "all_to_all EXPERT", "all_reduce DATA"]
-    for calls in run_world(2, _waits).values:
-        assert calls[:5] == forward
-        assert sorted(calls[5:]) == sorted(backward)
+    """Counts for the capacity, one exchange of sizes, rows there and back; sums for the losses, once; and backward."""
+    forward = [*["all_gather DATA", *["all_to_all EXPERT"] * 3] * 2, "all_reduce DATA"]
+    backward = ["all_reduce DATA", *["all_to_all EXPERT"] * 4]
+    for calls, of_model in run_world(2, _waits).values:
+        assert of_model == [1, 0]  # of a model of three such layers: in training, and in evaluation
+        assert calls[: len(forward)] == forward
+        assert sorted(calls[len(forward) :]) == backward
 
 
 def _over_the_rank() -> tuple[float, float]:
@@ -324,15 +344,17 @@ def _over_the_rank() -> tuple[float, float]:
             TopKRouter(HIDDEN, EXPERTS, **settings),
             TopKRouter(HIDDEN, EXPERTS, **{**settings, "context": None}),
         ]
-        routings = []
+        routings, losses = [], []
         for router in routers:
             give_weights(router.double())
             with recorded() as calls:
                 routings.append(router(x.flatten(0, 1)))
+                losses.append(auxiliary_loss(router.sums(routings[-1]), context=gpc).item())
             assert calls == []
         assert torch.equal(routings[0].limits, routings[1].limits)
+        assert losses[0] == losses[1]
         routers[0].over = "batch"
-        return routings[0].loss.item(), routers[0](x.flatten(0, 1)).loss.item()
+        return losses[0], auxiliary_loss(routers[0].sums(routings[0]), context=gpc).item()
 
 
 @pytest.mark.slow

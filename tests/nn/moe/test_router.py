@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from colonnade.errors import ConfigError
-from colonnade.nn.moe import SwitchRouter, TopKRouter, balance_experts
+from colonnade.nn.moe import SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
 
 HIDDEN, EXPERTS, TOKENS = 6, 4, 40
 
@@ -74,10 +74,13 @@ def test_the_auxiliary_losses_are_those_of_the_formula_and_only_in_training():
     routing, logits = made(tokens()), tokens() @ made.weight.T
     share = routing.counts.sum(0) / (2 * TOKENS)
     balance = EXPERTS * (share * logits.softmax(-1).mean(0)).sum()
-    torch.testing.assert_close(routing.loss, 0.3 * balance + 0.2 * logits.logsumexp(-1).square().mean())
-    assert made.eval()(tokens()).loss is None
-    assert router(balance_loss=0.0)(tokens()).loss is None
-    assert router(balance_loss=0.0, z_loss=0.1)(tokens()).loss is not None
+    expected = 0.3 * balance + 0.2 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(auxiliary_loss(made.sums(routing)), expected)
+    made.over = "rank"
+    torch.testing.assert_close(auxiliary_loss(made.sums(routing)), expected)
+    assert made.eval().sums(routing) is None
+    assert router(balance_loss=0.0).sums(routing) is None
+    assert router(balance_loss=0.0, z_loss=0.1).sums(routing) is not None
 
 
 def test_weights_add_up_to_one_or_are_the_scores():
@@ -91,7 +94,22 @@ def test_weights_add_up_to_one_or_are_the_scores():
 
 
 @pytest.mark.parametrize(
-    "options", [{"k": 0}, {"k": 5}, {"score": "x"}, {"over": "x"}, {"capacity": 0.0}, {"noise": 1.0}, {"noise": -0.1}]
+    "options",
+    [
+        {"k": 0},
+        {"k": 5},
+        {"score": "x"},
+        {"over": "x"},
+        {"capacity": 0.0},
+        {"noise": 1.0},
+        {"noise": -0.1},
+        {"groups": 3},
+        {"groups": 0},
+        {"top_groups": 3, "groups": 2},
+        {"top_groups": 0},
+        {"top_groups": 1, "groups": 2, "k": 3},
+    ],
+    ids=str,
 )
 def test_options_that_make_no_router(options):
     with pytest.raises(ConfigError, match=f"router: {next(iter(options))}="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence import Parts, gather_sequence, ring_attention, ulysses_attention
-from colonnade.parallel.collectives import recorded
+from colonnade.nn.sequence import Parts, SharedLengths, gather_sequence, ring_attention, ulysses_attention
+from colonnade.parallel.collectives import recorded, wire
 from colonnade.testing import run_world
-from tests.nn.sequence.training import close, numbers
+from tests.nn.sequence.training import close, numbers, seen_keys
 
 RTOL = 1e-12
 ATTENTION = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -32,7 +33,8 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
-    truth = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=kv_heads != 4)
+    seen = seen_keys(sum(split), causal, more.get("window"), more.get("documents"))
+    truth = F.scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=kv_heads != 4)
     grads = torch.autograd.grad(truth, whole, weight)
     local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
     out = ATTENTION[kind](*local, causal=causal, context=gpc, **more)
@@ -42,14 +44,40 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     close(gather_sequence(out, 2, lengths=split, balanced=parts.balanced, context=gpc), truth, RTOL)
 
 
+def _dropped(kind: str, gpc: ParallelContext) -> None:
+    """The output is linear in the values: <weight, out> = <dv, v> over all ranks, if the same weights are dropped."""
+    at = gpc.get_local_rank(ParallelMode.SEQUENCE)
+    q, k, v, weight = (numbers(2, 4, 6, 3, seed=10 * at + seed).requires_grad_() for seed in range(4))
+    options: dict[str, Any] = {"causal": True, "window": 9, "context": gpc}
+    out, plain = (ATTENTION[kind](q, k, v, dropout=dropout, **options) for dropout in (0.4, 0.0))
+    assert not torch.allclose(out, plain)
+    (dv,) = torch.autograd.grad(out, v, weight)
+    sides = torch.stack([(weight * out).sum(), (dv * v).sum()]).detach()
+    torch.distributed.all_reduce(sides, group=gpc.get_group(ParallelMode.SEQUENCE))
+    close(sides[0], sides[1], 1e-12)
+
+
+def _documents(total: int) -> list[int]:
+    """One that ends inside a part, a short one, and one over the rest."""
+    return [0, total // 3, total // 3 + 1, total]
+
+
 def _all_cases(kind: str, size: int) -> None:
     with launch({"parallel": {"sequence": size}}, context=ParallelContext(), verbose=False) as gpc:
+        _dropped(kind, gpc)
         uneven = (5, 1, 0, 3)[:size] if kind == "ring" else (5, 1, 2, 3)[:size]
         for causal in (False, True):
             for lengths in ((4,) * size, uneven):
                 _case(kind, causal, lengths, gpc)
                 _case(kind, causal, lengths, gpc, lengths=lengths)
+                for masked in ({"window": 2}, {"window": 5, "documents": _documents(sum(lengths))}):
+                    _case(kind, causal, lengths, gpc, **masked)
+            _case(kind, causal, (4,) * size, gpc, documents=_documents(4 * size))
             if kind == "ring":
+                _case(kind, causal, (4,) * size, gpc, kv_heads=2, window=1)
+                balanced = Parts.of(4 * size + 1, size, True).lengths
+                _case(kind, causal, balanced, gpc, balanced=True, window=3)
+                _case(kind, causal, balanced, gpc, balanced=True, documents=_documents(4 * size + 1), kv_heads=2)
                 _case(kind, causal, (4,) * size, gpc, kv_heads=2)
                 for total in (4 * size, 4 * size + 3):
                     _case(kind, causal, Parts.of(total, size, True).lengths, gpc, balanced=True)
@@ -71,6 +99,43 @@ def test_in_one_process_they_are_plain_attention():
         close(attention(q, k, v), everything, RTOL)
         scaled = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
         close(attention(q, k, v, scale=0.3), scaled, RTOL)
+
+
+def _low_precision(kind: str, total: int = 512) -> None:
+    """As near to the truth as one process in the same precision, where the kernels of a GPU are used if there is one."""
+    with launch({"parallel": {"sequence": 4}}, context=ParallelContext(), verbose=False) as gpc:
+        options = {"balanced": True} if kind == "ring" else {}
+        mine = Parts.of(total, 4, kind == "ring").positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
+        exact = [numbers(1, heads, total, 64, seed=at).bfloat16().double() for at, heads in enumerate((8, 4, 4, 8))]
+        for causal, masked in (
+            (True, {}),
+            (False, {}),
+            (True, {"window": total // 5}),
+            (True, {"documents": [0, total // 7, total // 2, total]}),
+        ):
+            seen = seen_keys(total, causal, masked.get("window"), masked.get("documents")).to(exact[0].device)
+            answers = []
+            for dtype in (torch.float64, torch.bfloat16):
+                *inputs, grad = (tensor.to(dtype).requires_grad_() for tensor in exact)
+                out = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)
+                answers.append([t[:, :, mine].double() for t in (out, *torch.autograd.grad(out, inputs, grad))])
+            *inputs, grad = (tensor[:, :, mine].bfloat16().requires_grad_() for tensor in exact)
+            out = ATTENTION[kind](*inputs, causal=causal, context=gpc, **options, **masked)
+            found = [out, *torch.autograd.grad(out, inputs, grad)]
+            for truth, one, ours in zip(*answers, found, strict=True):
+                assert ours.dtype == torch.bfloat16
+                apart, theirs = ((x.double() - truth).norm() / truth.norm() for x in (ours, one))
+                assert apart <= 1.5 * theirs + 2e-3, (causal, masked, apart.item(), theirs.item())
+
+
+def _low_precision_of_both() -> None:
+    for kind in ATTENTION:
+        _low_precision(kind, 64)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_near_as_in_one_process():
+    run_world(4, _low_precision_of_both)
 
 
 def _refusals() -> list[str]:
@@ -95,6 +160,38 @@ def test_what_cannot_be_meant_is_refused_on_every_rank_before_anything_is_sent()
     assert "as many heads as q or a divisor" in divisor
     assert "as many keys as queries" in keys
     assert "lengths=[3, 4, 4]" in lengths
+
+
+def _asked() -> list[int]:
+    """How often the ranks asked for lengths, after each of these calls."""
+    told = []
+    with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
+        at = gpc.get_local_rank(ParallelMode.SEQUENCE)
+        shared = SharedLengths()
+        first, second = shared.join(), shared.join()
+
+        def ask(layer: int, lengths: tuple[int, int]) -> None:
+            with unittest.mock.patch.object(wire, "numbers_of_all", wraps=wire.numbers_of_all) as asked:
+                assert shared.of(layer, lengths[at], gpc) == lengths
+            told.append(asked.call_count)
+
+        ask(first, (5, 4))
+        ask(second, (5, 4))
+        ask(first, (5, 5))  # the length of rank 0 is as before: it must ask all the same
+        ask(second, (5, 5))
+        x = torch.ones((), requires_grad=True) * 1
+        x.register_hook(
+            lambda grad: ask(second, (3, 2))
+        )  # a layer that is computed again in backward, and the one before
+        y = x * 1
+        y.register_hook(lambda grad: ask(first, (3, 2)))
+        y.backward()
+        ask(first, (5, 4))
+    return told
+
+
+def test_lengths_are_asked_for_once_in_a_pass():
+    assert run_world(2, _asked).values == [[1, 0, 1, 0, 1, 0, 1]] * 2
 
 
 def _memory() -> tuple[int, int]:

@@ -16,7 +16,7 @@ from colonnade.errors import ConfigError
 from colonnade.nn.layer import SelfAttention, Whole, arrange
 from colonnade.nn.sequence import Parts
 from colonnade.testing import run_world
-from tests.nn.sequence.training import close, numbers, train
+from tests.nn.sequence.training import close, numbers, seen_keys, train
 
 KINDS = ("ring", "ulysses")
 EVEN, UNEVEN = (3, 3, 3, 3), (5, 1, 2, 4)
@@ -25,18 +25,20 @@ EVEN, UNEVEN = (3, 3, 3, 3), (5, 1, 2, 4)
 class PlainAttention(SelfAttention):
     """The same layer with torch's own attention."""
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, lengths: Any, documents: Any) -> Tensor:
         groups = q.size(1) // k.size(1)
+        seen = seen_keys(q.size(2), self.causal, self.window, documents)
         return F.scaled_dot_product_attention(
-            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=self.causal
+            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), attn_mask=seen
         )
 
 
 class Net(nn.Module):
     """Positions are added, then attention and a head: a position's parameter is used on one rank alone."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: nn.Module, documents: tuple[int, ...] | None = None) -> None:
         super().__init__()
+        self.documents = documents
         self.places = nn.Parameter(numbers(20, 8, seed=1))
         self.attention = attention
         self.head = nn.Linear(8, 3)
@@ -44,7 +46,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         x = x + self.places[positions]
-        return self.head(x + self.attention(x))
+        return self.head(x + self.attention(x, documents=self.documents))
 
 
 def _batch(part: int, step: int, length: int) -> tuple[Tensor, Tensor]:
@@ -52,15 +54,22 @@ def _batch(part: int, step: int, length: int) -> tuple[Tensor, Tensor]:
     return numbers(2, length, 8, seed=seed), numbers(2, length, 3, seed=5000 + seed)
 
 
-def _trained(kind: str, parallel: dict[str, Any], causal: bool, lengths: tuple[int, ...], settings: dict[str, Any]):
+def _trained(
+    kind: str,
+    parallel: dict[str, Any],
+    causal: bool,
+    lengths: tuple[int, ...],
+    settings: dict[str, Any],
+    documents: tuple[int, ...] | None = None,
+) -> None:
     with launch({"parallel": parallel, "clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
         data, total = gpc.data_parallel_size, sum(lengths)
         parts = Parts(lengths, settings.get("balanced", False))
         mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
         every = Parts((total,)).positions(0)
-        model = Net(SelfAttention(8, 4, causal=causal, over=kind, arrangement=arrange(gpc), **settings))
-        kv_heads = settings.get("kv_heads")
-        plain = Net(PlainAttention(8, 4, causal=causal, kv_heads=kv_heads, arrangement=Whole(ParallelContext())))
+        model = Net(SelfAttention(8, 4, causal=causal, over=kind, arrangement=arrange(gpc), **settings), documents)
+        settings = {"kv_heads": settings.get("kv_heads"), "window": settings.get("window"), "causal": causal}
+        plain = Net(PlainAttention(8, 4, **settings, arrangement=Whole(ParallelContext())), documents)
         even = len(set(lengths)) == 1
 
         def run(engine: Any, step: int) -> None:
@@ -89,26 +98,17 @@ def _trained(kind: str, parallel: dict[str, Any], causal: bool, lengths: tuple[i
             assert {row.done_by for row in engine.ledger().rows} == {"SequenceParallelGradientHandler"}
 
 
-CASES = [
-    (kind, size, causal, lengths, balanced)
-    for kind in KINDS
-    for size in (2, 4)
-    for causal in (False, True)
-    for lengths in (EVEN, UNEVEN)
-    for balanced in ((False, True) if kind == "ring" and lengths is EVEN and causal else (False,))
-]
-QUICK = [("ring", 2, True, EVEN, True), ("ring", 2, True, UNEVEN, False), ("ulysses", 2, True, UNEVEN, False)]
+def _all_trained(size: int) -> None:
+    for kind in KINDS:
+        for causal in (False, True):
+            _trained(kind, {"sequence": size}, causal, EVEN[:size], {})
+            _trained(kind, {"sequence": size}, causal, UNEVEN[:size], {})
+    _trained("ring", {"sequence": size}, True, Parts.of(3 * size, size, True).lengths, {"balanced": True})
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "causal", "lengths", "balanced"),
-    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
-)
-def test_trained_layers_equal_one_process(kind, size, causal, lengths, balanced):
-    settings = {"balanced": True} if balanced else {}
-    if balanced:
-        lengths = Parts.of(3 * size, size, True).lengths
-    run_world(size, _trained, kind, {"sequence": size}, causal, lengths[:size], settings)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_trained_layers_equal_one_process(size):
+    run_world(size, _all_trained, size, timeout=180)
 
 
 @pytest.mark.parametrize(
@@ -125,28 +125,42 @@ def test_so_they_do_beside_data_parallelism_in_either_spelling(kind, parallel):
     run_world(4, _trained, kind, parallel, True, (2, 5), {})
 
 
+def _grouped_and_masked(kind: str) -> None:
+    _trained(kind, {"sequence": 2}, True, (2, 5), {"kv_heads": 2})
+    _trained(kind, {"sequence": 2}, True, (2, 5), {"window": 3})
+    _trained(kind, {"sequence": 2}, False, (4, 5), {"window": 4, "kv_heads": 2}, (0, 3, 4, 9))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_fewer_heads_of_keys_beside_a_split_sequence(kind):
-    run_world(2, _trained, kind, {"sequence": 2}, True, (2, 5), {"kv_heads": 2})
+def test_fewer_heads_of_keys_windows_and_documents_beside_a_split_sequence(kind):
+    run_world(2, _grouped_and_masked, kind)
 
 
-def _refused() -> list[str]:
+def _masked_and_dropped() -> str:
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
-        here, told = arrange(gpc), []
-        for wrong in (
-            lambda: SelfAttention(8, 4, dropout=0.1, arrangement=here),
-            lambda: SelfAttention(8, 4, arrangement=here)(torch.zeros(1, 2, 8), torch.ones(2, 2, dtype=torch.bool)),
-        ):
-            with pytest.raises(ConfigError) as error:
-                wrong()
-            told.append(str(error.value))
-        return told
+        layer = SelfAttention(8, 4, dropout=0.5, arrangement=arrange(gpc))
+        x = torch.ones(1, 2, 8)
+        assert not torch.equal(layer(x), layer(x))
+        layer.eval()
+        assert torch.equal(layer(x), layer(x))
+        with pytest.raises(ConfigError) as error:
+            layer(x, torch.ones(2, 2, dtype=torch.bool))
+        return str(error.value)
 
 
-def test_what_a_split_sequence_has_not_is_refused():
-    for dropout, mask in run_world(2, _refused).values:
-        assert "no dropout" in dropout
+def test_a_split_sequence_has_dropout_in_training_and_no_mask():
+    for mask in run_world(2, _masked_and_dropped).values:
         assert "takes no mask" in mask
+
+
+def test_a_window_and_documents_in_one_process():
+    layer = SelfAttention(8, 4, causal=True, window=2, arrangement=Whole(ParallelContext())).double()
+    plain = PlainAttention(8, 4, causal=True, window=2, arrangement=Whole(ParallelContext())).double()
+    plain.load_state_dict(layer.state_dict())
+    x = numbers(2, 7, 8, seed=1)
+    close(layer(x, documents=(0, 3, 7)), plain(x, documents=(0, 3, 7)))
+    with pytest.raises(ConfigError, match="takes no mask"):
+        layer(x, torch.ones(7, 7, dtype=torch.bool))
 
 
 def test_numbers_that_do_not_divide_are_refused():

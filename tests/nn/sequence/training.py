@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,19 @@ EPS = 1e-6
 
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seen_keys(total: int, causal: bool, window: int | None = None, documents: Sequence[int] | None = None) -> Tensor:
+    """Which keys (columns) each query (row) sees: the mask for torch's own attention."""
+    places = torch.arange(total)
+    behind = places - places.unsqueeze(-1)
+    seen = behind <= (0 if causal else total)
+    if window is not None:
+        seen &= behind.abs() <= window
+    if documents is not None:
+        document = torch.bucketize(places, torch.tensor(documents), right=True)
+        seen &= document == document.unsqueeze(-1)
+    return seen
 
 
 def give_weights(plain: nn.Module) -> None:

@@ -133,6 +133,12 @@ def test_masters_travel_and_are_left_where_nobody_has_any(tmp_path):
     assert not torch.equal(truth["cube/master"], truth["cube"].float())
     for found in run_world(3, load, tmp_path, 1, torch.bfloat16).values:
         assert same(truth, found) == []
+    wide = run_world(2, load, tmp_path, 3, torch.float32, env=OFF).values[
+        0
+    ]  # one who has fp32 weights takes the masters
+    for name in ("cube", "lin.weight", "one", "conv.weight"):
+        assert torch.equal(wide[name], truth[f"{name}/master"])
+        assert torch.equal(wide[f"{name}/exp_avg"], truth[f"{name}/exp_avg"])
     plain = run_world(2, load, tmp_path, 0, torch.bfloat16).values[0]
     assert "cube/master" not in plain
     assert torch.equal(plain["cube"], truth["cube"])

@@ -29,7 +29,7 @@ def test_forms(given, expected):
     [
         {"stage": 2, "reduce_scatter": False},
         {"stage": 1, "wrap": "Block"},
-        {"stage": 3, "master_weights": True},
+        {"stage": 3, "bucket_mb": 1.0},
         {"stage": 3, "gather_ahead": True},
         {"stage": 1, "prefetch": 2},
         {"stage": 1, "offload": "nvme"},

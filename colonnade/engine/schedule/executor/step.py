@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind
 from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
+from colonnade.engine.schedule.loss import count_on
 from colonnade.engine.schedule.transfer.link import Incoming, Link
 from colonnade.engine.schedule.transfer.plan import peer_stage
 from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
@@ -126,7 +127,7 @@ class Step:
         self.losses[micro_batch.index] = loss.detach()
         if count is None:
             return differentiable([loss * (micro_batch.weight * self.mean_scale)])
-        self.counts[micro_batch.index] = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach()
+        self.counts[micro_batch.index] = count_on(count, loss.device)
         return differentiable([loss * self.sum_scale])
 
     def _hand_on(self, action: Action, output: Any) -> list[Tensor]:

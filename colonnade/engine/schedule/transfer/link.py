@@ -3,8 +3,13 @@
 Every message is a description (what comes) and then the bytes of its tensors. A description that was sent before
 on the same link is sent again as a number, in a header of two integers. Over gloo a steady pipeline sends one frame
 per message, header and tensors together, for which the receiver has memory ready: as much as the largest message of
-the last step took. What is larger, or goes over another backend (NCCL), follows its header tensor by tensor.
-Descriptions travel on the CPU, and no GPU is waited for to read one.
+the last step took. What is larger follows its header tensor by tensor.
+
+Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
+with a queue for each direction. Where a message had tensors of the same dtypes and shapes in the last two steps, the
+receiver counts on a third: it begins to receive them before their header is there, while it still computes. A sender
+knows what the receiver counts on. If its tensors are others after all, it fills what the receiver has begun with
+anything, and sends them by the CPU.
 """
 
 from __future__ import annotations
@@ -12,9 +17,9 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +27,24 @@ from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.transfer.values import (
-    Meta,
+    Layout,
     empty_frame,
     header_of,
+    layout_of,
     metas,
     pack,
     payload_bytes,
     rebuild,
     unpack,
 )
-from colonnade.errors import ScheduleError, listed
-from colonnade.parallel.collectives.wire import backends_of
+from colonnade.engine.schedule.transfer.wire import Pending, Wire, wait
+from colonnade.errors import ScheduleError
 
 _NEW, _FAILED = -1, -2
 """What the first number of a header says besides "description n": a new one follows; the sender failed."""
 _APART, _INSIDE = 0, 1
 """What the second number says beside a known description: where the tensors are, after the frame or in it."""
-_TENSOR, _FRAME, _TEXT = 0, 1, 2
+_TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
 """The tags of what a message is made of."""
 _DESCRIPTIONS_KEPT = 4096
 _SENDS_KEPT = 4
@@ -47,66 +53,12 @@ _FAILURE_TIMEOUT = timedelta(seconds=2)
 """How long a failing rank tries to tell the others."""
 
 
-Pending: TypeAlias = "list[tuple[dist.Work, Tensor]]"
-"""Work that is under way, each with the memory that it needs."""
-
-
 class PeerFailed(ScheduleError):
     """Another rank of the pipeline failed, and this one cannot go on."""
 
     def __init__(self, peer: int, text: str) -> None:
         super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
         self.peer = peer
-
-
-class Wire:
-    """One process group as a way for one kind of memory to one peer: of each tag, first sent, first received."""
-
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
-        backends = backends_of(group)
-        # Gloo moves CPU memory only; what else there is (NCCL) moves the device's.
-        self.device = device if backends.get(device.type, "gloo") != "gloo" else torch.device("cpu")
-        if self.device.type not in backends:
-            raise ScheduleError(
-                f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
-                f"be moved too. Create it with backend='{with_cpu(group)}'."
-            )
-        self.one_queue = backends[self.device.type] != "gloo"
-        self._group = group
-        self._peer = peer
-
-    def send(self, tensor: Tensor, tag: int) -> Pending:
-        """Start to send; the result is to be kept until its work is over."""
-        if tensor.numel() == 0:
-            return []
-        plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
-        data = plain.view(-1).view(torch.uint8)
-        return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
-
-    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
-        """Start to receive; the tensor may be used once the work is over."""
-        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
-        return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
-
-    def fill(self, memory: Tensor, tag: int) -> Pending:
-        """Start to receive bytes into `memory`; gloo may fill only a part of it."""
-        return [(_started(dist.irecv(memory, src=self._peer, group=self._group, tag=tag)), memory)]
-
-
-def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need."""
-    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
-
-
-def _wait(pending: Pending) -> None:
-    for work, _ in pending:
-        work.wait()
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise ScheduleError("this rank is not in the pipeline's process group; pass the group that it is in")
-    return work
 
 
 @dataclass
@@ -122,6 +74,34 @@ class _Arriving:
     description: str
     tensors: list[Tensor]
     pending: Pending
+
+
+class _Layouts:
+    """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
+
+    def __init__(self) -> None:
+        self._last: dict[Action, tuple[Layout, bool]] = {}
+
+    def sure(self, key: Action) -> Layout:
+        """What the message has if it is as its last two; empty where they differed."""
+        layout, repeated = self._last.get(key, ((), False))
+        return layout if repeated else ()
+
+    def note(self, key: Action, layout: Layout) -> None:
+        """This is what the message had."""
+        self._last[key] = layout, self._last.get(key, ((), False))[0] == layout
+
+
+@dataclass
+class _Expected:
+    """A message that is to come: memory for its header, and its tensors if they are counted on."""
+
+    key: Action
+    frame: Tensor
+    header: Pending
+    layout: Layout = ()
+    tensors: list[Tensor] = field(default_factory=list)
+    pending: Pending = field(default_factory=list)
 
 
 class _FrameSize:
@@ -143,38 +123,72 @@ class _FrameSize:
 
 
 class Link:
-    """The channel to one other rank. Both sides must send and expect in the order of one program."""
+    """The channel to one other rank. Both sides must send and expect in the order of one program.
 
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
+    `way_back`: another group of the same ranks, for device memory from higher to lower ranks. Without it both
+    directions share one queue, where the backend has queues.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        peer: int,
+        device: torch.device,
+        way_back: dist.ProcessGroup | None = None,
+    ) -> None:
         self._peer, self._device = peer, device
-        self._wire = Wire(group, peer, device)
+        ways = [group, way_back or group]
+        out, into = ways if dist.get_rank() < peer else ways[::-1]
+        self._out, self._into = Wire(out, peer, device), Wire(into, peer, device)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
+        self._framed = not self._out.has_queue
+        self.one_queue = self._out.has_queue and way_back is None
+        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
         self._sent_frames, self._received_frames = _FrameSize(), _FrameSize()
-        self._expected: deque[tuple[Action, Tensor, Pending]] = deque()
+        self._sent_layouts, self._received_layouts = _Layouts(), _Layouts()
+        self._expected: deque[_Expected] = deque()
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
 
-    @property
-    def one_queue(self) -> bool:
-        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
-        return self._wire.one_queue
+    def open(self) -> None:
+        """Make the connections that the backend makes at their first use, for which both sides wait. Collective.
+
+        To be called for all peers in the order of their ranks, so that no two ranks wait for each other.
+        """
+        if self._framed:
+            return
+        byte = ((torch.uint8, (1,)),)
+        if dist.get_rank() < self._peer:
+            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+        wait(self._receive(self._into, _TENSOR, byte)[1])
+        if dist.get_rank() > self._peer:
+            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
         if self.one_queue:
             self._start_expected()
-        fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
+        fits = self._sent_frames.fits(payload_bytes(tensors)) and self._framed
         number = self._sent_numbers.get(description)
         if number is None:
             self._sends[key] = self._send_description(description)
         else:
             header = (number, _INSIDE if fits else _APART)
             self._sends[key] = self._cpu_wire.send(pack(header, tensors if fits else ()), _FRAME)
-        for tensor in tensors if number is None or not fits else ():
-            self._sends[key] += self._wire.send(tensor, _TENSOR)
+        if number is None or not fits:
+            self._sends[key] += self._send_tensors(key, tensors)
+
+    def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
+        counted_on = self._sent_layouts.sure(key) if not self._framed else ()
+        layout = layout_of(tensors)
+        self._sent_layouts.note(key, layout)
+        if counted_on in ((), layout):
+            return [each for tensor in tensors for each in self._out.send(tensor, _TENSOR)]
+        filled = [each for form in counted_on for each in self._out.send(self._out.empty(*form), _TENSOR)]
+        return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -185,15 +199,25 @@ class Link:
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
-        frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
-        self._expected.append((key, frame, self._cpu_wire.fill(frame, _FRAME)))
+        frame = empty_frame(self._received_frames.bytes if self._framed else 0)
+        layout = () if self._framed else self._received_layouts.sure(key)
+        self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
+        self._begin_counted_on()
+
+    def _begin_counted_on(self) -> None:
+        """Begin to receive what is counted on, up to the first message whose tensors must be read about first."""
+        for expected in self._expected:
+            if not expected.layout:
+                return
+            if not expected.tensors:
+                expected.tensors, expected.pending = self._receive(self._into, _TENSOR, expected.layout)
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
         with self._named_in_errors(key):
             self._start_expected(key)
             arriving = self._arriving.pop(key)
-            _wait(arriving.pending)
+            wait(arriving.pending)
         tensors = [tensor.to(self._device) for tensor in arriving.tensors]
         return Incoming(*rebuild(arriving.description, tensors))
 
@@ -234,8 +258,8 @@ class Link:
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
-        _wait(pending)
+        data, pending = self._cpu_wire.receive(torch.uint8, (size,), _TEXT)
+        wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
             raise PeerFailed(self._peer, text)
@@ -247,24 +271,32 @@ class Link:
     def _start_expected(self, until: Action | None = None) -> None:
         """Read the descriptions of what is expected, in order, and start to receive the tensors."""
         while self._expected and until not in self._arriving:
-            key, frame, pending = self._expected.popleft()
-            _wait(pending)
-            number, second = header_of(frame)
+            expected = self._expected.popleft()
+            wait(expected.header)
+            number, second = header_of(expected.frame)
             description = self._read_description(number, second)
-            expected = metas(description)
-            self._received_frames.fits(payload_bytes(expected))
+            found = metas(description)
+            self._received_frames.fits(payload_bytes(found))
             if number >= 0 and second == _INSIDE:
-                self._arriving[key] = _Arriving(description, unpack(frame, expected), [])
+                self._arriving[expected.key] = _Arriving(description, unpack(expected.frame, found), [])
                 continue
-            arriving = self._arriving[key] = _Arriving(description, [], [])
-            for meta in expected:
-                tensor, pending = self._wire.receive(meta, _TENSOR)
-                arriving.tensors.append(tensor)
-                arriving.pending += pending
+            layout = layout_of(found)
+            self._received_layouts.note(expected.key, layout)
+            tensors, pending = expected.tensors, expected.pending
+            if layout != expected.layout:
+                where = (self._cpu_wire, _BY_CPU) if expected.layout else (self._into, _TENSOR)
+                tensors, more = self._receive(*where, layout)
+                pending = pending + more
+            self._arriving[expected.key] = _Arriving(description, tensors, pending)
+            self._begin_counted_on()
+
+    def _receive(self, wire: Wire, tag: int, layout: Layout) -> tuple[list[Tensor], Pending]:
+        received = [wire.receive(*form, tag) for form in layout]
+        return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
-            _wait(self._sends.pop(key, []))
+            wait(self._sends.pop(key, []))
 
     @contextlib.contextmanager
     def _named_in_errors(self, key: Action) -> Iterator[None]:

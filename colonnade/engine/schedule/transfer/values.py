@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,15 @@ class Meta:
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
+
+
+Layout: TypeAlias = "tuple[tuple[torch.dtype, tuple[int, ...]], ...]"
+"""What memory the tensors of a message take: the dtype and shape of each."""
+
+
+def layout_of(tensors: Iterable[Tensor | Meta]) -> Layout:
+    """The dtypes and shapes of tensors."""
+    return tuple((item.dtype, tuple(item.shape)) for item in tensors)
 
 
 def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:

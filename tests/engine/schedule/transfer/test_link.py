@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,13 +16,14 @@ from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import link as link_module
-from colonnade.engine.schedule.transfer.link import Link, PeerFailed, Wire, backends_of, with_cpu
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.values import describe
+from colonnade.engine.schedule.transfer.wire import Wire, backends_of, with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world
 from tests.engine.schedule import models
-from tests.engine.schedule.executor.test_executor import make_executor
+from tests.engine.schedule.executor.test_executor import grads_of, make_executor
 
 CPU = torch.device("cpu")
 
@@ -117,6 +121,48 @@ def test_a_steady_message_is_one_send_and_any_other_arrives_too() -> None:
     ]
 
 
+def begin_counted_on(steps: list[list[int]]) -> list[list[str]]:
+    """Steps of messages of so many numbers over wires with queues; how each came, as the receiver saw it."""
+    link_module.Wire = Diary  # type: ignore[misc]
+    rank = dist.get_rank()
+    link = Link(None, 1 - rank, CPU, way_back())
+    result = []
+    for sizes in steps:
+        if rank == 0:
+            for index, size in enumerate(sizes):
+                link.send(key(index), *describe((torch.full((size,), float(size)), size), "value"))
+        else:
+            for index in range(len(sizes)):
+                link.expect(key(index))
+            begun = [bool(expected.tensors) for expected in link._expected]
+            result.append([])
+            for early, (index, size) in zip(begun, enumerate(sizes), strict=True):
+                came = link.take(key(index)).value
+                assert came[0].tolist() == [float(size)] * size
+                assert came[1] == size
+                result[-1].append("early" if early else "then")
+        link.finish()
+    sent = [size for way, size in Diary.pages[1 - rank, False] if way == "0>1"]
+    return [*result, sent]  # type: ignore[list-item]
+
+
+def test_what_a_message_had_twice_is_received_before_its_header_and_any_other_form_arrives_too() -> None:
+    """Between steps and between messages; what is behind a message that must be read about waits for it."""
+    steps = [[4, 2], [4, 2], [4, 2], [4, 3], [5, 3], [5, 3, 6], [5, 3, 6]]
+    sent, received = run_world(2, begin_counted_on, steps).values
+    assert received[:-1] == [
+        ["then", "then"],
+        ["then", "then"],
+        ["early", "early"],
+        ["early", "early"],  # the second is another
+        ["early", "then"],  # the first is another
+        ["then", "then", "then"],  # the second waits behind the first
+        ["early", "early", "then"],
+    ]
+    assert sent == [received[-1]]
+    assert received[-1] == [4, 2, 4, 2, 4, 2, 4, 2, 4, 3, 5, 3, 6, 5, 3, 6]
+
+
 def many_forms(kept: int) -> bool:
     link_module._DESCRIPTIONS_KEPT = kept
     rank = dist.get_rank()
@@ -155,47 +201,68 @@ def test_a_failure_comes_after_what_was_sent_before_it() -> None:
     assert run_world(2, fail_or_take).values[1] == "the pipeline stopped because rank 0 failed: a reason"
 
 
-class Diary(Wire):
-    """A wire with one queue for both directions, as NCCL has, that writes down the tensors that go through it."""
+@cache
+def way_back() -> dist.ProcessGroup:
+    return dist.new_group()
 
-    pages: dict[int, list[tuple[str, int]]] = {}
+
+class Diary(Wire):
+    """A wire with queues, as NCCL has, that writes down the tensors that go through it."""
+
+    pages: dict[tuple[int, bool], list[tuple[str, int]]] = {}
+    """By peer and by queue, which is that of a group."""
 
     def __init__(self, group: Any, peer: int, device: torch.device) -> None:
         super().__init__(group, peer, device)
-        self.one_queue = True
-        self.page = self.pages.setdefault(peer, [])
+        self.has_queue = True
+        self.page = self.pages.setdefault((peer, group is way_back()), [])
         self.peer = peer
 
     def send(self, tensor: Tensor, tag: int) -> Any:
         self.page += [(f"{dist.get_rank()}>{self.peer}", tensor.numel())] if tag == 0 else []
         return super().send(tensor, tag)
 
-    def receive(self, meta: Any, tag: int) -> Any:
-        self.page += [(f"{self.peer}>{dist.get_rank()}", torch.Size(meta.shape).numel())] if tag == 0 else []
-        return super().receive(meta, tag)
+    def receive(self, dtype: Any, shape: Any, tag: int) -> Any:
+        self.page += [(f"{self.peer}>{dist.get_rank()}", torch.Size(shape).numel())] if tag == 0 else []
+        return super().receive(dtype, shape, tag)
 
 
-def keep_diary() -> list[dict[int, list[tuple[str, int]]]]:
+def keep_diary(rows: Sequence[int], two_queues: bool) -> list[Any]:
+    """Every order, a training step and an evaluation for each number of rows; the diary, and the gradients of training."""
     link_module.Wire = Diary  # type: ignore[misc]
     diaries = []
     for name in ORDERS:
-        for forward_only in (False, True):
-            Diary.pages = {}
-            executor, _ = make_executor(models.Simple, make_table(name, 4, 8, chunks_of(name) or 2))
-            executor.run(cut_batch(*models.batch_for(models.Simple, 9), 8), forward_only=forward_only)
-            diaries.append(Diary.pages)
+        Diary.pages = {}
+        executor, stages = make_executor(
+            models.Simple, make_table(name, 4, 8, chunks_of(name) or 2), way_back=way_back() if two_queues else None
+        )
+        grads = []
+        for count in rows:
+            for stage in stages.values():
+                stage.zero_grad()
+            executor.run(cut_batch(*models.batch_for(models.Simple, count), 8))
+            grads.append(copy.deepcopy(grads_of(stages)))
+            executor.run(cut_batch(*models.batch_for(models.Simple, 9), 8), forward_only=True)
+        diaries.append((Diary.pages, grads, executor.facts.num_stages))
     return diaries
 
 
 @pytest.mark.slow
-def test_both_sides_of_every_pair_keep_one_order() -> None:
-    """What a backend with one queue per pair of ranks (NCCL) needs, or it locks up."""
-    ranks = run_world(4, keep_diary, timeout=90).values
-    for step in zip(*ranks, strict=True):
-        assert sum(map(len, step)) > 0
-        for rank, diary in enumerate(step):
-            for peer, page in diary.items():
-                assert page == step[peer][rank]
+@pytest.mark.parametrize("two_queues", [False, True])
+def test_both_sides_of_every_pair_keep_one_order(two_queues: bool) -> None:
+    """What a backend with queues (NCCL) needs, or it locks up; also where messages are not what they were."""
+    rows = [9, 9, 9, 13, 13, 13, 8, 8]
+    ranks = run_world(4, keep_diary, rows, two_queues, timeout=180).values
+    for order in zip(*ranks, strict=True):
+        pages = [pages for pages, _, _ in order]
+        assert sum(map(len, pages)) > 0
+        for rank, diary in enumerate(pages):
+            for (peer, queue), page in diary.items():
+                assert page == pages[peer].get((rank, queue), [])
+        for step, count in enumerate(rows):
+            _, _, expected = models.truth(models.Simple, order[0][2], count)
+            found = {name: grad for _, grads, _ in order for name, grad in grads[step].items()}
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def backends() -> tuple[dict[str, str], str, str]:

@@ -61,6 +61,11 @@ def test_what_the_config_means():
     assert Precision.read({"fp16": True}) == Precision(torch.float16, {})
     assert Precision.read({"fp16": {"init_scale": 4, "min_scale": None}}) == Precision(torch.float16, {"init_scale": 4})
     assert Precision.read({"bf16": {"master_weights": False}}) == Precision(torch.bfloat16, None, False)
+    assert Precision.read({"bf16": True, "zero": {"stage": 1, "master_weights": False}}) == Precision.read(
+        {"bf16": {"master_weights": False}, "zero": 1}
+    )
+    with pytest.raises(ConfigError, match=r"bf16.master_weights=True and zero.master_weights=False: both"):
+        Precision.read({"bf16": {"master_weights": True}, "zero": {"stage": 1, "master_weights": False}})
     assert Precision.read({"bf16": True}).build_scaler(CPU) is None
     scaler = Precision(torch.float16, {"init_scale": 4.0, "enabled": True}).build_scaler(CPU)
     assert scaler is not None

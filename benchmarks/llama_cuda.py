@@ -1,0 +1,224 @@
+"""A Llama of 1.2 G parameters on one GPU: the engine against the same model written by hand in torch.
+
+bf16 autocast with fp32 parameters (`--pure`: bf16 parameters), compiled block by block, clipped, AdamW, on both sides. By hand: RMSNorm, rotary positions,
+SDPA with grouped queries, SwiGLU, torch.compile of every block and of the classifier with its loss, fused AdamW and
+clip_grad_norm_. Steps take turns; times are medians of CUDA events.
+`python benchmarks/llama_cuda.py --json` prints one object last: tokens per second of both (`ratios` has theirs over ours), the
+share of the GPU's peak and the peak memory of both. `--profile` adds the kernels that take longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _measure import has_device, interleave, report
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from colonnade import initialize, launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.models import Llama
+
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, INNER, LAYERS = 32000, 2048, 16, 4, 5632, 24
+THETA, EPS, LR, MAX_NORM = 500000.0, 1e-5, 1e-4, 1.0
+PEAK = 989e12
+"""bf16 operations per second of an H100 or H200, dense, as their maker gives it."""
+BEGIN = time.monotonic()
+GOALS = {"tokens_per_second": 1 / 1.02}
+
+Step = Callable[[], Any]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = HIDDEN // HEADS
+        self.q, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(HIDDEN, KV_HEADS * self.size, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN, EPS), nn.RMSNorm(HIDDEN, EPS)
+        self.attention = Attention()
+        self.gate, self.up = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), cos, sin)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.classifier = nn.RMSNorm(HIDDEN, EPS), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+class Plain(nn.Module):
+    """By hand."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = Head()
+        size = HIDDEN // HEADS
+        angles = torch.arange(length).unsqueeze(1) / THETA ** (torch.arange(0, size, 2) / size)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(x, labels)
+
+
+def by_hand(tokens: Tensor, labels: Tensor, pure: bool = False) -> Step:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Plain(tokens.size(1))
+    if pure:
+        turns = model.cos, model.sin
+        model.bfloat16()
+        model.cos, model.sin = turns
+    for module in (*model.blocks, model.head):
+        module.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not pure):
+            loss = model(tokens, labels)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def by_engine(tokens: Tensor, labels: Tensor, pure: bool = False, **more: Any) -> tuple[Step, int]:
+    torch.manual_seed(0)
+    config = {"clip_grad_norm": MAX_NORM, "bf16": {"master_weights": not pure}, "compile": {"fullgraph": True}, **more}
+    gpc = launch(config, context=ParallelContext(), verbose=False)
+    options: dict[str, Any] = {"kv_heads": KV_HEADS, "inner": INNER, "theta": THETA, "eps": EPS}
+    with torch.device("cuda"):
+        model = Llama(VOCABULARY, tokens.size(1), HIDDEN, HEADS, LAYERS, **options, context=gpc)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    engine, *_ = initialize(model, optimizer, model.criterion(), context=gpc)
+
+    def step() -> Tensor:
+        engine.zero_grad()
+        loss = engine.criterion(engine(tokens), labels)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def timed(step: Step) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def first_steps(build: Callable[[], Any], count: int = 4) -> tuple[Any, Step, int, list[float]]:
+    """What was built, its step, the bytes that it takes at most beside what was there, and its first losses."""
+    before = torch.cuda.memory_allocated()
+    made = build()
+    step = made[0] if isinstance(made, tuple) else made
+    losses = [step().item() for _ in range(count)]
+    torch.cuda.reset_peak_memory_stats()
+    losses.append(step().item())
+    print(f"{time.monotonic() - BEGIN:.0f} s: {len(losses)} steps, losses {losses}", flush=True)
+    return made, step, torch.cuda.max_memory_allocated() - before, losses
+
+
+def flops_per_token(parameters: int, length: int) -> int:
+    """Forward and backward: of every weight that is multiplied with, and of causal attention."""
+    return 6 * (parameters - VOCABULARY * HIDDEN) + 6 * LAYERS * HIDDEN * length
+
+
+def print_profile(name: str, step: Step) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+    kernels = [e for e in seen.key_averages() if e.self_device_time_total > 0 and str(e.device_type).endswith("CUDA")]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"{name}: {total / 3e3:.2f} ms of kernels in a step")
+    for event in kernels[:28]:
+        print(f"  {event.self_device_time_total / 3e3:8.3f} ms {event.count / 3:6.0f} x {event.key[:110]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--pure", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    if not has_device("cuda"):
+        return 0
+    drawn = torch.randint(0, VOCABULARY, (arguments.rows, arguments.length + 1), device="cuda")
+    tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+    (_, parameters), ours, our_peak, our_losses = first_steps(partial(by_engine, tokens, labels, arguments.pure))
+    _, theirs, their_peak, their_losses = first_steps(partial(by_hand, tokens, labels, arguments.pure))
+    turns = {"ours": partial(timed, ours), "theirs": partial(timed, theirs)}
+    medians = interleave(turns, arguments.rounds)
+    if arguments.profile:
+        print_profile("ours", ours)
+        print_profile("theirs", theirs)
+    dist.destroy_process_group()
+    operations = flops_per_token(parameters, arguments.length) * tokens.numel()
+    more = {
+        "parameters": parameters,
+        "tokens_per_step": tokens.numel(),
+        "milliseconds": {name: round(ms, 2) for name, ms in medians.items()},
+        "tokens_per_second": {name: round(1e3 * tokens.numel() / ms) for name, ms in medians.items()},
+        "share_of_peak": {name: round(operations / (ms * 1e-3) / PEAK, 4) for name, ms in medians.items()},
+        "peak_bytes": {"ours": our_peak, "theirs": their_peak},
+        "first_losses": {"ours": our_losses, "theirs": their_losses},
+        "device": torch.cuda.get_device_name(),
+    }
+    ratios = {"tokens_per_second": medians["ours"] / medians["theirs"]}
+    return 0 if report(ratios, GOALS, arguments.json, **more) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

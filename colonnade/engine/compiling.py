@@ -1,0 +1,51 @@
+"""torch.compile by config: a model's blocks one by one, so that all of a kind are compiled once, or the model as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from colonnade.errors import ConfigError
+from colonnade.nn.layer.loss import CrossEntropyLoss
+from colonnade.optim.zero.fsdp_modules import outer_members
+from colonnade.parallel.split import Stage
+
+
+def compile_model(model: nn.Module, criterion: Any, options: Any) -> None:
+    """torch.compile in place, so that parameter names stay; `options` are the config's.
+
+    `blocks=False` compiles the model (each chunk of a pipeline stage) in one piece, as is done where it has no blocks.
+    Of the criterion only our own cross-entropy is compiled, as what the engine reads off a loss would be lost.
+    """
+    if not options:
+        return
+    given = dict(options) if isinstance(options, dict) else {}
+    by_block = given.pop("blocks", True)
+    losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    chosen: list[nn.Module] = []
+    chosen += (loss for loss in losses if type(loss) is CrossEntropyLoss and loss.reduction != "mean")
+    for chunk in model if isinstance(model, nn.ModuleList) else [model]:
+        chosen += blocks_of(chunk) if by_block else [chunk]
+    for module in chosen:
+        try:
+            module.compile(**given)
+        except Exception as error:  # torch says in many ways that it cannot
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model and what stands in a row with them; the model itself where no two blocks are alike."""
+    found = list(_layers(model))
+    kinds = Counter(type(module) for module in found if any(True for _ in module.children()))
+    is_stage = isinstance(model, Stage)
+    return found if is_stage or any(count > 1 for count in kinds.values()) else [model]
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(model, Stage):
+        yield from (model.get_submodule(name) for name in model.layer_names)
+    else:
+        yield from outer_members(model)

@@ -1,0 +1,134 @@
+"""What the memory of this rank is for: measured on the tensors that there are, beside what the layout says it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from colonnade.engine.precision.table import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
+from colonnade.optim.zero.optimizer import ZeroOptimizer
+from colonnade.parallel.dtensor import local_part
+from colonnade.reduce.synchroniser import Synchroniser
+
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one kind: on the device, in the host's memory beside it, and by the layout (None: not known by it)."""
+
+    device: int
+    host: int = 0
+    formula: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryTable:
+    """Bytes of this rank. On the CPU nobody counts allocations: there `other`, `activations` and `peak` are None.
+
+    `state` is the optimizer's, with master copies. `other` is what else is allocated now: buffers, what collectives and
+    libraries keep, tensors of your own. `activations` is what the peak had beyond all that is held, with the temporary memory of
+    its moment. `peak` is since the last reset of torch.cuda's.
+    """
+
+    device: str
+    parameters: Held
+    gradients: Held
+    state: Held
+    other: int | None
+    activations: int | None
+    peak: int | None
+
+    @property
+    def held(self) -> Held:
+        """Parameters, gradients and state together."""
+        kinds = (self.parameters, self.gradients, self.state)
+        device, host = sum(kind.device for kind in kinds), sum(kind.host for kind in kinds)
+        return Held(device, host, sum(kind.formula or 0 for kind in kinds))
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, Held]] = [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("optimizer state", self.state),
+            ("together", self.held),
+        ]
+        more = {"other": self.other, "activations": self.activations, "peak": self.peak}
+        rows += [(what, Held(value)) for what, value in more.items() if value is not None]
+        lines = [f"{'MB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}"]
+        for what, kind in rows:
+            formula = "" if kind.formula is None else f"{kind.formula / _MB:,.1f}"
+            lines.append(f"  {what:16s}{kind.device / _MB:12,.1f}{kind.host / _MB:14,.1f}{formula:>12s}")
+        return "\n".join(lines)
+
+
+def memory_table(
+    model: nn.Module,
+    optimizer: Any,
+    synchroniser: Synchroniser,
+    layout: PrecisionTable,
+    device: torch.device,
+    reset: bool = False,
+) -> MemoryTable:
+    """The table of this moment; `layout` has the bytes that each kind should have."""
+    parameters = list(model.parameters())
+    known: set[int] = set()
+
+    def measured(tensors: Iterable[Tensor], *formulas: str) -> Held:
+        by_layout = sum((layout[what].bytes or 0.0) * layout.parameters for what in formulas)
+        return _held(tensors, device, known, round(by_layout))
+
+    weights = measured(parameters, WEIGHTS)
+    gradients = measured(_gradients(parameters, synchroniser), GRADIENTS)
+    state = measured(_state(optimizer), STATE, MASTERS)
+    other = activations = peak = None
+    if device.type == "cuda":
+        allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        other = allocated - weights.device - gradients.device - state.device
+        # Gradients that were given back since were there at the peak.
+        gone = max((gradients.formula or 0) - gradients.device - gradients.host, 0)
+        activations = max(peak - allocated - gone, 0)
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+    return MemoryTable(str(device), weights, gradients, state, other, activations, peak)
+
+
+def _gradients(parameters: Iterable[nn.Parameter], synchroniser: Synchroniser) -> Iterable[Tensor]:
+    """Every memory that gradients are kept in, but for that which buckets take turns in."""
+    yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+    for bucket in synchroniser.layout:
+        if bucket.keeps_gradients:
+            yield from (buffer.flat for buffer in bucket.buffers)
+        if bucket.shard is not None:
+            yield bucket.shard.flat
+
+
+def _state(optimizer: Any) -> Iterable[Tensor]:
+    stepped = optimizer
+    if isinstance(optimizer, ZeroOptimizer):
+        yield from optimizer.masters
+        stepped = optimizer.stepped
+    if isinstance(stepped, Optimizer):
+        for state in stepped.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], formula: int) -> Held:
+    """The memory of tensors, each once, and none that is known as something else."""
+    here = host = 0
+    for tensor in tensors:
+        local = local_part(tensor)
+        storage = local.untyped_storage()
+        if storage.nbytes() == 0 or storage.data_ptr() in known:
+            continue
+        known.add(storage.data_ptr())
+        if local.device.type == device.type:
+            here += storage.nbytes()
+        else:
+            host += storage.nbytes()
+    return Held(here, host, formula)

@@ -1,0 +1,211 @@
+"""Activations by config: blocks that compute theirs again in backward, wholly or but for chosen ops, or keep them on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from colonnade.errors import ConfigError, did_you_mean, listed
+from colonnade.logging import get_dist_logger
+from colonnade.nn.host_store import kept_on_host
+
+_PRODUCTS = (
+    "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm convolution _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention _flash_attention_forward _efficient_attention_forward"
+)
+"""What selective checkpointing keeps: matrix products and attention. The rest is cheap to compute again."""
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """The `activation_checkpoint` key of a config, read.
+
+    `mode`: "full" keeps a block's inputs alone, "selective" the results of the ops of `keep` too, "none" everything. `every`: of the
+    blocks one after another, every n-th one. `blocks`: their names, as patterns, or their classes. `offload`: what is kept
+    lies in the host's memory until backward.
+    """
+
+    mode: str = "none"
+    every: int = 1
+    blocks: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    offload: bool = False
+
+    @classmethod
+    def read(cls, given: Any) -> ActivationSettings:
+        """From the value of the key: nothing, a mode (True is "full"), or a dict."""
+        if not isinstance(given, dict):
+            return cls(mode={True: "full", False: "none", None: "none"}.get(given, given))
+        values = {"mode": "none" if given.get("offload") else "full"}
+        values |= {key: value for key, value in given.items() if value is not None}
+        for key in ("blocks", "keep"):
+            named: Any = values.get(key, ())
+            values[key] = (named,) if isinstance(named, str) else tuple(named)  # type: ignore[assignment]
+        settings = cls(**values)  # type: ignore[arg-type]
+        if settings.keep and settings.mode != "selective":
+            raise ConfigError(f"activation_checkpoint.keep is for mode='selective', not for mode={settings.mode!r}")
+        return settings
+
+    def apply(self, model: nn.Module, whole: Sequence[nn.Module], complete: bool = True) -> None:
+        """Have the blocks of `model` run so, in place; `release_blocks` undoes it.
+
+        `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
+        `complete`, a model without blocks is only warned of: another stage may have them.
+        """
+        if self.mode == "none" and not self.offload:
+            return
+        ops = frozenset(_ops(self.keep) if self.mode == "selective" else ())
+        classes = None if self.blocks else _repeated(whole, 2 if complete else 1)
+        known = any(True for part in whole for _ in self._found(part, classes))
+        if not known and complete:
+            raise ConfigError(_nothing_found(self.blocks, whole))
+        found = list(self._found(model, classes))
+        made: dict[type, type] = {}
+        for at, block in enumerate(found):
+            runs = _Runs(self.mode, self.offload, ops) if at % self.every == 0 else None
+            block._colonnade_runs = runs  # type: ignore[assignment]
+            # Blocks of one class stay of one class: others tell a list of blocks by that.
+            block.__class__ = made.setdefault(type(block), _running(type(block)))
+        where = f"{len(found[:: self.every])} of {len(found)} blocks"
+        if found:
+            kinds = listed(sorted({type(block).__name__ for block in found}))
+            offloaded = ", what they keep on the host" if self.offload else ""
+            get_dist_logger().info(f"activation_checkpoint: mode {self.mode!r}, {where} ({kinds}){offloaded}")
+        elif not complete:
+            get_dist_logger().warning(f"{_nothing_found(self.blocks, whole)} (in the stage of this rank)")
+
+    def _found(self, model: nn.Module, classes: set[type] | None) -> Iterator[nn.Module]:
+        """The blocks of a model, none of them inside another."""
+        inside = ""
+        for name, module in model.named_modules():
+            if inside and name.startswith(inside):
+                continue
+            if classes is not None:
+                chosen = type(module) in classes and _is_block(name, module)
+            else:
+                chosen = any(fnmatchcase(name, each) or type(module).__name__ == each for each in self.blocks)
+            if chosen and name:
+                inside = f"{name}."
+                yield module
+
+
+def release_blocks(model: nn.Module) -> None:
+    """Give the blocks of a model their own forward pass back."""
+    for module in model.modules():
+        if "_colonnade_runs" in vars(module):
+            module._colonnade_runs = None  # type: ignore[assignment]
+            if vars(type(module)).get("_colonnade_running"):  # else FSDP2 has put a class of its own around it
+                module.__class__ = type(module).__mro__[1]
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether blocks of a model compute activations again."""
+    runs = [vars(module).get("_colonnade_runs") for module in model.modules()]
+    return any(each is not None and each.mode != "none" for each in runs)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """How one block runs while gradients are wanted."""
+
+    mode: str
+    offload: bool
+    ops: frozenset[Any]
+
+    def __call__(self, forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+        where: AbstractContextManager[Any] = kept_on_host(block.parameters()) if self.offload else nullcontext()
+        with where:
+            if self.mode == "none":
+                return forward(block, *args, **kwargs)
+            options: dict[str, Any] = {"use_reentrant": False}
+            if self.mode == "selective":
+                options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, self.ops))
+            return checkpoint(forward, block, *args, **options, **kwargs)
+
+
+def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """What selective checkpointing does with the result of an op.
+
+    Inside the forward pass of an autograd.Function, where no gradients are recorded, it is nobody's to keep: the function may
+    write over it, and the copy that was kept would change with it.
+    """
+    keep = op in kept and torch.is_grad_enabled()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _running(own: type[nn.Module]) -> type[nn.Module]:
+    """A class of the same name whose forward pass runs as the block says.
+
+    Not a method on the instance: that would belong to this block in a copy of it too.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs = self._colonnade_runs
+        if runs is None or not torch.is_grad_enabled():
+            return own.forward(self, *args, **kwargs)
+        return runs(own.forward, self, args, kwargs)
+
+    return type(own.__name__, (own,), {"forward": forward, "__module__": own.__module__, "_colonnade_running": True})
+
+
+def _is_block(name: str, module: nn.Module) -> bool:
+    """Whether it is a numbered member of a list or a sequence, with layers and parameters inside."""
+    numbered = name.rpartition(".")[2].isdigit()
+    return numbered and any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _repeated(whole: Iterable[nn.Module], times: int) -> set[type]:
+    """The classes that this many blocks have, inner blocks of blocks not counted."""
+    counts: Counter[type] = Counter()
+    for part in whole:
+        inside = ""
+        for name, module in part.named_modules():
+            if not (inside and name.startswith(inside)) and _is_block(name, module):
+                counts[type(module)] += 1
+                inside = f"{name}."
+    return {kind for kind, count in counts.items() if count >= times}
+
+
+def _nothing_found(blocks: Sequence[str], whole: Iterable[nn.Module]) -> str:
+    kinds = sorted({type(module).__name__ for part in whole for module in part.modules()})
+    if blocks:
+        close = did_you_mean(blocks[0], kinds)
+        return (
+            f"activation_checkpoint.blocks={list(blocks)} names no module and no class of the model.{close} Its classes are "
+            f"{listed(kinds)}"
+        )
+    return (
+        f"activation_checkpoint finds no blocks in the model: they are members of an nn.ModuleList or nn.Sequential that have "
+        f"layers inside, two or more of one class. Name them: activation_checkpoint = dict(blocks=['{kinds[0]}']), by class or by "
+        f"pattern of module names; the classes are {listed(kinds)}"
+    )
+
+
+def _ops(names: Sequence[str]) -> list[Any]:
+    """The ops of these names, aten.mm for every overload of it; without names, the products that this torch has."""
+    found: list[Any] = []
+    for name in names or [f"aten.{each}" for each in _PRODUCTS.split()]:
+        at: Any = torch.ops
+        for part in name.split("."):
+            # Some namespaces answer to every name: an op is what has overloads, or is one.
+            at = getattr(at, part, None)
+        if isinstance(at, torch._ops.OpOverload):
+            found.append(at)
+        elif isinstance(at, torch._ops.OpOverloadPacket):
+            found += [getattr(at, overload) for overload in at.overloads()]
+        elif names:
+            raise ConfigError(
+                f"activation_checkpoint.keep: torch has no op {name!r}; write it as in torch.ops, 'aten.mm' say, or leave "
+                f"`keep` out for all matrix products and attention"
+            )
+    return found

@@ -1,0 +1,1 @@
+"""Triton kernels; a module of this package may be imported only where Triton is installed."""

@@ -1,0 +1,84 @@
+"""Memory of one rank and of a host's ranks, seen from one process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from colonnade.comm.memory import Memory, allocate, allocate_shared, keep_heap
+from colonnade.testing import run_world
+
+
+def _group(problems: list[str | None], swapped: list[int]) -> Any:
+    """Rank 0 of 2: `problems` are what the other rank says, and its descriptor is a copy of this rank's."""
+
+    def swap(descriptor: int) -> dict[int, int]:
+        swapped.append(descriptor)
+        return {1: os.dup(descriptor)}
+
+    return SimpleNamespace(
+        index=0,
+        size=2,
+        sockets=SimpleNamespace(swap_descriptors=swap),
+        gather_objects=lambda problem: [problem, *problems],
+        cannot_share=lambda problem: problems.append(f"told: {problem}"),
+    )
+
+
+@pytest.mark.parametrize("numel", [0, 5])
+def test_every_rank_sees_what_one_writes(numel):
+    memory = allocate(_group([None], []), numel, torch.float32, torch.device("cpu"))
+    assert memory.every is not None
+    assert [tuple(one.shape) for one in memory.every] == [(numel,)] * 2
+    assert not memory.own.any()
+    memory.own.add_(1)
+    assert bool(memory.every[1].all())
+    assert [one.tolist() for one in memory.part(1, 3).every or ()] == [[1.0] * min(2, numel)] * 2
+
+
+def test_where_one_rank_has_no_room_no_rank_shares():
+    swapped: list[int] = []
+    problems: list[str | None] = ["no room on rank 1"]
+    before = os.listdir("/proc/self/fd")
+    assert allocate_shared(_group(problems, swapped), 5, torch.float32) == (None, "no room on rank 1")
+    memory = allocate(_group(problems, swapped), 5, torch.float32, torch.device("cpu"))
+    assert problems[-1] == "told: no room on rank 1"
+    assert memory.every is None
+    assert memory.own.tolist() == [0.0] * 5
+    assert swapped == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_parts_of_memory_that_is_not_shared():
+    assert Memory(torch.arange(4)).part(1, 3).own.tolist() == [1, 2]
+    assert Memory(torch.arange(4)).part(1, 3).every is None
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", *"abcdef")]
+
+
+def _is_mapped(nbytes: int) -> bool:
+    """Whether a block of this size comes from the system and goes back there when it is freed."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _Mallinfo
+    before = mallinfo().hblks
+    block = torch.empty(nbytes, dtype=torch.uint8)
+    return bool(len(block)) and mallinfo().hblks > before
+
+
+def _kept() -> tuple[bool, bool]:
+    before = _is_mapped(20 << 20)
+    keep_heap()
+    return before, _is_mapped(31 << 20)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc learns")
+def test_large_blocks_stay_on_the_heap_from_then_on():
+    assert run_world(1, _kept).values == [(True, False)]

@@ -1,0 +1,129 @@
+"""Float8: what is refused by name, which layers are taken, and training beside one process in fp64 (emulated, by torchao)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
+from colonnade.engine.precision import Float8
+from colonnade.errors import ConfigError
+from colonnade.models import GPT
+from colonnade.nn.layer import Classifier, Linear
+from colonnade.parallel.split import split
+from colonnade.testing import gather_weights, run_world
+
+VOCABULARY, LENGTH, HIDDEN, HEADS, LAYERS, ROWS, STEPS = 32, 16, 64, 4, 2, 8, 3
+CPU = torch.device("cpu")
+
+
+def test_forms():
+    assert Float8.read(None) is None
+    assert Float8.read(False) is None
+    assert Float8.read(True) == Float8()
+    assert Float8.read({"recipe": "rowwise", "skip": "first", "emulate": True}) == Float8("rowwise", ("first",), True)
+
+
+def test_what_is_not_there_is_refused_by_name(monkeypatch):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"float8 needs torchao, which is not installed: pip install torchao"):
+        Float8(emulate=True).convert(model, CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 .* on cpu\. .*emulate=True"):
+        Float8().convert(model, CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(ConfigError, match=r"recipe='rowwise' needs .* 9\.0 or above, and cuda:0 has 8\.9"):
+        Float8("rowwise").convert(model, torch.device("cuda:0"))
+
+
+def test_which_layers_are_taken():
+    tied = nn.Embedding(32, 32).weight
+    with launch({}, context=ParallelContext(), verbose=False):
+        layers: dict[str, tuple[Any, str | None]] = {
+            "blocks.0.up": (nn.Linear(32, 64), None),
+            "blocks.0.own": (Linear(32, 64), None),
+            "blocks.0.joint": (Linear(32, 48, parts=3), None),
+            "classes": (Classifier(32, 64), "the classifier"),
+            "lm_head": (nn.Linear(32, 64), "skipped"),
+            "blocks.0.narrow": (nn.Linear(32, 24), "24 x 32 is no multiple of 16"),
+            "blocks.0.exact": (nn.Linear(32, 32).double(), "float64"),
+        }
+        for name, (layer, reason) in layers.items():
+            assert Float8()._why_not(name, layer, {id(tied)}) == reason, name
+    layer = nn.Linear(32, 32)
+    layer.weight = tied
+    assert Float8()._why_not("last", layer, {id(tied)}) == "the classifier"
+    assert Float8(skip=("blocks.0.*",))._why_not("blocks.0.up", nn.Linear(32, 32), set()) == "skipped"
+    assert Float8(skip=())._why_not("lm_head", nn.Linear(32, 32), set()) is None
+
+
+# -- with torchao -----------------------------------------------------------------------------------------
+
+
+def batch(part: int, step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(10 * step + part))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build(context: ParallelContext) -> GPT:
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, LENGTH, HIDDEN, HEADS, LAYERS, tied=False, context=context)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def _trained() -> list[tuple[str, float, int]]:
+    """By case: how far the weights are from those of one process in fp64, as a share of the way they went."""
+    found = []
+    for parallel, more in (
+        ({"tensor": {"size": 2, "mode": "1d"}}, {}),
+        ({"data": 2}, {"zero": 1, "bf16": True}),
+        ({"data": 2}, {"zero": 3, "bf16": True}),
+        ({"pipeline": 2}, {"schedule": {"type": "OneFOneB", "num_microbatches": 2}}),
+    ):
+        config = {"parallel": parallel, "float8": {"emulate": True}, **more}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            whole = build(gpc)
+            model: Any = split(whole, num_stages=2) if "pipeline" in parallel else whole
+            engine = initialize(model, sgd, whole.criterion(), context=gpc)[0]
+            plain = build(ParallelContext()).double()
+            begun = {name: value.detach().clone() for name, value in plain.named_parameters()}
+            optimizer = sgd(plain.parameters())
+            for step in range(STEPS):
+                engine.zero_grad()
+                engine.execute_schedule(iter([batch(gpc.get_local_rank(ParallelMode.DATA), step)]))
+                engine.step()
+                parts = [batch(part, step) for part in range(gpc.data_parallel_size)]
+                x, y = (torch.cat(columns) for columns in zip(*parts, strict=True))
+                optimizer.zero_grad()
+                plain.criterion()(plain(x), y).backward()
+                optimizer.step()
+            weights = gather_weights(engine.model, gpc)
+            way = torch.cat([(value.detach() - begun[name]).flatten() for name, value in plain.named_parameters()])
+            off = torch.cat([(weights[name].double() - value).flatten() for name, value in plain.named_parameters()])
+            converted = sum(
+                type(m).__name__ == "Float8Linear"
+                or getattr(getattr(m, "arrangement", None), "multiply", None).__name__ == "multiply"
+                for m in engine.model.modules()
+                if hasattr(m, "weight") and hasattr(m, "in_features")
+            )
+            found.append((str(config), (off.norm() / way.norm()).item(), converted))
+            engine.close()
+    return found
+
+
+def test_training_in_float8_stays_near_fp64():
+    pytest.importorskip("torchao", reason="float8 is an optional extra")
+    for config, error, converted in run_world(2, _trained, timeout=120).values[0]:
+        assert 0.001 < error < 0.15, (config, error)
+        assert converted == (4 * LAYERS if "pipeline" not in config else 4 * LAYERS // 2), config

@@ -1,0 +1,123 @@
+"""The optimizer step as CUDA graphs, beside the same step without; nothing here runs without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import ColonnadeError
+from colonnade.optim.capture import WARM_UP
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = 12
+
+
+class Model(nn.Module):
+    """The last layer is left out of some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor, used: int) -> Tensor:
+        for layer in self.layers[:used]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@contextmanager
+def engine_of(graph: bool, make: Any, **config: Any) -> Iterator[tuple[Any, Any]]:
+    torch.manual_seed(0)
+    settings = {"clip_grad_norm": 0.05, "graph_step": graph, **config}
+    with launch(settings, context=ParallelContext(), verbose=False, backend="gloo") as gpc:
+        model = Model()
+        optimizer = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        engine, _, _, scheduler = initialize(model, optimizer, lr_scheduler=scheduler, context=gpc)
+        yield engine, scheduler
+        engine.close()
+
+
+def trained(graph: bool, make: Any, **config: Any) -> tuple[list[Tensor], list[Any]]:
+    """Weights, and the norms and skips of all steps: with a schedule, a step that is dropped, one that leaves a layer
+    out, and new weight decay and loaded state on the way."""
+    with engine_of(graph, make, **config) as (engine, scheduler):
+        norms, kept = [], []
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            x = torch.randn(8, 24, device="cuda") * (math.inf if step == 6 else 1.0)
+            engine.zero_grad()
+            engine.backward(engine(x, 2 if step == 8 else 3))
+            engine.step()
+            scheduler.step()
+            kept.append(engine.grad_norm)
+            norms.append(float(engine.grad_norm))
+            if step == 4:
+                engine.optimizer.param_groups[0]["weight_decay"] = 0.3
+            if step == 9:
+                engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        assert engine.skipped_steps == 1
+        assert [float(norm) for norm in kept[:6]] == norms[:6]  # what was handed out is not written over
+        return [parameter.detach().clone() for parameter in engine.model.parameters()], norms
+
+
+MAKERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5),
+    "rate on the device": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2, device="cuda"), fused=True),
+}
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("adamw", {}),
+    ("sgd", {}),
+    ("rate on the device", {}),
+    ("adamw", {"fp16": {"init_scale": 256.0}}),
+    ("adamw", {"clip_grad_norm": {"method": {"type": "zclip", "warmup": 3}}}),
+]
+
+
+@pytest.mark.parametrize(("name", "config"), CASES, ids=str)
+def test_a_captured_step_is_the_step(name: str, config: dict[str, Any]) -> None:
+    assert STEPS > 4 * WARM_UP
+    plain, plain_norms = trained(False, MAKERS[name], **config)
+    captured, captured_norms = trained(True, MAKERS[name], **config)
+    assert [norm for norm in plain_norms if math.isfinite(norm)] == [n for n in captured_norms if math.isfinite(n)]
+    for one, other in zip(plain, captured, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_clipping() -> None:
+    weights = []
+    for graph in (False, True):
+        with engine_of(graph, MAKERS["adamw"], clip_grad_norm=None) as (engine, _):
+            for step in range(5):
+                torch.manual_seed(step)
+                engine.zero_grad()
+                engine.backward(engine(torch.randn(8, 24, device="cuda"), 3))
+                engine.step()
+            weights.append([parameter.detach().clone() for parameter in engine.model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "said"),
+    [
+        (lambda p: torch.optim.RMSprop(p), {}, "not RMSprop"),
+        (MAKERS["adamw"], {"flat_step": False}, "flat_step is False"),
+        (MAKERS["adamw"], {"clip_grad_norm": {"max_norm": 1.0, "nonfinite": "raise"}}, "nonfinite='raise'"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(make: Any, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ColonnadeError, match=said), engine_of(True, make, **config):
+        pass

@@ -1,0 +1,163 @@
+"""Cross entropy fused with the classifier: equal to the unfused one, on whole and on split vocabularies, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, PlacementError
+from colonnade.nn.layer import Classifier, CrossEntropyLoss, LinearCrossEntropyLoss, Whole, arrange
+from colonnade.nn.layer.modes import TwoD
+from colonnade.testing import run_world
+
+CLASSES, HIDDEN = 11, 6
+
+
+def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Activations, weight, bias, labels; the last row is ignored but for one label."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+        for shape in ((4, 6, HIDDEN), (CLASSES, HIDDEN), (CLASSES,))
+    )
+    labels = torch.randint(0, CLASSES, (4, 6), generator=draw)
+    labels[3, 1:] = -100
+    return hidden, weight, bias, labels
+
+
+def _plain(smoothing: float, reduction: str, biased: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Loss, and gradients of activations, weight and bias, by torch."""
+    hidden, weight, bias, labels = _case(dtype)
+    leaves = [each.requires_grad_() for each in (hidden, weight, *([bias] if biased else []))]
+    logits = F.linear(hidden, weight, bias if biased else None).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction=reduction, label_smoothing=smoothing)
+    (1.5 * loss).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _whole() -> Whole:
+    return Whole(ParallelContext())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 24, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_equals_the_unfused_one(biased, chunk, smoothing):
+    for reduction in ("mean", "sum"):
+        hidden, weight, bias, labels = _case()
+        leaves = [each.requires_grad_() for each in (hidden, weight, *([bias] if biased else []))]
+        criterion = LinearCrossEntropyLoss(
+            reduction=reduction, label_smoothing=smoothing, chunk=chunk, arrangement=_whole()
+        )
+        loss = criterion(hidden, weight, labels, bias=bias if biased else None)
+        (1.5 * loss).backward(retain_graph=True)
+        found = [loss.detach(), *(leaf.grad for leaf in leaves)]
+        torch.testing.assert_close(found, _plain(smoothing, reduction, biased), rtol=1e-12, atol=1e-13)
+        before = [leaf.grad.clone() for leaf in leaves]
+        (1.5 * loss).backward()  # as the backward pass of a pipeline stage in two parts
+        for leaf, once in zip(leaves, before, strict=True):
+            torch.testing.assert_close(leaf.grad, 2 * once)
+
+
+def test_half_precision_is_summed_in_fp32():
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+        hidden, weight, _, labels = _case(dtype)
+        hidden.requires_grad_(), weight.requires_grad_()
+        loss = LinearCrossEntropyLoss(chunk=5, arrangement=_whole())(hidden, weight, labels)
+        (1.5 * loss).backward()
+        assert loss.dtype is torch.float32
+        assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, dtype)
+        exact = _plain(0.0, "mean", False)
+        for found, wanted in zip([loss.detach(), hidden.grad, weight.grad], exact, strict=True):
+            torch.testing.assert_close(
+                found.double(), wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item()
+            )
+
+
+def test_autocast_leaves_the_gradient_of_an_fp32_weight_in_fp32():
+    hidden, weight, _, labels = _case(torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = LinearCrossEntropyLoss(chunk=7, arrangement=_whole())(hidden, weight, labels)
+    loss.backward()
+    assert weight.grad.dtype is torch.float32
+    assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+
+
+def test_what_needs_no_gradient_gets_none():
+    hidden, weight, _, labels = _case()
+    criterion = LinearCrossEntropyLoss(chunk=5, arrangement=_whole())
+    with torch.no_grad():
+        assert not criterion(hidden, weight.requires_grad_(), labels).requires_grad
+    criterion(hidden, weight, labels).backward()
+    assert hidden.grad is None
+    assert torch.equal(weight.grad, torch.autograd.grad(criterion(hidden, weight, labels), weight)[0])
+
+
+def test_counts_as_the_other_losses_do():
+    hidden, weight, _, labels = _case()
+    total, count = LinearCrossEntropyLoss(reduction="sum_and_count", arrangement=_whole())(hidden, weight, labels)
+    mean = LinearCrossEntropyLoss(arrangement=_whole())(hidden, weight, labels)
+    assert count.item() == 19
+    assert [each.item() for each in mean.sum_and_count] == [total.item(), 19]
+    nothing = LinearCrossEntropyLoss(reduction="sum_and_count", arrangement=_whole())(
+        hidden, weight, labels.fill_(-100)
+    )
+    assert [each.item() for each in nothing] == [0.0, 0]
+
+
+def test_bad_input_is_refused_by_name():
+    hidden, weight, _, labels = _case()
+    criterion = LinearCrossEntropyLoss(arrangement=_whole())
+    with pytest.raises(ConfigError, match=r"label 11 is none of the 11 classes \(0 to 10\)"):
+        criterion(hidden, weight, labels.fill_(CLASSES))
+    with pytest.raises(PlacementError, match=r"labels of shape \(4, 5\)"):
+        criterion(hidden, weight, labels[:, 1:])
+    with pytest.raises(ConfigError, match="reduction='none'"):
+        LinearCrossEntropyLoss(reduction="none", arrangement=_whole())
+    with pytest.raises(ConfigError, match="chunk=0"):
+        LinearCrossEntropyLoss(chunk=0, arrangement=_whole())
+    with pytest.raises(ConfigError, match="not under TwoD"):
+        LinearCrossEntropyLoss(arrangement=TwoD(ParallelContext()))
+
+
+def _split(ranks: int) -> None:
+    """Uneven parts of the vocabulary; one class leaves a rank with nothing."""
+    parallel = {"tensor": {"size": ranks, "mode": "1d"}}
+    with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
+        for sequence_split in (False, True):
+            here = arrange(gpc, sequence_split)
+            for classes, smoothing in ((CLASSES, 0.0), (CLASSES, 0.3), (1, 0.0)):
+                hidden, weight, bias, labels = _case()
+                labels = labels.where(labels < 0, labels % classes)
+                plain = nn.Linear(HIDDEN, classes, dtype=torch.float64)
+                with torch.no_grad():
+                    plain.weight.copy_(weight[:classes]), plain.bias.copy_(bias[:classes])
+                head = Classifier.from_module(plain, arrangement=here)
+                part = (
+                    hidden.chunk(ranks, 1)[gpc.get_local_rank(ParallelMode.PARALLEL_1D)] if sequence_split else hidden
+                )
+                found: list[list[Any]] = []
+                for fused in (False, True):
+                    x = part.clone().requires_grad_()
+                    head.zero_grad()
+                    options: Any = {"label_smoothing": smoothing, "arrangement": here}
+                    if fused:
+                        criterion = LinearCrossEntropyLoss(chunk=5, **options)
+                        loss = criterion(x, head.weight, labels, bias=head.bias)
+                    else:
+                        loss = CrossEntropyLoss(**options)(head(x), labels)
+                    loss.backward()
+                    found.append([loss.detach(), x.grad, head.weight.grad.clone(), head.bias.grad.clone()])
+                torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+def test_a_split_vocabulary():
+    run_world(2, _split, 2)

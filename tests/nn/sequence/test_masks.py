@@ -1,0 +1,101 @@
+"""The blocks that a ring cuts attention into: together they are the whole mask, each pair of query and key once."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colonnade.errors import LayoutError
+from colonnade.nn.sequence import Parts
+from colonnade.nn.sequence.masks import Mask, Sight, ring_turns
+from tests.nn.sequence.training import seen_keys
+
+
+def _of_a_block(mask: Mask, queries: int, keys: int) -> torch.Tensor:
+    """As the kernels understand it."""
+    seen = torch.zeros(queries, keys, dtype=torch.int)
+    for start, stop in pairwise(mask.documents or (0, queries)):
+        length, width = (queries, keys) if mask.documents is None else (stop - start, stop - start)
+        for row in range(length):
+            found = mask.seen(row, length, width)
+            assert len(found), "kernels give garbage for a query that sees nothing"
+            seen[start + row, start + found.start : start + found.stop] = 1
+    return seen
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Parts, Sight]:
+    size = draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        parts = Parts.of(draw(st.integers(1, 30)), size, True)
+    else:
+        lengths = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size).filter(any))
+        parts = Parts(tuple(lengths))
+    total = sum(parts.lengths)
+    documents = None
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=8))
+        ends = [end for end in accumulate(lengths, initial=0) if end < total]
+        documents = [*ends, total]
+    window = draw(st.none() | st.integers(0, 12))
+    return parts, Sight.of(draw(st.booleans()), window, documents, total)
+
+
+@given(_cases())
+def test_the_blocks_of_all_ranks_are_the_whole_mask_once(case):
+    parts, sight = case
+    size, total = len(parts.lengths), sum(parts.lengths)
+    found = torch.zeros(total, total, dtype=torch.int)
+    for at in range(size):
+        mine = parts.positions(at)
+        for turn in ring_turns(sight, parts, at):
+            other = (at - turn.ahead) % size
+            matching = next(t for t in ring_turns(sight, parts, other) if t.ahead == turn.ahead)
+            assert matching.sent == turn.received  # what one sends is what the other waits for
+            theirs = parts.positions(other)[turn.received]
+            for queries, keys, mask in turn.pieces:
+                block = _of_a_block(mask, len(mine[queries]), len(theirs[keys]))
+                found[mine[queries].unsqueeze(-1), theirs[keys]] += block
+    assert torch.equal(found, seen_keys(total, sight.causal, sight.window, sight.documents).int())
+
+
+def test_balanced_halves_are_one_block_a_turn_of_the_same_work():
+    work = []
+    for at in range(4):
+        turns = ring_turns(Sight(causal=True), Parts.of(64, 4, True), at)
+        assert [len(turn.pieces) for turn in turns] == [1] * 4
+        sizes = [(p.queries.stop - p.queries.start) * (p.keys.stop - p.keys.start) for t in turns for p in t.pieces]
+        assert turns[0].pieces[0].mask.is_causal
+        assert all(turn.pieces[0].mask.is_full for turn in turns[1:])
+        work.append(sizes)
+    assert all(sizes == [256, 128, 128, 128] for sizes in work)
+
+
+def test_keys_that_nobody_sees_stay_where_they_are():
+    parts = Parts((100,) * 8)
+    turns = ring_turns(Sight(causal=True, window=10), parts, 3)
+    assert [turn.ahead for turn in turns] == [0, 1]
+    assert turns[1].received == slice(90, 100)  # of the hundred before, the last ten
+    assert turns[1].pieces[0].queries == slice(0, 10)
+    assert [turn.ahead for turn in ring_turns(Sight(True, None, (0, 100, 800)), parts, 0)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("documents", [[0], [1, 5, 9], [0, 5, 5, 9], [0, 9, 5], [0, 5]])
+def test_documents_are_cumulative_lengths_of_everything(documents):
+    with pytest.raises(LayoutError, match="cumulative lengths from 0 to the 9 tokens"):
+        Sight.of(False, None, documents, 9)
+
+
+def test_documents_that_lie_on_the_device_are_not_read_in_every_layer():
+    with pytest.raises(LayoutError, match=r"documents.tolist\(\)"):
+        Sight.of(False, None, torch.empty(3, device="meta"), 9)
+    assert Sight.of(False, None, torch.tensor([0, 5, 9]), 9).documents == (0, 5, 9)
+
+
+def test_a_window_is_not_negative():
+    with pytest.raises(LayoutError, match="window=-1"):
+        Sight.of(True, -1, None, 9)
