@@ -67,25 +67,27 @@ def _1d(size: int) -> dict[str, Any]:
 
 INTERLEAVED = {"schedule": {"type": "Interleaved1F1B", "num_microbatches": 2, "num_chunks": 2}}
 ON_FOUR: list[Case] = [
-    ("GPT, tied", {}, {}),
     ("GPT, tied", {}, {"zero": 3}),
     ("GPT, tied", _1d(4), {}),
     ("GPT, tied", {"tensor": {"size": 4, "mode": "2d"}}, {}),
-    ("GPT, tied", {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}}, {"zero": 1}),
     ("GPT, tied", {"pipeline": 2}, {"num_microbatches": 2, "zero": 3}),
     ("GPT", {"pipeline": 2, **_1d(2)}, INTERLEAVED),
     ("odd GPT", _1d(4), {}),
     ("odd GPT", _1d(2), {"zero": 3}),
     ("MoE-GPT", {"expert": 4}, {"zero": 2}),
-    ("MoE-GPT", {"expert": 2, **_1d(2)}, {}),
-    ("MoE-GPT", {"expert": 2}, {"zero": 3}),
+    ("Llama, experts", {"expert": 2, **_1d(2)}, {"zero": 3}),
+    ("Llama, tied", {"pipeline": 2}, {"num_microbatches": 2, "zero": 3, "bf16": True}),
     ("ViT", {"sequence": 2}, {}),
-    ("local", _1d(4), {}),
     ("local", _1d(2), {"zero": 3}),
     ("plain", {}, {"zero": 3}),
     ("plain", {}, {"zero": 2, "bf16": {"master_weights": False}}),
 ]
 ON_EIGHT: list[Case] = [
+    ("GPT, tied", {}, {}),
+    ("GPT, tied", {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}}, {"zero": 1}),
+    ("MoE-GPT", {"expert": 2, **_1d(2)}, {}),
+    ("MoE-GPT", {"expert": 2}, {"zero": 3}),
+    ("local", _1d(4), {}),
     ("GPT, tied", {"tensor": {"size": 8, "mode": "3d"}}, {}),
     ("GPT", {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, {}),
     ("MoE-GPT", {"expert": 2, "pipeline": 2, **_1d(2)}, {"num_microbatches": 2, "zero": 3}),
