@@ -162,6 +162,7 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     alone, to be raised on all.
     """
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
+    held = [entry for entry in held if not entry.tensor.is_meta]  # drawn alike by all, when they have their parts
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
     for entry in sorted(held, key=_tie_key):
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)
