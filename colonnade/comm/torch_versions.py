@@ -94,3 +94,23 @@ def waiting_at_most(limit: timedelta) -> Iterator[None]:
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
     """`all_gather_flat` by a bare `ProcessGroupGloo` that is no group of torch.distributed; returns the work."""
     return gloo._allgather_base(received, own)
+
+
+def exchange_tensors(first: Any, second: Any) -> None:
+    """Make two tensors of one class each other's, all but their Python attributes.
+
+    torch.utils.swap_tensors takes the attributes along, and refuses tensors with weak references, as an nn.LSTM has.
+    """
+    torch._C._swap_tensor_impl(first, second)
+    if hasattr(first, "_local_tensor"):  # DTensors
+        first._local_tensor, second._local_tensor = second._local_tensor, first._local_tensor
+        first._spec, second._spec = second._spec, first._spec
+
+
+@torch.no_grad()
+def refresh_shards(module: Any) -> None:
+    """Let a module of FSDP2 take notice of new memory of its parameters, as its own `_apply` does."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
