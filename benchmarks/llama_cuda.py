@@ -180,7 +180,7 @@ def print_profile(name: str, step: Step) -> None:
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
     print(f"{name}: {total / 3e3:.2f} ms of kernels in a step")
-    for event in kernels[:28]:
+    for event in kernels[:24]:
         print(f"  {event.self_device_time_total / 3e3:8.3f} ms {event.count / 3:6.0f} x {event.key[:110]}")
 
 

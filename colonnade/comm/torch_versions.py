@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others, unless `launch(timeout=)` says otherwise."""
@@ -27,6 +28,9 @@ all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
+
+unwatched: Any = _disable_current_modes
+"""`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
 
 
 def default_store() -> Any:

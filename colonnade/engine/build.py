@@ -30,6 +30,7 @@ from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
+from colonnade.optim.scattered import can_scatter
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
@@ -131,7 +132,9 @@ def _synchronise(
     options = dict(config.get("sync") or {})
     if not hasattr(optimizer, "shards_of"):
         flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
-        return build_sync(model, optimizer, context, handlers, options, bucket_all=flat), flat
+        # A graph of a step needs gradients that stay where they are; else the kernels find them anywhere.
+        flatten = flat and bool(config.get("graph_step") or not all(map(can_scatter, model.parameters())))
+        return build_sync(model, optimizer, context, handlers, options, bucket_all=flatten), flat
     shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
     sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
     optimizer.attach(sync.synchroniser, model)

@@ -26,6 +26,7 @@ from colonnade.optim.capture import Capture
 from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.norm import Meter, reduce_norms
+from colonnade.optim.scattered import can_scatter, scattered_buckets
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.reduce.riders import Riders
 from colonnade.reduce.synchroniser import Synchroniser
@@ -220,12 +221,17 @@ def _step_of_whole_buckets(
     whole: bool,
 ) -> BucketStep:
     entry_of = {id(entry.tensor): entry for entry in held}
+    alone = [one for one in held if flat and id(one.tensor) not in synchroniser.parameters and can_scatter(one.tensor)]
 
     def buckets() -> list[OwnedBucket]:
         made: list[OwnedBucket] = []
         for bucket in synchroniser.layout:
             entries = [entry_of[id(parameter)] for parameter in bucket.parameters]
             made.append(WholeBucket(bucket, entries, [slot_of(entry) for entry in entries], whole))
-        return made
+        mine = [entry for entry in alone if entry.tensor.requires_grad]
+        return [*made, *scattered_buckets(mine, [slot_of(entry) for entry in mine], whole)]
 
-    return BucketStep(optimizer, buckets, lambda: synchroniser.generation, held, slot_of, flat, model, whole)
+    def generation() -> object:
+        return synchroniser.generation, [entry.tensor.requires_grad for entry in alone]
+
+    return BucketStep(optimizer, buckets, generation, held, slot_of, flat, model, whole)

@@ -62,6 +62,7 @@ class ActivationSettings:
         `whole`: the modules that `model` is a part of, itself or all pipeline stages, by which blocks are known. Unless they are
         `complete`, a model without blocks is only warned of: another stage may have them.
         """
+        release_blocks(model)  # of an engine that was not closed
         if self.mode == "none" and not self.offload:
             return
         ops = frozenset(_ops(self.keep) if self.mode == "selective" else ())

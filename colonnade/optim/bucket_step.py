@@ -33,6 +33,8 @@ from colonnade.reduce.values import BucketValues
 class OwnedBucket(ABC):
     """What norm and step see of one bucket: names, tensors to step on, their gradients in flat memory, their holders."""
 
+    scattered = False  # whether its gradients may lie anywhere
+
     def __init__(self, entries: Sequence[Held], slots: Sequence[int]) -> None:
         self.entries, self.slots = entries, slots
 
@@ -204,8 +206,7 @@ class BucketStep:
     def capture(self) -> None:
         """Take flat steps as CUDA graphs; refused where there is none, or none can be."""
         owned = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        wants_flat(owned, self._optimizer, True, "graph_step")
-        check_capturable(owned, self._is_flat)
+        check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
         self.captured = True
 
     def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
@@ -215,7 +216,7 @@ class BucketStep:
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
         """What measures it now. Only over buckets is it the same as before: their memory stays."""
         absent = self._look()
-        if self._outside:
+        if self._outside or any(bucket.scattered for bucket in self._buckets):
             blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]
             return Meter(blocks, norm_type, slots=slots, device=device, once=True)
         key = (self._made_for, absent, norm_type, slots)

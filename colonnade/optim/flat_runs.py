@@ -8,7 +8,7 @@ which on a CPU is faster than a second copy of it in small pieces.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from colonnade.optim.blocks import STEP_CHUNK, chunk_table, to_device
 from colonnade.optim.flat_state import BucketState
 from colonnade.optim.norm_readers import HALVES, kernels_available
+from colonnade.parallel.flat import padded
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ class TorchRun(Run):
 
     def _divided(self, divisor: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The gradient pieces, and the divisor torch's kernel is to apply (fp32: too coarse for fp64)."""
+        assert isinstance(self._state.bucket.grad, Tensor)
         dtype, grads = self._state.params.dtype, self._cut(self._state.bucket.grad)
         if grads[0].dtype == dtype and dtype != torch.float64:
             return grads, divisor.float()
@@ -138,15 +140,34 @@ class KernelRun(Run):
         self._state = state
         self._steps = steps
         device = state.params.device
-        spans = [(fragment.start, fragment.stop) for fragment in fragments]
-        table = chunk_table(spans, STEP_CHUNK, torch.device("cpu"))
-        table[:, 2] = torch.tensor([fragment.step for fragment in fragments])[table[:, 2].long()]
+        pieces = list(self._pieces(fragments))
+        table = chunk_table([(start, stop) for start, stop, _, _ in pieces], STEP_CHUNK, torch.device("cpu"))
+        piece_of = table[:, 2].long()
+        table[:, 2] = torch.tensor([step for _, _, step, _ in pieces])[piece_of]
         self._table = to_device(table, device)
+        self._owners = to_device(torch.tensor([owner for *_, owner in pieces], dtype=torch.int32)[piece_of], device)
+
+    def _pieces(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, int, int, int]]:
+        """(start, stop, place of the step count, which member): gradients that are scattered are read one by one."""
+        layout = self._state.bucket.layout
+        for fragment in fragments:
+            if isinstance(self._state.bucket.grad, Tensor):
+                yield fragment.start, fragment.stop, fragment.step, 0
+                continue
+            for index, span in enumerate(layout.spans):
+                if fragment.start <= span.start < fragment.stop:
+                    yield span.start, padded(span.stop, layout.dtype), fragment.step, index
+
+    def _gradient(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        grad = self._state.bucket.grad
+        return (grad, None) if isinstance(grad, Tensor) else (grad.like, (grad.addresses, grad.limits, self._owners))
 
     def adam(self, group: Mapping[str, Any], divisor: Tensor, found_inf: Tensor) -> None:
         state = self._state
+        grad, scattered = self._gradient()
         self._kernels.adam(
-            (state.params, state.bucket.grad, state.moment("exp_avg"), state.moment("exp_avg_sq")),
+            (state.params, grad, state.moment("exp_avg"), state.moment("exp_avg_sq")),
+            scattered,
             self._table,
             (self._steps, divisor, found_inf),
             _scalar(group["lr"]),
@@ -160,8 +181,10 @@ class KernelRun(Run):
         state = self._state
         momentum = float(group["momentum"])
         buffer = state.moment("momentum_buffer") if momentum else state.params
+        grad, scattered = self._gradient()
         self._kernels.sgd(
-            (state.params, state.bucket.grad, buffer),
+            (state.params, grad, buffer),
+            scattered,
             self._table,
             (self._steps, divisor, found_inf),
             _scalar(group["lr"]),

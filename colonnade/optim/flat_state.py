@@ -15,7 +15,34 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from colonnade.errors import GradientError
+from colonnade.optim.blocks import to_device
 from colonnade.parallel.flat import FlatLayout, Span
+
+
+def pinned(numbers: Tensor) -> Tensor:
+    """The same, where the device can fetch them while the host goes on."""
+    return numbers.pin_memory()
+
+
+class ScatteredGradient:
+    """Gradients that lie anywhere, as a kernel finds them: where element 0 of the flat buffer would be for each of them."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.dtype, self.device = layout.dtype, layout.device
+        self.like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
+        self.limits = to_device(torch.tensor([span.stop for span in layout.spans]), layout.device)
+        self._numel, self._known = layout.numel, [0] * len(layout)
+
+    def numel(self) -> int:
+        """The elements of the flat buffer."""
+        return self._numel
+
+    def point_to(self, addresses: list[int]) -> None:
+        """The gradients are there now."""
+        if addresses != self._known:
+            self.addresses.copy_(pinned(torch.tensor(addresses)), non_blocking=True)
+            self._known = addresses
 
 
 @dataclass(eq=False)
@@ -29,7 +56,7 @@ class FlatBucket:
 
     layout: FlatLayout
     members: Sequence[Tensor]
-    grad: Tensor
+    grad: Tensor | ScatteredGradient
     slots: Sequence[int] | None = None
     params: Tensor | None = None
 
@@ -63,7 +90,9 @@ def join_neighbours(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
 def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
     last = group[-1]
     return (
-        last.params is None
+        isinstance(last.grad, Tensor)
+        and isinstance(bucket.grad, Tensor)
+        and last.params is None
         and bucket.params is None
         and (last.layout.dtype, last.grad.dtype) == (bucket.layout.dtype, bucket.grad.dtype)
         and last.grad.untyped_storage().data_ptr() == bucket.grad.untyped_storage().data_ptr()
@@ -75,15 +104,16 @@ def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
 def _joined(group: Sequence[FlatBucket]) -> FlatBucket:
     members = [member for bucket in group for member in bucket.members]
     layout = FlatLayout(members)
-    first = int(group[0].grad.storage_offset())
+    grads = [bucket.grad for bucket in group if isinstance(bucket.grad, Tensor)]
+    first = int(grads[0].storage_offset())
     layout.spans = [
-        Span(span.start + int(bucket.grad.storage_offset()) - first, span.numel)
-        for bucket in group
+        Span(span.start + int(grad.storage_offset()) - first, span.numel)
+        for bucket, grad in zip(group, grads, strict=True)
         for span in bucket.layout.spans
     ]
-    layout.numel = sum(bucket.grad.numel() for bucket in group)
+    layout.numel = sum(grad.numel() for grad in grads)
     slots = [slot for bucket in group for slot in (bucket.slots or [0] * len(bucket.members))]
-    return FlatBucket(layout, members, group[0].grad.as_strided((layout.numel,), (1,), first), slots)
+    return FlatBucket(layout, members, grads[0].as_strided((layout.numel,), (1,), first), slots)
 
 
 class BucketState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -80,6 +80,7 @@ def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelM
     layout, rank = context.layout, context.get_global_rank()
     ranks = set(layout.group_of(mode, rank))
 
+    @cache
     def is_shared_out(placement: Placement) -> bool:
         """Whether it is split, or owes a sum, over ranks of which several are in this group of `mode`."""
         return any(

@@ -93,10 +93,11 @@ def _models() -> Iterator[Check]:
 
 
 def _attention() -> Iterator[Check]:
-    """In float64 by exact arithmetic, in bfloat16 by the GPU's kernels."""
+    """In float64 by exact arithmetic, in the others by the GPU's kernels."""
     for kind in test_attention.ATTENTION:
         yield Check("attention", f"{kind}, float64", 4, test_attention._all_cases, (kind, 4))
-        yield Check("attention", f"{kind}, bfloat16", 4, test_attention._low_precision, (kind,))
+        for dtype in (torch.bfloat16, torch.float32):
+            yield Check("attention", f"{kind}, {dtype}", 4, test_attention._low_precision, (kind, 512, dtype))
 
 
 def _experts() -> Iterator[Check]:

@@ -23,22 +23,25 @@ from tests.nn.sequence.training import EPS, RTOL, give_weights, take_weights
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 EARLY = {"shared_memory": False, "overlap": True}
 SPLIT = {"tensor": {"size": 2, "mode": "1d", "sequence_split": True}}
-CASES: list[tuple[str, dict[str, Any], int, str]] = [
+Case = tuple[str, dict[str, Any], int, str]
+OVER_DATA: list[Case] = [
     ("Llama", {"data": 2}, 0, "aot_eager"),
     ("Llama", {"data": 2}, 1, "eager"),
     ("Llama", {"data": 2}, 2, "eager"),
-    ("Llama", {"data": 2}, 3, "aot_eager"),
+    ("Llama", {"data": 2}, 3, "eager"),
+    ("GPT, tied", {"data": 2}, 0, "eager"),
+]
+OVER_TENSOR: list[Case] = [
     ("Llama", TENSOR, 0, "aot_eager"),
     ("GPT", TENSOR, 0, "eager"),
-    ("GPT, tied", {"data": 2}, 3, "eager"),
     ("ViT", SPLIT, 0, "eager"),
 ]
 
 
-def _trained() -> list[int]:
+def _trained(cases: list[Case]) -> list[int]:
     """For each case, how many sums of gradients had begun when the first layer's gradient came in the last step."""
     early = []
-    for name, parallel, zero, backend in CASES:
+    for name, parallel, zero, backend in cases:
         torch._dynamo.reset()
         config = {"parallel": parallel, "zero": zero, "clip_grad_norm": 1.0}
         config |= {"compile": {"backend": backend, "fullgraph": True}, "sync": {"bucket_mb": 0.01, **EARLY}}
@@ -73,8 +76,13 @@ def _trained() -> list[int]:
 @pytest.mark.slow
 def test_models_compile_by_block_without_a_break_and_equal_one_process():
     """`fullgraph` makes a break an error. Buckets are full one after another, as they are without compiling."""
-    for early in run_world(2, _trained, timeout=110).values:
-        assert min(early[:3]) > 1, early  # the cases over data; in the others FSDP has them, or there is nothing to sum
+    for early in run_world(2, _trained, OVER_DATA, timeout=110).values:
+        assert min(early[:3]) > 1, early  # at stage 3 FSDP has the gradients
+
+
+@pytest.mark.slow
+def test_models_that_are_split_compile_without_a_break_too():
+    run_world(2, _trained, OVER_TENSOR, timeout=110)
 
 
 def test_blocks_are_the_members_of_the_outer_containers():

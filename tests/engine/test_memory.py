@@ -79,6 +79,8 @@ def test_on_a_gpu_it_adds_up() -> None:
             torch.cuda.synchronize()
             found = engine.memory(), torch.cuda.memory_allocated()
             print(found[0])
+            if offload:
+                assert all(master.is_pinned() for master in engine.optimizer.masters)
             engine.close()
             return found
 

@@ -82,4 +82,4 @@ def test_logits_are_those_of_transformers(scaling: Any) -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 48))
     with torch.no_grad():
         found, truth = ours(tokens), theirs(tokens).logits
-    assert (found - truth).norm() <= 1e-10 * truth.norm()
+    assert (found - truth).norm() <= 1e-6 * truth.norm()  # theirs takes its norms in fp32

@@ -17,6 +17,8 @@ from colonnade.optim.blocks import STEP_CHUNK, UNIT
 
 WARPS = 4
 
+Scattered = tuple[Tensor, Tensor, Tensor] | None
+
 
 @triton.jit
 def _chunk(  # type: ignore[no-untyped-def]
@@ -33,10 +35,22 @@ def _chunk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _gradient(grad, addresses, limits, owners, offsets, mask, SCATTERED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The elements of the gradient: of the flat one, or of the one that this program's piece belongs to."""
+    if SCATTERED:
+        owner = tl.load(owners + tl.program_id(0))
+        # Its address is that of element 0 of the flat buffer; both it and every span are aligned.
+        grad = tl.multiple_of(tl.load(addresses + owner).to(grad.dtype), 16)
+        mask = mask & (offsets < tl.load(limits + owner))
+    return tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _adam(  # type: ignore[no-untyped-def]
-    param, grad, exp_avg, exp_avg_sq, table, steps, divisor, found_inf, lr,
+    param, grad, exp_avg, exp_avg_sq, addresses, limits, owners, table, steps, divisor, found_inf, lr,
     beta1, rest1, log1, beta2, rest2, log2, eps, decay,
-    DECOUPLED: tl.constexpr, LR_IN_MEMORY: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, LR_IN_MEMORY: tl.constexpr, SCATTERED: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets, mask, step, scale = _chunk(table, steps, divisor, found_inf, UNIT, BLOCK)
     if LR_IN_MEMORY:
@@ -48,7 +62,7 @@ def _adam(  # type: ignore[no-untyped-def]
     inverse_root2 = tl.div_rn(1.0, tl.sqrt_rn(correction2))
 
     p = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+    g = _gradient(grad, addresses, limits, owners, offsets, mask, SCATTERED) * scale
     m = tl.load(exp_avg + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0).to(tl.float32)
     if DECOUPLED:
@@ -66,15 +80,15 @@ def _adam(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sgd(  # type: ignore[no-untyped-def]
-    param, grad, buffer, table, steps, divisor, found_inf, lr, momentum, rest, decay,
-    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_IN_MEMORY: tl.constexpr,
+    param, grad, buffer, addresses, limits, owners, table, steps, divisor, found_inf, lr, momentum, rest, decay,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, LR_IN_MEMORY: tl.constexpr, SCATTERED: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets, mask, step, scale = _chunk(table, steps, divisor, found_inf, UNIT, BLOCK)
     if LR_IN_MEMORY:
         lr = tl.load(lr).to(tl.float32)
     p = tl.load(param + offsets, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32) * scale + decay * p
+    g = _gradient(grad, addresses, limits, owners, offsets, mask, SCATTERED) * scale + decay * p
     if MOMENTUM:
         b = tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32)
         b = tl.where(step == 1.0, g, momentum * b + rest * g)
@@ -88,6 +102,7 @@ def _sgd(  # type: ignore[no-untyped-def]
 
 def adam(
     buffers: tuple[Tensor, Tensor, Tensor, Tensor],
+    scattered: Scattered,
     table: Tensor,
     control: tuple[Tensor, Tensor, Tensor],
     lr: float | Tensor,
@@ -96,17 +111,21 @@ def adam(
     decay: float,
     decoupled: bool,
 ) -> None:
-    """One launch on (param, grad, exp_avg, exp_avg_sq); `control` is (steps, divisor, found_inf)."""
+    """One launch on (param, grad, exp_avg, exp_avg_sq); `control` is (steps, divisor, found_inf).
+
+    `scattered`: the gradients are elsewhere; (addresses, limits) of each, and whose every row of the table is.
+    """
     scalars = [number for beta in betas for number in (beta, 1.0 - beta, _log(beta))]
     _adam[(len(table),)](
-        *buffers, table, *control, lr, *scalars, float(eps), float(decay),
-        DECOUPLED=decoupled, LR_IN_MEMORY=isinstance(lr, Tensor),
+        *buffers, *(scattered or (table, table, table)), table, *control, lr, *scalars, float(eps), float(decay),
+        DECOUPLED=decoupled, LR_IN_MEMORY=isinstance(lr, Tensor), SCATTERED=scattered is not None,
         UNIT=UNIT, BLOCK=STEP_CHUNK, num_warps=WARPS,
     )  # fmt: skip
 
 
 def sgd(
     buffers: tuple[Tensor, Tensor, Tensor],
+    scattered: Scattered,
     table: Tensor,
     control: tuple[Tensor, Tensor, Tensor],
     lr: float | Tensor,
@@ -115,10 +134,10 @@ def sgd(
     decay: float,
     nesterov: bool,
 ) -> None:
-    """One launch on (param, grad, momentum buffer); `control` is (steps, divisor, found_inf)."""
+    """One launch on (param, grad, momentum buffer); the rest as for `adam`."""
     _sgd[(len(table),)](
-        *buffers, table, *control, lr, momentum, 1.0 - dampening, float(decay),
-        MOMENTUM=momentum != 0, NESTEROV=nesterov, LR_IN_MEMORY=isinstance(lr, Tensor),
+        *buffers, *(scattered or (table, table, table)), table, *control, lr, momentum, 1.0 - dampening, float(decay),
+        MOMENTUM=momentum != 0, NESTEROV=nesterov, LR_IN_MEMORY=isinstance(lr, Tensor), SCATTERED=scattered is not None,
         UNIT=UNIT, BLOCK=STEP_CHUNK, num_warps=WARPS,
     )  # fmt: skip
 

@@ -27,7 +27,8 @@ def bytes_held(
 ) -> HeldBytes:
     """What each of `ranks` holds of `numel` elements of `width` bytes with `state` bytes of optimizer state each.
 
-    `master` is the width of a master copy (0: none). `largest` is the number of elements of the largest bucket
+    At stage 3 `width` is that of the shards: 4 with fp32 masters, which the shards are then. `master` is the width of a
+    master copy (0: none). `largest` is the number of elements of the largest bucket
     (stage 2, whose buckets take turns in the memory of two).
     """
     per_rank = numel / ranks

@@ -128,23 +128,23 @@ def test_bad_input_is_refused_by_name():
         LinearCrossEntropyLoss(arrangement=TwoD(ParallelContext()))
 
 
-def _split(ranks: int) -> None:
+def _split(ranks: int, dtype: torch.dtype = torch.float64) -> None:
     """Uneven parts of the vocabulary; one class leaves a rank with nothing."""
+    tolerance = 1e-10 if dtype is torch.float64 else 2e-2
     parallel = {"tensor": {"size": ranks, "mode": "1d"}}
     with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
         for sequence_split in (False, True):
             here = arrange(gpc, sequence_split)
             for classes, smoothing in ((CLASSES, 0.0), (CLASSES, 0.3), (1, 0.0)):
-                hidden, weight, bias, labels = _case()
+                hidden, weight, bias, labels = (each.to(gpc.device) for each in _case(dtype))
                 labels = labels.where(labels < 0, labels % classes)
-                plain = nn.Linear(HIDDEN, classes, dtype=torch.float64)
+                plain = nn.Linear(HIDDEN, classes, dtype=dtype, device=gpc.device)
                 with torch.no_grad():
                     plain.weight.copy_(weight[:classes]), plain.bias.copy_(bias[:classes])
                 head = Classifier.from_module(plain, arrangement=here)
-                part = (
-                    hidden.chunk(ranks, 1)[gpc.get_local_rank(ParallelMode.PARALLEL_1D)] if sequence_split else hidden
-                )
-                found: list[list[Any]] = []
+                at = gpc.get_local_rank(ParallelMode.PARALLEL_1D)
+                part = hidden.chunk(ranks, 1)[at] if sequence_split else hidden
+                found: list[list[Tensor]] = []
                 for fused in (False, True):
                     x = part.clone().requires_grad_()
                     head.zero_grad()
@@ -156,7 +156,9 @@ def _split(ranks: int) -> None:
                         loss = CrossEntropyLoss(**options)(head(x), labels)
                     loss.backward()
                     found.append([loss.detach(), x.grad, head.weight.grad.clone(), head.bias.grad.clone()])
-                torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+                for one, other in zip(*found, strict=True):
+                    apart, size = (other - one).double().norm().item(), one.double().norm().item()
+                    assert apart <= tolerance * max(size, 1e-3), (classes, smoothing, apart, size)
 
 
 def test_a_split_vocabulary():
