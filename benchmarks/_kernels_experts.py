@@ -139,7 +139,7 @@ def _on_rank() -> dict[str, list[float]]:
         "by hand": _passes(hand, TOKENS_OF_A_RANK, list(hand.parameters())),
     }
     times: dict[str, list[float]] = {name: [] for name in passes}
-    for turn in range(_WARM_UP + _ROUNDS):
+    for turn in range(_WARM_UP + _ROUNDS // 2):
         for name in list(passes)[:: 1 if turn % 2 else -1]:
             dist.barrier()
             torch.cuda.synchronize()

@@ -20,7 +20,9 @@ ON_CUDA = {
     "clip_cuda": ["clip", "--device", "cuda"],
     "engine_cuda": ["engine_cuda"],
     "llama_cuda": ["llama_cuda"],
+    "kernels_cuda": ["kernels_cuda"],
     "step_cuda": ["step", "--device", "cuda"],
+    "parallel_cuda": ["parallel_cuda"],
     "memory_cuda": ["memory_cuda"],
 }
 COMMANDS = {**{name: [name] for name in ON_CPU}, **ON_CUDA}

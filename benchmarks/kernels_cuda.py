@@ -1,7 +1,7 @@
-"""The kernels of attention and of experts on a GPU, against torch's own by hand, and between NCCL ranks that share it.
+"""The kernels of attention, of experts and of the loss on a GPU, against torch's own by hand, and between NCCL ranks that share it.
 
 `python benchmarks/kernels_cuda.py --json` prints one object last, with `ratios` (lower is better) and `goals`; see
-`_kernels_attention.py` and `_kernels_experts.py`. `--only` chooses among them.
+`_kernels_attention.py`, `_kernels_experts.py` and `_kernels_loss.py`. `--only` chooses among them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from _measure import has_device, report
 
-PARTS = ("attention", "experts")
+PARTS = ("attention", "experts", "loss")
 
 
 def main() -> int:

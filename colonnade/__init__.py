@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from colonnade.logging import get_dist_logger as get_dist_logger
     from colonnade.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from colonnade.optim.clip import grad_norm as grad_norm
+    from colonnade.parallel.meta import meta_init as meta_init
     from colonnade.parallel.placement import Replicate as Replicate
     from colonnade.parallel.placement import Shard as Shard
     from colonnade.parallel.placement import Tied as Tied
@@ -41,6 +42,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.engine.engine": "Engine",
         "colonnade.logging": "get_dist_logger",
         "colonnade.optim.clip": "clip_grad_norm_ grad_norm",
+        "colonnade.parallel.meta": "meta_init",
         "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
         "colonnade.trainer.trainer": "Trainer",

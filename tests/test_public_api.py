@@ -27,6 +27,7 @@ TOP = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "meta_init",
     "place",
     "place_module",
     "placement_of",

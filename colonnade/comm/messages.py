@@ -110,9 +110,9 @@ class Agreement:
     tables: list[Alike] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
 
-    def require(self, table: Alike) -> None:
+    def require(self, *tables: Alike) -> None:
         """Raise on every rank, at the end of the block, where ranks differ in this."""
-        self.tables.append(table)
+        self.tables += tables
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others, unless `launch(timeout=)` says otherwise."""
@@ -27,6 +28,9 @@ all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
+
+unwatched: Any = _disable_current_modes
+"""`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
 
 
 def default_store() -> Any:
@@ -90,3 +94,33 @@ def waiting_at_most(limit: timedelta) -> Iterator[None]:
 def gloo_all_gather(gloo: Any, received: Tensor, own: Tensor) -> Any:
     """`all_gather_flat` by a bare `ProcessGroupGloo` that is no group of torch.distributed; returns the work."""
     return gloo._allgather_base(received, own)
+
+
+def exchange_tensors(first: Any, second: Any) -> None:
+    """Make two tensors of one class each other's, all but their Python attributes.
+
+    torch.utils.swap_tensors takes the attributes along, and refuses tensors with weak references, as an nn.LSTM has.
+    """
+    torch._C._swap_tensor_impl(first, second)
+    if hasattr(first, "_local_tensor"):  # DTensors
+        first._local_tensor, second._local_tensor = second._local_tensor, first._local_tensor
+        first._spec, second._spec = second._spec, first._spec
+
+
+def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
+    """A DTensor that lies as `dtensor` does, with this local part, wherever that is.
+
+    DTensor.from_local would move it to the mesh's device, away from the CPU that FSDP2 offloads to.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, dtensor._spec, requires_grad=False)
+
+
+@torch.no_grad()
+def refresh_shards(module: Any) -> None:
+    """Let a module of FSDP2 take notice of new memory of its parameters, as its own `_apply` does."""
+    state = module._get_fsdp_state()
+    for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()

@@ -63,6 +63,7 @@ class ParallelContext:
     streams: RandomStreams
     waits: WaitWatch
     world_size: int
+    seed: int
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
     _launched: bool
@@ -262,6 +263,7 @@ class ParallelContext:
 
         All of them as torch: alike on ranks that see the same data, others where data or stage differ.
         """
+        self.seed = seed
         here = self._layout.coordinates(self._rank)
         apart = [f"{axis.name}={here[axis.name]}" for axis in self._layout.axes if axis.seeded_apart]
         own = derive_seed(seed, *apart)
@@ -298,6 +300,7 @@ class ParallelContext:
         self.device = torch.device("cpu")
         self.streams = RandomStreams()
         self.waits = WaitWatch()
+        self.seed = 0
         self.world_size = 1
         self.virtual_pipeline_parallel_size = None
         self.virtual_pipeline_parallel_rank = None

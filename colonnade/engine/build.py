@@ -17,6 +17,7 @@ from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
+from colonnade.engine.materialise import MetaStart, read_recipes
 from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
@@ -61,23 +62,23 @@ def initialize(
     made equal, handlers are attached, and everything that is wrong is said now, on every rank.
     """
     context = _launched(context)
-    config, device = context.config, context.device
-    with agreed_errors(device, parts=(1, context.pipeline_parallel_size)) as agreement:
+    config, device, stages = context.config, context.device, context.pipeline_parallel_size
+    with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
         scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
         schedule = _build_schedule(context)
-        built = _build_model(model, context, schedule)
+        built, start = _build_model(model, context, schedule)
         precision.apply(built, device, zero.stage)
         compile_model(built, criterion, config.get("compile"))
         placements = Placements(built, context)
-        agreement.require(numeric_settings())
-        agreement.require(placements.alike())
+        agreement.require(numeric_settings(), placements.alike(), start.alike())
     placements.check(agreement.sizes[1])
-    warn_of_repeated_work(built, context)
+    start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = shard_parameters(built, optimizer, context, zero)
-    with agreed_errors(device, parts=(context.pipeline_parallel_size,)) as agreement:
+    start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
+    with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
         plain = _build_optimizer(optimizer, built)
@@ -171,9 +172,10 @@ def _apply_backend_flags(config: Config) -> None:
         torch.backends.cudnn.deterministic = config.cudnn_deterministic
 
 
-def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
+def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart]:
     built = model if isinstance(model, (nn.Module, Split)) else model()
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
+    recipes = read_recipes(built, context) if isinstance(built, (nn.Module, Split)) else {}
     whole = list(built) if isinstance(built, Split) else [built]
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
@@ -186,11 +188,15 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
     warn_of_batch_norm(built, context)
-    built = built.to(context.device)
+    warn_of_repeated_work(built, context)
+    device = context.device
+    built = (
+        built._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device)) if recipes else built.to(device)
+    )
     float8 = Float8.read(context.config.get("float8"))
     if float8 is not None:
-        float8.convert(built, context.device)
-    return built
+        float8.convert(built, device)
+    return built, MetaStart(built, recipes, context)
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

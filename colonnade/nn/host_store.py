@@ -54,7 +54,8 @@ class _Block:
         if not self._kept:
             self._before, _last[tensor.device] = _last.get(tensor.device), weakref.ref(self)
         stream = _stream(tensor.device)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # In its own order of elements, which compiled code insists on.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
             host.copy_(tensor.detach(), non_blocking=True)

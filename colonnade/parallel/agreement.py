@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import torch
@@ -80,6 +80,7 @@ def whole_parameters(model: nn.Module, context: ParallelContext, mode: ParallelM
     layout, rank = context.layout, context.get_global_rank()
     ranks = set(layout.group_of(mode, rank))
 
+    @cache
     def is_shared_out(placement: Placement) -> bool:
         """Whether it is split, or owes a sum, over ranks of which several are in this group of `mode`."""
         return any(
@@ -161,6 +162,7 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     alone, to be raised on all.
     """
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
+    held = [entry for entry in held if not entry.tensor.is_meta]  # drawn alike by all, when they have their parts
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
     for entry in sorted(held, key=_tie_key):
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)

@@ -96,7 +96,9 @@ class BucketStorage:
         if sharding.keep_whole and (dtype, device) == (self._dtype, self._device):
             bucket.shard = GradientShard(bucket.buffers[0].flat[bucket.own][: bucket.used])
         else:
-            bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=dtype, device=device))
+            # What goes between the host and a device is fast only from pinned memory.
+            pinned = device.type == "cpu" and self._device.type == "cuda"
+            bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=dtype, device=device, pin_memory=pinned))
 
     def _reserve(self, count: int, numel: int) -> None:
         if self._memory and self._memory[0].own.numel() >= numel:

@@ -41,7 +41,9 @@ class BucketValues:
         self._views = views
         shard = bucket.gradient
         self.has_master = (shard.dtype, shard.device) != (bucket.layout.dtype, bucket.layout.device)
-        self.owned = self._own_part.to(shard.device, shard.dtype, copy=True) if self.has_master else self._own_part
+        self.owned = self._own_part
+        if self.has_master:
+            self.owned = torch.empty_like(shard, pin_memory=shard.is_pinned()).copy_(self._own_part)
         self.parts = [self.owned[span.at : span.at + span.numel] for span in bucket.spans]
         self.grads = [shard[span.at : span.at + span.numel] for span in bucket.spans]
 

@@ -20,7 +20,7 @@ from tests.checkpoint.test_load import STEPS
 
 
 def test_the_full_file_loads_in_plain_torch(four_ranks, tmp_path):
-    file = export_full(four_ranks / "step-00000001", tmp_path / "new/full.safetensors")
+    file = export_full(four_ranks / "step-00000001", tmp_path / "new/and/newer/full.safetensors")
     built = build(WAYS["one"], ParallelContext(), 99)
     assert built.model.load_state_dict(load_file(file)).missing_keys == []
     truth = truth_after(STEPS)

@@ -34,6 +34,15 @@ def _opened(said: list[str], spoke: threading.Event, rank: int = 0) -> WaitWatch
     return watch
 
 
+def test_after_a_block_a_rank_is_where_it_was_before():
+    watch = WaitWatch()
+    with watch.during("saving"):
+        with watch.during("summing"):
+            assert watch._place[0] == "summing"
+        assert watch._place[0] == "saving"
+    assert watch._place[0] == OUTSIDE
+
+
 def test_a_rank_that_waits_says_where_the_others_are(store):
     said: list[str] = []
     spoke = threading.Event()

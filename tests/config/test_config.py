@@ -347,14 +347,14 @@ def test_loading_imports_no_torch_and_is_quick(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
         import sys, time
-        start = time.perf_counter()
+        start = time.process_time()
         from colonnade.config import load_config, parallel_sizes
         for name in ("train.py", "train.toml"):
             parallel_sizes(load_config(name).freeze())
-        wall = time.perf_counter() - start
+        spent = time.process_time() - start
         heavy = {"torch", "numpy", "rich", "typer"} & set(sys.modules)
         assert not heavy, heavy
-        print(wall)
+        print(spent)  # of the processor: the machine may be busy
         """
     )
     root = Path(__file__).resolve().parents[2]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,3 +67,16 @@ def test_the_wait_at_the_end_ends_when_threads_are_quiet_and_after_three_seconds
     begin = time.monotonic()
     rendezvous._wait_for_threads()
     assert 0.05 <= time.monotonic() - begin < 2.5
+
+
+def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()
+    try:
+        monkeypatch.setattr(rendezvous, "_is_busy", lambda task: task.name == str(os.getpid()))
+        monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.2)
+        begin = time.monotonic()
+        rendezvous._wait_for_threads()
+        assert time.monotonic() - begin >= 0.2
+    finally:
+        done.set()

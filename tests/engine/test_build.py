@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.parallel.meta import meta_init
+from colonnade.reduce import synchroniser
 from colonnade.testing import run_world
 
 WIDTH, LAYERS, BUCKET, ONE = 1024, 16, 32 << 20, 4 << 20
@@ -36,7 +39,7 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta and not hasattr(tensor, "to_local"):
                 storage = tensor.untyped_storage()
                 self._sizes[StorageWeakRef(storage)] = storage.nbytes()
         self._sizes = {storage: size for storage, size in self._sizes.items() if not storage.expired()}
@@ -49,24 +52,34 @@ class LiveMemory(TorchDispatchMode):
         return max(sum(size for at, size in moment.items() if at not in others) for moment in self._moments)
 
 
-def _peaks() -> list[int]:
-    """For each config: the most bytes at one moment of building and initialising, gradients and shards left out."""
-    found = []
-    for config in CONFIGS:
-        with launch({"sync": {"shared_memory": False}, **config}, context=ParallelContext(), verbose=False) as gpc:
-            with LiveMemory() as memory:
+def _peaks() -> tuple[list[int], list[int]]:
+    """The most bytes at one moment of building and initialising, but for gradients and their shards, by config.
+
+    First of models that are built in memory, then of some that are built without.
+    """
+    synchroniser.keep_heap = lambda: None  # asks for memory and never touches it
+    return [_peak(config, False) for config in CONFIGS], [_peak(config, True) for config in (CONFIGS[0], {"zero": 3})]
+
+
+def _peak(config: dict[str, Any], from_meta: bool) -> int:
+    with launch({"sync": {"shared_memory": False}, **config}, context=ParallelContext(), verbose=False) as gpc:
+        with LiveMemory() as memory:
+            with meta_init() if from_meta else nullcontext():
                 model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-                engine = initialize(model, torch.optim.AdamW(model.parameters()), context=gpc)[0]
-            buckets = engine._sync.synchroniser.buckets
-            gradients = [buffer.flat for bucket in buckets for buffer in bucket.buffers]
-            gradients += [bucket.shard.flat for bucket in buckets if bucket.shard is not None]
-            found.append(memory.most(but=gradients))
-            engine.close()
-    return found
+            engine = initialize(model, torch.optim.AdamW(model.parameters()), context=gpc)[0]
+        buckets = engine._sync.synchroniser.buckets
+        gradients = [buffer.flat for bucket in buckets for buffer in bucket.buffers]
+        gradients += [bucket.shard.flat for bucket in buckets if bucket.shard is not None]
+        peak = memory.most(but=gradients)
+        engine.close()
+    return peak
 
 
 @pytest.mark.slow
-def test_the_start_takes_one_bucket_of_memory_beside_parameters_and_gradients():
+def test_the_start_takes_little_memory_beside_parameters_and_gradients():
+    """One bucket; from the meta device one parameter, and a sharded model's parameters are never whole."""
     parameters = 4 * WIDTH * WIDTH * LAYERS
-    for peaks in run_world(2, _peaks, timeout=120).values:
-        assert max(peaks) <= parameters + BUCKET + ONE, peaks
+    for built, (replicated, sharded) in run_world(2, _peaks, timeout=120).values:
+        assert max(built) <= parameters + BUCKET + ONE, built
+        assert parameters <= replicated <= parameters + ONE, replicated
+        assert parameters // 2 <= sharded <= parameters // 2 + ONE, sharded

@@ -210,6 +210,18 @@ def test_means_and_sums_in_one_step_are_refused():
             engine.backward((engine.criterion(engine(x), y), 3))
 
 
+def test_a_run_takes_up_what_it_has_itself_and_passes_over_the_rest():
+    clipped = {"clip_grad_norm": {"method": "zclip"}}
+    with world_of_one(**clipped) as gpc:
+        saved = start(gpc).extra_state()
+    with world_of_one() as gpc:
+        start(gpc).load_extra_state(saved)
+    with world_of_one(**clipped) as gpc:
+        engine = start(gpc)
+        for extra in ({}, {"engine.clip": {}}, {"engine.scaler": {"scale": 3}}, saved):
+            engine.load_extra_state(extra)
+
+
 def test_a_loop_that_forgets_a_step_is_told_so():
     with world_of_one() as gpc:
         engine = start(gpc)

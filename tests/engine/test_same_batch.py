@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from colonnade._launch import launch
 from colonnade.comm import waits
+from colonnade.context.build import run_initializers
+from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.sizes import world_axes
 from colonnade.engine.build import initialize
 from colonnade.engine.same_batch import SameBatch, _digest
 from colonnade.errors import ColonnadeError
@@ -171,6 +175,15 @@ def test_a_digest_tells_batches_apart():
     assert int(_digest([x.clone()])) == digests[0]
     assert int(_digest(torch.tensor([0, 2, 0]))) != int(_digest(torch.tensor([1, 0, 1])))
     assert _digest(["text", torch.nested.nested_tensor([x[0], x[0]]), x.to("meta")]) is None
+
+
+@pytest.mark.parametrize(("parallel", "looks"), [({}, False), ({"tensor": 2}, True), ({"pipeline": 2}, True)])
+def test_only_where_ranks_see_the_same_data_is_anything_looked_at(parallel, looks):
+    config = {"parallel": parallel}
+    layout = Layout(world_axes(config, 4), run_initializers(config, 4, 0).groups)
+    for extra in ({}, {"compare_batches": True}, {"compare_batches": False}):
+        context = SimpleNamespace(world_size=4, layout=layout, config=extra)
+        assert SameBatch(context)._looks == (looks and extra != {"compare_batches": False})
 
 
 def test_a_steady_step_looks_at_nothing(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def _trained(case: str, fused: bool) -> dict[str, Tensor]:
         return found
 
 
-def _both(cases: list[str]) -> None:
+def _both(cases: Sequence[str]) -> None:
     for case in cases:
         try:
             compare(_trained(case, False), _trained(case, True), 1e-10)
@@ -70,9 +71,14 @@ def _both(cases: list[str]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [["tensor", "zero 3"], pytest.param([c for c in CASES if c not in ("tensor", "zero 3")], marks=pytest.mark.slow)],
-)
+FAST, SLOW = ("tensor", "zero 3"), ("zero 3, tied", "pipeline", "sequence")
+TIERS = [
+    FAST,
+    pytest.param(SLOW, marks=pytest.mark.slow),
+    pytest.param([case for case in CASES if case not in FAST + SLOW], marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("cases", TIERS, ids=["fast", "slow", "long"])
 def test_the_same_steps_without_logits(cases):
     run_world(2, _both, cases, timeout=110)

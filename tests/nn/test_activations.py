@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -112,6 +114,19 @@ def test_what_is_a_block():
         gpt(torch.zeros(1, 8, dtype=torch.int64))
 
 
+def test_applied_again_and_copied_a_block_is_computed_again_once():
+    model = Model()
+    for _ in range(2):
+        ActivationSettings.read("selective").apply(model, [model])
+    ran: list[int] = []
+    for block in (twin := copy.deepcopy(model)).blocks:
+        block.inner.register_forward_pre_hook(lambda *_: ran.append(1))
+    twin(torch.ones(2, 8)).backward()
+    assert len(ran) == 10
+    ActivationSettings.read(None).apply(model, [model])
+    assert all(type(block) is Block for block in model.blocks)
+
+
 def test_bad_settings_are_refused_by_name():
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"finds no blocks in the model.*classes are Linear, Sequential"):
@@ -141,7 +156,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-MODES = {"zero 1": ("full",), "zero 2": ("selective",), "pipeline": ("selective",), "zero bubble": ("full",)}
+MODES = {
+    "zero 1": ("full",),
+    "zero 2": ("selective",),
+    "pipeline": ("selective",),
+    "zero bubble": ("full",),
+    "compiled": ("selective",),
+}
 
 
 def _weights(case: str, mode: Any) -> tuple[dict[str, Tensor], int]:
@@ -173,7 +194,7 @@ def _weights(case: str, mode: Any) -> tuple[dict[str, Tensor], int]:
         return weights, len(ran)
 
 
-def _all(cases: list[str]) -> None:
+def _all(cases: Sequence[str]) -> None:
     for case in cases:
         wanted, once = _weights(case, None)
         for mode in MODES.get(case, ("full", "selective")):
@@ -183,10 +204,15 @@ def _all(cases: list[str]) -> None:
                 assert ran == 2 * once, (case, mode, once, ran)
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [["tensor", "zero 3"], pytest.param([c for c in CASES if c not in ("tensor", "zero 3")], marks=pytest.mark.slow)],
-)
+FAST, SLOW = ("tensor", "zero 3"), ("pipeline", "zero bubble", "experts", "compiled", "sequence")
+TIERS = [
+    FAST,
+    pytest.param(SLOW, marks=pytest.mark.slow),
+    pytest.param([case for case in CASES if case not in FAST + SLOW], marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("cases", TIERS, ids=["fast", "slow", "long"])
 def test_the_same_steps_under_every_kind_of_parallelism(cases):
     """Dropout and all: the masks come again."""
     run_world(2, _all, cases, timeout=110)

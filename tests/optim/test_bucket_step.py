@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.optim.bucket_step import WholeBucket
+from colonnade.parallel.flat import FlatLayout
 
 
 def built() -> nn.Module:
@@ -74,3 +78,19 @@ def _second_norm() -> float:
         norm = model[0].bias.grad.norm().item()
         optimizer.step()
     return norm
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
+    members = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(24))]
+    layout = FlatLayout(members)
+    facts = SimpleNamespace(
+        sum=SimpleNamespace(ranks=(0, 1)), layout=layout, gradient=torch.ones(layout.numel), parameters=members
+    )
+    measured = 0
+    for index in (0, 1):
+        entries = [SimpleNamespace(holding=SimpleNamespace(count=2, index=index, ranks=(0, 1)))] * 2
+        blocks = WholeBucket(facts, entries, [0, 0], whole).blocks([])  # type: ignore[arg-type]
+        assert len(blocks) == 1
+        measured += blocks[0].owned.numel()
+    assert measured == (2 if whole else 1) * layout.numel

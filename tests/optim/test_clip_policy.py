@@ -28,6 +28,11 @@ def test_one_group_by_default() -> None:
     assert decision.found_inf.dtype == torch.float32
 
 
+def test_several_slots_of_one_group_get_a_divisor_each() -> None:
+    decision = ClipPolicy(NormClip(1.0), group_of=(0, 0)).decide(norms(3.0, 4.0))
+    assert decision.divisor.tolist() == [5.0 + 1e-6] * 2
+
+
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_groups(p: float) -> None:
     groups = [

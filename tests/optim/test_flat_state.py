@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.errors import GradientError
 from colonnade.optim import flat_state
-from colonnade.optim.flat_state import FlatBucket, join_neighbours
+from colonnade.optim.flat_state import BucketState, FlatBucket, join_neighbours
 from colonnade.parallel.flat import FlatLayout
 
 SIZES = [(3, 5), (7,), (2, 2), (40,)]
@@ -77,3 +78,17 @@ def test_what_is_joined_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_state, "JOINED", 100)
     joined = join_neighbours(buckets_in([torch.float32] * 4))
     assert [bucket.grad.numel() for bucket in joined] == [96, 96]
+
+
+def test_parameters_that_were_given_other_memory_come_back_with_their_values() -> None:
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    state = BucketState(bucket, 0)
+    first, second = bucket.members
+    second.data = torch.full_like(second, 7.0)
+    state.reclaim()
+    home = bucket.layout.views(state.params)[1]
+    assert second.data_ptr() == home.data_ptr()
+    assert bool((home == 7).all())
+    first.data = torch.zeros(2)
+    with pytest.raises(GradientError, match=r"a parameter of shape \(3, 5\), .* has become one of shape \(2,\)"):
+        state.reclaim()

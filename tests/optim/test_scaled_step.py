@@ -49,6 +49,15 @@ def close(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-6) -> No
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_a_parameter_that_has_no_slot_gets_the_first_divisor() -> None:
+    ours = params()
+    before = [param.detach().clone() for param in ours]
+    for param in ours:
+        param.grad = torch.ones_like(param)
+    ScaledStep(SGD(ours, lr=1.0), {ours[1]: 1}).step(torch.tensor([2.0, 4.0]))
+    close(ours, [before[0] - 0.5, before[1] - 0.25])
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_equals_a_step_on_divided_gradients(name: str) -> None:
     theirs, ours = params(), params()

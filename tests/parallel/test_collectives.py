@@ -188,6 +188,13 @@ def _refusals() -> list[str]:
     messages = []
     with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
         x = torch.zeros(3, 2)
+        whole = {  # along which dimension, if none is given
+            collectives.scatter: (3, 1),
+            collectives.gather: (3, 4),
+            collectives.all_gather: (6, 2),
+            collectives.reduce_scatter: (2 - gpc.get_global_rank(), 2),
+        }
+        assert {call: tuple(call(x, MODE, context=gpc).shape) for call in whole} == whole
         for call in (
             lambda: collectives.scatter(x, MODE, 0, sizes=[1, 1], context=gpc),
             lambda: collectives.gather(x, MODE, 0, sizes=[1, 1], context=gpc),

@@ -36,7 +36,7 @@ def _ours(plain: nn.Linear, x: Tensor, split: str, here: Arrangement) -> tuple[L
 def _apart(here: Any, x: Tensor, weight: Tensor, bias: Tensor | None, split: str) -> Tensor:
     """The same of functions with gradients, each a node of its own."""
     if split == "column":
-        return F.linear(here._enter(x), weight, bias)
+        return F.linear(here.enter(x), weight, bias)
     y = here._leave(F.linear(x, weight))
     return y if bias is None else y + bias
 

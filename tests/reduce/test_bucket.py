@@ -20,6 +20,7 @@ from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.storage import fill
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.reduce.transports.collective import Collective
+from colonnade.reduce.transports.local import Local
 from colonnade.reduce.transports.shared_memory import SharedMemory
 from colonnade.testing import run_world
 from tests.reduce.summing import TINY, data, reduce_all
@@ -144,6 +145,26 @@ def test_large_gradients_are_divided_on_the_way_however_often_they_come(monkeypa
     assert bool((bucket.views[0] == 100).all())
     bucket.finish(1.0)
     assert all(parameter.grad is view for parameter, view in zip(bucket.parameters, bucket.views, strict=True))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_after_a_sum_the_gradients_are_in_the_bucket_whenever_it_began(early):
+    bucket = _placed(5, 100)
+    for parameter in bucket.parameters:
+        parameter.grad = torch.full_like(parameter, 4.0)
+    bucket.begin()
+    assert bucket.collect(early=early) == {}
+    assert [parameter.grad is None for parameter in bucket.parameters] == [early] * 2
+    bucket.send()
+    bucket.finish(1.0)
+    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+        assert parameter.grad is view
+        assert bool((view == 2).all())
+
+
+def test_only_a_gpu_takes_memory_on_demand():
+    assert Local.on_demand(torch.device("cuda"))
+    assert not Local.on_demand(torch.device("cpu"))
 
 
 def _peak(steps: int, run) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,12 +172,43 @@ def test_every_built_in_hook_is_registered_under_its_name():
         assert HOOKS.get_module(name) is getattr(hooks, name)
 
 
+@pytest.mark.parametrize(
+    ("by_epoch", "interval", "expected"),
+    [
+        (True, 1, ["epoch 0", "epoch 1", "epoch 2", "epoch 3"]),
+        (True, 2, ["epoch 1", "epoch 3"]),
+        (True, 3, ["epoch 2"]),
+        (False, 1, ["step 1", "step 2", "step 3", "step 4"]),
+        (False, 3, ["step 3"]),
+    ],
+)
+def test_when_a_checkpoint_is_saved(monkeypatch, by_epoch, interval, expected):
+    saved: list[str] = []
+    hook = SaveCheckpointHook(interval, by_epoch=by_epoch)
+    monkeypatch.setattr(hook, "_save", lambda trainer: saved.append(trainer.place))
+    for at in range(4):
+        for done in (False, True):
+            step = SimpleNamespace(step_done=done, cur_step=at + 1, place=f"step {at + 1}")
+            hook.after_train_iter(step, None, None, None)  # type: ignore[arg-type]
+            epoch = SimpleNamespace(epoch_done=done, cur_epoch=at, place=f"epoch {at}")
+            hook.after_train_epoch(epoch)  # type: ignore[arg-type]
+    assert saved == expected
+
+
+class Stateless(BaseHook):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+
 def _fails_while_saving(folder: Path) -> None:
     trainer = make_trainer({})
     hook = SaveCheckpointHook(1, folder, by_epoch=False, background=True)
     with pytest.raises(HookError, match="Failing"):
         trainer.fit(cut(range(24), 24), epochs=1, hooks=[hook, Failing("after_train_iter", 0, 1)])
     assert hook._manager is None
+    told = "hook Stateless failed in state_dict .*no state today"
+    with pytest.raises(HookError, match=told):
+        trainer.fit(cut(range(24), 24), epochs=9, hooks=[SaveCheckpointHook(1, folder, by_epoch=False), Stateless()])
     with CheckpointManager(folder, trainer.context):  # nobody else holds the folder
         pass
 

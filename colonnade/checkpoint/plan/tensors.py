@@ -141,7 +141,7 @@ def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelCon
     by_hand = placement_of(tensor)
     sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
     shape = logical_shape(tensor, by_hand, sizes)
-    offset = _dtensor_offset(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
+    offset = offset_in_dtensor(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
     for dim, (at, count) in part_indices(layout, by_hand, rank).items():
         if found.may_be_uneven:
             offset[dim] = _uneven_offset(found, dim, shape[dim], everyone)
@@ -172,7 +172,8 @@ def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[
     return sum(known[:index])
 
 
-def _dtensor_offset(tensor: Any) -> list[int]:
+def offset_in_dtensor(tensor: Any) -> list[int]:
+    """Where this rank's part of a DTensor begins."""
     # Imported here: it costs those who have no DTensors two seconds.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

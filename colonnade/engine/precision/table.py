@@ -56,7 +56,11 @@ class PrecisionTable:
 def precision_table(
     model: nn.Module, optimizer: Any, synchroniser: Synchroniser, autocast: torch.dtype | None
 ) -> PrecisionTable:
-    """From the tensors that there are; what comes with the first step (moments) from a trial on a small matrix."""
+    """From the tensors that there are.
+
+    State comes with the first step. Before it, that of torch's own optimizers is known from a trial on a small matrix;
+    others may talk to other ranks in theirs, and are not tried.
+    """
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters) or 1
     computed: list[torch.dtype] = []
@@ -99,6 +103,8 @@ def _state(optimizer: Any) -> Counter[torch.dtype]:
     if held:
         return _sizes(local_part(value) for value in held if value.dim() > 0)
     sizes: Counter[torch.dtype] = Counter()
+    if not type(stepped).__module__.startswith("torch.optim"):
+        return sizes
     known: dict[torch.dtype, tuple[torch.dtype, ...]] = {}
     for group in stepped.param_groups:
         # Slices take no gradient from autograd; all of them are stepped on.

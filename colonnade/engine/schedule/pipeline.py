@@ -20,7 +20,6 @@ from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
 from colonnade.engine.schedule.transfer.wire import with_cpu
 from colonnade.errors import ScheduleError
-from colonnade.parallel.collectives.wire import backends_of
 from colonnade.registry import ORDERS, SCHEDULE
 
 TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
@@ -92,7 +91,7 @@ class PipelineSchedule(BaseSchedule):
     def open_groups(self, context: ParallelContext) -> None:
         """Before anything that may fail on one rank alone: what `pre_processing` needs of all. Collective over the world."""
         if context.pipeline_parallel_size > 1:
-            _transfer_groups(context)
+            _transfer_group(context)
 
     def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
@@ -104,15 +103,13 @@ class PipelineSchedule(BaseSchedule):
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
         several = len(ranks) > 1
         model = engine.model
-        transfer_group, way_back = _transfer_groups(context) if several else (None, None)
         self._executor = Executor(
             list(model) if isinstance(model, nn.ModuleList) else [model],
             self.table(len(ranks)),
             rank=ranks.index(context.get_global_rank()),
             ranks=ranks,
             group=context.get_group(ParallelMode.PIPELINE) if several else None,
-            transfer_group=transfer_group,
-            way_back=way_back,
+            transfer_group=_transfer_group(context) if several else None,
             device=context.device,
             forward=self._forward,
             loss_fn=partial(call_criterion, engine.criterion),
@@ -193,19 +190,14 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
     return lambda stage: context.set_virtual_pipeline_parallel_rank(stage // num_ranks)
 
 
-def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
-    """The groups of this rank's pipeline for transfers alone: one, and the way back where the backend has queues.
+def _transfer_group(context: ParallelContext) -> Any:
+    """The group of this rank's pipeline for transfers alone. Collective over the world.
 
-    Collective over the world. Apart from the pipeline's own group, so that collectives there are counted alike on all
-    ranks, and so that descriptions can travel on the CPU beside NCCL.
+    Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
+    descriptions can travel on the CPU beside NCCL.
     """
     own = context.get_group(ParallelMode.PIPELINE)
-    group = context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
-    on_device = backends_of(own).get(context.device.type, "gloo")
-    # Of a group that is bound to its device torch has one communicator, so one queue, for all peers.
-    if on_device == "gloo" or own.bound_device_id is not None:
-        return group, None
-    return group, context.get_second_group(ParallelMode.PIPELINE, f"{context.device.type}:{on_device}")
+    return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
 
 
 _MOST_MICROBATCHES = 1 << 16  # the table of passes has a row for each

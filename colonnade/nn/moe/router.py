@@ -80,8 +80,7 @@ class TopKRouter(nn.Module):
         context: ParallelContext | None = None,
     ) -> None:
         super().__init__()
-        _check(experts, k, score, capacity, over, noise)
-        _check_groups(experts, k, groups, top_groups)
+        _check(experts, k, score, capacity, over, noise, groups, top_groups)
         self.experts, self.k, self.score, self.normalize = experts, k, score, normalize
         self.capacity, self.balance_loss, self.z_loss, self.over = capacity, balance_loss, z_loss, over
         self.bias_rate, self.noise, self.scale = bias_rate, noise, scale
@@ -216,23 +215,19 @@ def _of(sums: Tensor) -> Tensor:
     return (weighted * factors / tokens.clamp(min=1).square()).sum()
 
 
-def _check_groups(experts: int, k: int, groups: int, top_groups: int) -> None:
-    if groups < 1 or experts % groups:
-        raise ConfigError(f"router: groups={groups}: a number that divides the {experts} experts")
-    if not 1 <= top_groups <= groups or top_groups * (experts // groups) < k:
-        raise ConfigError(
-            f"router: top_groups={top_groups}: between 1 and all {groups} groups, with k={k} experts at least in them; "
-            f"a group has {experts // groups}"
-        )
-
-
-def _check(experts: int, k: int, score: str, capacity: float | None, over: str, noise: float) -> None:
+def _check(
+    experts: int, k: int, score: str, capacity: float | None, over: str, noise: float, groups: int, top_groups: int
+) -> None:
+    size = experts // max(1, groups)
+    room = f"between 1 and all {groups} groups, of {size} experts each, with at least k={k} in them"
     problems = [
         (not 1 <= k <= experts, f"k={k}: a token goes to between 1 and all {experts} experts"),
         (score not in ("softmax", "sigmoid"), f"score={score!r}: allowed are 'softmax' and 'sigmoid'"),
         (over not in ("batch", "rank"), f"over={over!r}: allowed are 'batch' and 'rank'"),
         (capacity is not None and not capacity > 0, f"capacity={capacity}: a factor above 0, or None to drop nothing"),
         (not 0 <= noise < 1, f"noise={noise}: from 0 to below 1"),
+        (size * groups != experts, f"groups={groups}: a number that divides the {experts} experts"),
+        (not 1 <= top_groups <= groups or top_groups * size < k, f"top_groups={top_groups}: {room}"),
     ]
     for wrong, message in problems:
         if wrong:

@@ -7,7 +7,6 @@ attention. The CPU and float64 have exact arithmetic, and so has what no kernel 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
@@ -15,19 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colonnade.logging import get_dist_logger
 from colonnade.nn.sequence.exact import Exact, Gradients, Kernel
 from colonnade.nn.sequence.masks import Mask
 
 aten = torch.ops.aten
-_BY_SPEED = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class Cudnn(Kernel):
@@ -128,22 +120,6 @@ class Efficient(Kernel):
             )
         dq, dk, dv, _ = zip(*found, strict=True)
         return torch.stack(dq, 2).flatten(1, 2), sum(dk[1:], dk[0]), sum(dv[1:], dv[0])
-
-
-def by_speed(q: Tensor) -> AbstractContextManager[None]:
-    """For scaled_dot_product_attention: on a GPU the same order, cuDNN's first, which takes about half of flash's time.
-
-    Unless the user has chosen kernels; torch.compile cannot read that, and takes the order.
-    """
-    if not q.is_cuda or not (torch.compiler.is_compiling() or _all_allowed()):
-        return nullcontext()
-    return sdpa_kernel(_BY_SPEED, set_priority=True)
-
-
-def _all_allowed() -> bool:
-    cuda = torch.backends.cuda
-    every = (cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
-    return all(enabled() for enabled in every)
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Mask, dropout: float) -> Kernel:

@@ -89,9 +89,10 @@ class Sight:
         """Whether there is neither a window nor a document: what scaled_dot_product_attention can say."""
         return self.window is None and self.documents is None
 
-    def mask(self) -> Mask:
-        """What is seen in one block of the whole sequence."""
-        return Mask(self.window, 0 if self.causal else self.window, self.documents)
+    @property
+    def behind(self) -> int | None:
+        """How many keys a query sees behind its own."""
+        return 0 if self.causal else self.window
 
     def pieces(self, parts: Parts, at: int, other: int) -> list[Piece]:
         """What the queries of rank `at` have to attend to of the keys of rank `other`, in as few blocks as can be."""
@@ -119,7 +120,7 @@ class Sight:
         elif queries.start == keys.start:
             inside = [end for end in self.documents if queries.start < end < queries.start + queries.length]
             ends = (0, *(end - queries.start for end in inside), queries.length)
-            mask = Mask(self.window, 0 if self.causal else self.window, ends if inside else None)
+            mask = Mask(self.window, self.behind, ends if inside else None)
             yield Piece(_rows([queries]), _rows([keys]), mask)
         else:  # Runs that are apart have one document in common, if any.
             at = bisect_right(self.documents, max(queries.start, keys.start))
@@ -130,7 +131,7 @@ class Sight:
         """Without the rows and keys at the edges that see or are seen by nobody: so neither side of a band is negative."""
         if queries.length <= 0 or keys.length <= 0:
             return
-        left, right = self.window, 0 if self.causal else self.window
+        left, right = self.window, self.behind
         if left is not None:
             keys = _inside(keys, queries.start - left, keys.start + keys.length)
             queries = _inside(queries, queries.start, keys.start + keys.length + left)

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.messages import message_device
+from colonnade.comm.torch_versions import unwatched
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.parallel.collectives import all_gather, members_of, wire
+
+_FORWARD = -1
+"""Torch's number of the backward pass that is under way, where there is none."""
 
 
 class Segment(NamedTuple):
@@ -153,15 +157,16 @@ def parts_of(length: int, lengths: Sequence[int] | None, balanced: bool, context
 class SharedLengths:
     """The lengths of the parts, for layers that attend to the same sequences one after another, as those of one model do.
 
-    The first layer of a pass lets the ranks tell each other, and a layer that comes again begins another pass. That follows
-    from the order of calls alone, never from a length, so all ranks ask together.
+    The first layer of a pass lets the ranks tell each other. Another pass begins with a layer that comes again, or, in
+    forward, one that is not the next: the stages of a pipeline may take turns. That follows from the order of calls alone,
+    never from a length, so all ranks ask together.
     """
 
     def __init__(self) -> None:
         self._layers = 0
         self._lengths: tuple[int, ...] = ()
-        self._asked: set[int] = set()
-        self._pass = -1
+        self._asked: list[int] = []
+        self._pass = _FORWARD
 
     def join(self) -> int:
         """The number of one more layer."""
@@ -172,10 +177,12 @@ class SharedLengths:
         """The lengths for the layer of this number, which has so many tokens here."""
         # A backward pass that computes layers again goes through them in its own order.
         this_pass = torch._C._current_graph_task_id()
-        if not self._asked or layer in self._asked or this_pass != self._pass:
-            self._lengths = parts_of(length, None, False, context).lengths
-            self._asked, self._pass = set(), this_pass
-        self._asked.add(layer)
+        known = self._pass == this_pass and self._asked and layer not in self._asked
+        if not known or (this_pass == _FORWARD and layer != self._asked[-1] + 1):
+            with unwatched():  # a layer that did not ask in forward may be the one that does here
+                self._lengths = parts_of(length, None, False, context).lengths
+            self._asked, self._pass = [], this_pass
+        self._asked.append(layer)
         return self._lengths
 
 

@@ -1,7 +1,7 @@
-"""Ring attention: keys and values travel round the sequence group, and every rank attends to all of them in turn.
+"""Ring attention: every rank attends to the keys and values of all ranks of the sequence group, one block after another.
 
-A rank holds its own part of queries, keys and values and one travelling block, so memory is that of length / ranks.
-The backward pass goes round again with keys, values and their gradients.
+A rank holds its own part of queries, keys and values, the block it works on and the next one, so memory is that of
+length / ranks. The backward pass goes round again, and the gradients of a block go home to the rank that has it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence.exact import working
-from colonnade.nn.sequence.kernels import by_speed, kernel_for
+from colonnade.nn.sequence.kernels import kernel_for
 from colonnade.nn.sequence.masks import Sight, Turn, ring_turns
 from colonnade.nn.sequence.parts import Parts, parts_of
 from colonnade.parallel.collectives import Members, members_of
@@ -69,10 +69,11 @@ def attention_over(
     members: Members | None = None,
 ) -> Tensor:
     """Attention round the ring of `members`, or here alone without."""
+    if not 0 <= dropout < 1:
+        raise LayoutError(f"dropout={dropout} of attention weights: the share that is dropped, from 0 to below 1")
     if members is None and sight.is_plain:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
-        with by_speed(q):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
     plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
     out: Tensor = _Attention.apply(q, k, v, plan, members)
     return out
@@ -171,6 +172,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, members, kernels = ctx.plan, ctx.members, iter(ctx.kernels)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as of a sum, which kernels refuse
         dq, dk, dv = (_Total(tensor) for tensor in (q, k, v))
         coming: tuple[slice, Swap] | None = None
         for turn, keys, values in _round(k, v, plan, members):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colonnade.reduce.storage import TURNS
@@ -26,7 +27,8 @@ def bytes_held(
 ) -> HeldBytes:
     """What each of `ranks` holds of `numel` elements of `width` bytes with `state` bytes of optimizer state each.
 
-    `master` is the width of a master copy (0: none). `largest` is the number of elements of the largest bucket
+    At stage 3 `width` is that of the shards: 4 with fp32 masters, which the shards are then. `master` is the width of a
+    master copy (0: none). `largest` is the number of elements of the largest bucket
     (stage 2, whose buckets take turns in the memory of two).
     """
     per_rank = numel / ranks
@@ -42,6 +44,16 @@ def bytes_held(
         state=(state + master) * (numel if stage == 0 else per_rank),
         turns=TURNS * width * largest if stage == 2 else 0,
     )
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Along which dimension stage 3 shards a parameter: the first, unless that is short and another can be cut evenly.
+
+    FSDP2 takes on every rank the memory that the first rank needs: of [3, hidden, hidden] a third, on however many ranks.
+    """
+    if shape[0] % ranks == 0 or shape[0] >= 16 * ranks:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def bytes_moved(stage: int, numel: int, ranks: int, *, width: int = 4, passes: int = 1) -> float:

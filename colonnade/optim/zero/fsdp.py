@@ -18,6 +18,7 @@ from colonnade.comm.messages import agreed_errors, gather_json
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -154,6 +155,7 @@ class _Units:
             OffloadPolicy,
             fully_shard,
         )
+        from torch.distributed.tensor import Shard
 
         if isinstance(module, FSDPModule) or module in self.done:
             return
@@ -171,6 +173,7 @@ class _Units:
         if shard_modes is None:
             return
         offload = self._settings.offload and self.context.device.type != "cpu"
+        mesh = self._mesh(shard_modes.modes)
         gathered_in = self._gather_dtype(mine.values())
         reduced_in = self._settings.reduce_dtype or (None if gathered_in is None else torch.float32)
         for parameter in mine.values():
@@ -178,7 +181,8 @@ class _Units:
         reshard = self._settings.reshard and not getattr(module, "keeps_gathered", False)
         fully_shard(
             module,
-            mesh=self._mesh(shard_modes.modes),
+            mesh=mesh,
+            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1))),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if reshard else False,
             # Autocast casts inputs, where it pays.
@@ -187,8 +191,7 @@ class _Units:
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
-        size = len(self._mesh(shard_modes.modes).mesh.flatten())
-        if shard_modes.divisor != size:
+        if shard_modes.divisor != len(mesh.mesh.flatten()):
             sharded: Any = module
             sharded.set_gradient_divide_factor(shard_modes.divisor)
             # Only NCCL multiplies while it sums, as FSDP2 has it in fp32 and bf16.

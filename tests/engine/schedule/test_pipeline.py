@@ -161,11 +161,8 @@ def test_pipelines_side_by_side_do_not_mix() -> None:
 
 def run_with_timeout() -> float:
     with join_world(pipeline=2, timeout=37) as context:
-        group, way_back = pipeline._transfer_groups(context)
-        assert pipeline._transfer_groups(context) == (group, None), (
-            "one for all schedules; gloo needs no other for a way back"
-        )
-        assert way_back is None
+        group = pipeline._transfer_group(context)
+        assert pipeline._transfer_group(context) is group, "one for all schedules"
         return group._get_backend(context.device).options._timeout.total_seconds()
 
 

@@ -125,19 +125,6 @@ def test_what_no_kernel_takes_is_said_once_and_computed(caplog):
     assert len([record for record in caplog.records if "no kernel of torch takes" in record.message]) == 1
 
 
-def test_in_one_process_it_compiles_whole_and_keeps_to_the_kernels_that_were_chosen():
-    q = _numbers(torch.bfloat16, 4, LENGTH, 1).requires_grad_()
-
-    def attend(q: Tensor) -> Tensor:
-        with kernels.by_speed(q):
-            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    _near(torch.compile(attend, fullgraph=True, backend="aot_eager")(q), attend(q).double())
-    with sdpa_kernel(SDPBackend.MATH), torch.profiler.profile() as profile:
-        attend(q)
-    assert not [event.name for event in profile.events() if "cudnn" in event.name or "flash" in event.name]
-
-
 def test_memory_is_linear_in_the_length():
     def peak(length: int) -> int:
         q, k, v = (

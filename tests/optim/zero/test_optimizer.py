@@ -121,7 +121,7 @@ def test_odd_parameters_with_many_optimizers():
 def _masters() -> None:
     """bf16 parameters are the rounded fp32 masters of an ordinary AdamW on the fp32 sum of the bf16 gradients."""
     for stage in (1, 2):
-        config = {"zero": {"stage": stage, "bucket_mb": 0.0003}, "bf16": {"master_weights": False}}
+        config = {"zero": {"stage": stage, "bucket_mb": 0.0003}, "bf16": True}
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3)).bfloat16()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from colonnade.config import load_config
 from colonnade.errors import ConfigError
-from colonnade.optim.zero.fsdp import _prefetch
+from colonnade.optim.zero import fsdp
+from colonnade.optim.zero.fsdp import Sharding, _prefetch
 from colonnade.optim.zero.settings import ZeroSettings
 
 
@@ -55,3 +60,24 @@ def test_each_unit_has_just_the_next_ones_gathered_ahead(ahead):
     for at, unit in enumerate(units):
         assert unit.forward == units[at + 1 :][:ahead]
         assert unit.backward == units[:at][::-1][:ahead]
+
+
+@pytest.mark.parametrize("is_torchs", [True, False])
+def test_before_a_step_the_ranks_compare_and_everything_gathered_is_given_back(monkeypatch, is_torchs):
+    said: list[str] = []
+
+    class Step(torch.optim.SGD if is_torchs else object):  # type: ignore[misc]
+        def step(self) -> None:
+            said.append("step")
+
+    optimizer = Step([torch.nn.Parameter(torch.zeros(1))]) if is_torchs else Step()
+    monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
+    units = SimpleNamespace(
+        context=SimpleNamespace(device=None),
+        meshes=[],
+        order=SimpleNamespace(step=lambda: said.append("compare")),
+        guards=[SimpleNamespace(give_back=lambda: said.append("give back"))] * 2,
+    )
+    Sharding.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
+    optimizer.step()
+    assert said == ["compare", "give back", "give back", "step"]

@@ -53,8 +53,7 @@ class Executor:
 
     `chunks`: this rank's stage modules, in the order of their stages. `rank`: this rank's place in the
     pipeline; `ranks`: the global ranks of the pipeline; `group`: their process group; `transfer_group`:
-    another one of the same ranks for transfers, with a backend for CPU memory and one for the device's;
-    `way_back`: a third one, for device memory to lower ranks, without which NCCL has one queue for both directions.
+    another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
     have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
     is done; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
@@ -68,7 +67,6 @@ class Executor:
     ranks: Sequence[int] = (0,)
     group: dist.ProcessGroup | None = None
     transfer_group: dist.ProcessGroup | None = None
-    way_back: dist.ProcessGroup | None = None
     device: torch.device = _CPU
     forward: ForwardHook = call_module
     loss_fn: LossFunction | None = None
@@ -91,8 +89,6 @@ class Executor:
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
         transfers = [action for action in programs[0] if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
-        for peer in self._peers:
-            self.link_to(peer).open()
         if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]
         self._program, self._forward_program = programs
@@ -163,8 +159,7 @@ class Executor:
     def link_to(self, rank: int) -> Link:
         """The channel to another rank of the pipeline."""
         if rank not in self._links:
-            group = self.transfer_group or self.group
-            self._links[rank] = Link(group, self.ranks[rank], self.device, self.way_back)
+            self._links[rank] = Link(self.transfer_group or self.group, self.ranks[rank], self.device)
         return self._links[rank]
 
     def _tell_failure(self, error: Exception) -> None:

@@ -6,10 +6,10 @@ per message, header and tensors together, for which the receiver has memory read
 the last step took. What is larger follows its header tensor by tensor.
 
 Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
-with a queue for each direction. Where a message had tensors of the same dtypes and shapes in the last two steps, the
-receiver counts on a third: it begins to receive them before their header is there, while it still computes. A sender
-knows what the receiver counts on. If its tensors are others after all, it fills what the receiver has begun with
-anything, and sends them by the CPU.
+those of a message in one piece. Where a message had tensors of the same dtypes and shapes in the last two steps, the
+receiver counts on a third: it begins to receive them before their header is there. A sender knows what the receiver
+counts on. If its tensors are others after all, it fills what the receiver has begun with anything, and sends them by
+the CPU. So both sides begin the same in the same order, whatever the forms are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.transfer.values import (
-    Layout,
+    Meta,
     empty_frame,
     header_of,
     layout_of,
@@ -80,14 +80,14 @@ class _Layouts:
     """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
 
     def __init__(self) -> None:
-        self._last: dict[Action, tuple[Layout, bool]] = {}
+        self._last: dict[Action, tuple[tuple[Meta, ...], bool]] = {}
 
-    def sure(self, key: Action) -> Layout:
+    def sure(self, key: Action) -> tuple[Meta, ...]:
         """What the message has if it is as its last two; empty where they differed."""
         layout, repeated = self._last.get(key, ((), False))
         return layout if repeated else ()
 
-    def note(self, key: Action, layout: Layout) -> None:
+    def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
         """This is what the message had."""
         self._last[key] = layout, self._last.get(key, ((), False))[0] == layout
 
@@ -99,7 +99,7 @@ class _Expected:
     key: Action
     frame: Tensor
     header: Pending
-    layout: Layout = ()
+    layout: tuple[Meta, ...] = ()
     tensors: list[Tensor] = field(default_factory=list)
     pending: Pending = field(default_factory=list)
 
@@ -123,27 +123,12 @@ class _FrameSize:
 
 
 class Link:
-    """The channel to one other rank. Both sides must send and expect in the order of one program.
+    """The channel to one other rank. Both sides must send and expect in the order of one program."""
 
-    `way_back`: another group of the same ranks, for device memory from higher to lower ranks. Without it both
-    directions share one queue, where the backend has queues.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        peer: int,
-        device: torch.device,
-        way_back: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
         self._peer, self._device = peer, device
-        ways = [group, way_back or group]
-        out, into = ways if dist.get_rank() < peer else ways[::-1]
-        self._out, self._into = Wire(out, peer, device), Wire(into, peer, device)
+        self._wire = Wire(group, peer, device)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
-        self._framed = not self._out.has_queue
-        self.one_queue = self._out.has_queue and way_back is None
-        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
         self._sent_frames, self._received_frames = _FrameSize(), _FrameSize()
@@ -153,25 +138,17 @@ class Link:
         self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
 
-    def open(self) -> None:
-        """Make the connections that the backend makes at their first use, for which both sides wait. Collective.
-
-        To be called for all peers in the order of their ranks, so that no two ranks wait for each other.
-        """
-        if self._framed:
-            return
-        byte = ((torch.uint8, (1,)),)
-        if dist.get_rank() < self._peer:
-            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
-        wait(self._receive(self._into, _TENSOR, byte)[1])
-        if dist.get_rank() > self._peer:
-            wait(self._out.send(self._out.empty(*byte[0]), _TENSOR))
+    @property
+    def one_queue(self) -> bool:
+        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
+        return self._wire.one_queue
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        if self.one_queue:
-            self._start_expected()
-        fits = self._sent_frames.fits(payload_bytes(tensors)) and self._framed
+        unread = [expected.key for expected in self._expected if not expected.layout]
+        if self.one_queue and unread:
+            self._start_expected(unread[-1])
+        fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
             self._sends[key] = self._send_description(description)
@@ -182,13 +159,24 @@ class Link:
             self._sends[key] += self._send_tensors(key, tensors)
 
     def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
-        counted_on = self._sent_layouts.sure(key) if not self._framed else ()
+        counted_on = self._sent_layouts.sure(key) if self.one_queue else ()
         layout = layout_of(tensors)
         self._sent_layouts.note(key, layout)
         if counted_on in ((), layout):
-            return [each for tensor in tensors for each in self._out.send(tensor, _TENSOR)]
-        filled = [each for form in counted_on for each in self._out.send(self._out.empty(*form), _TENSOR)]
+            return self._send_apart(tensors)
+        filled = self._send_apart([self._wire.empty(meta) for meta in counted_on])
         return filled + [each for tensor in tensors for each in self._cpu_wire.send(tensor, _BY_CPU)]
+
+    def _send_apart(self, tensors: list[Tensor]) -> Pending:
+        if len(tensors) > 1 and self.one_queue:  # in one piece, since each send is a kernel
+            tensors = [pack(None, tensors, self._wire.device)]
+        return [each for tensor in tensors for each in self._wire.send(tensor, _TENSOR)]
+
+    def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
+        if len(layout) > 1 and self.one_queue:
+            frame = empty_frame(payload_bytes(layout), self._wire.device)
+            return unpack(frame, layout), self._wire.fill(frame, _TENSOR)
+        return _receive(self._wire, layout, _TENSOR)
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -199,8 +187,8 @@ class Link:
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
-        frame = empty_frame(self._received_frames.bytes if self._framed else 0)
-        layout = () if self._framed else self._received_layouts.sure(key)
+        frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
+        layout = self._received_layouts.sure(key) if self.one_queue else ()
         self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
         self._begin_counted_on()
 
@@ -210,7 +198,7 @@ class Link:
             if not expected.layout:
                 return
             if not expected.tensors:
-                expected.tensors, expected.pending = self._receive(self._into, _TENSOR, expected.layout)
+                expected.tensors, expected.pending = self._receive_apart(expected.layout)
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -258,7 +246,7 @@ class Link:
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, pending = self._cpu_wire.receive(torch.uint8, (size,), _TEXT)
+        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
         wait(pending)
         text = bytes(data.tolist()).decode(errors="replace")
         if number == _FAILED:
@@ -268,9 +256,9 @@ class Link:
         self._received_descriptions.append(text)
         return text
 
-    def _start_expected(self, until: Action | None = None) -> None:
-        """Read the descriptions of what is expected, in order, and start to receive the tensors."""
-        while self._expected and until not in self._arriving:
+    def _start_expected(self, until: Action) -> None:
+        """Read the descriptions of what is expected, in order up to `until`, and start to receive the tensors."""
+        while until not in self._arriving:
             expected = self._expected.popleft()
             wait(expected.header)
             number, second = header_of(expected.frame)
@@ -284,15 +272,10 @@ class Link:
             self._received_layouts.note(expected.key, layout)
             tensors, pending = expected.tensors, expected.pending
             if layout != expected.layout:
-                where = (self._cpu_wire, _BY_CPU) if expected.layout else (self._into, _TENSOR)
-                tensors, more = self._receive(*where, layout)
-                pending = pending + more
+                others = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
+                tensors, pending = others[0], pending + others[1]
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
             self._begin_counted_on()
-
-    def _receive(self, wire: Wire, tag: int, layout: Layout) -> tuple[list[Tensor], Pending]:
-        received = [wire.receive(*form, tag) for form in layout]
-        return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
@@ -305,3 +288,8 @@ class Link:
             yield
         except RuntimeError as error:
             raise ScheduleError(f"the transfer {key} with rank {self._peer} did not end: {error}") from error
+
+
+def _receive(wire: Wire, layout: tuple[Meta, ...], tag: int) -> tuple[list[Tensor], Pending]:
+    received = [wire.receive(meta, tag) for meta in layout]
+    return [tensor for tensor, _ in received], [each for _, pending in received for each in pending]

@@ -37,8 +37,8 @@ def add_transfers(table: Table) -> Table:
 def receive_early(actions: Sequence[Action]) -> list[Action]:
     """The program of one rank with every receive begun one compute action sooner.
 
-    So its memory is ready before it is sent, and it comes while this rank computes. Only where a receive that waits
-    holds up no send (gloo, and NCCL with a queue for each direction): elsewhere both sides must keep the one order.
+    So its memory is ready before it is sent, and it comes while this rank computes. Only for backends on which a
+    receive that waits holds up nothing else (gloo): elsewhere both sides must keep the one order.
     """
     ahead: list[Action] = []
     after: list[Action] = []  # the last compute action and what follows it

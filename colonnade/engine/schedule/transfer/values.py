@@ -14,13 +14,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
 
+_CPU = torch.device("cpu")
 _PLAIN = (type(None), bool, int, float, str)
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
@@ -34,13 +35,9 @@ class Meta:
     requires_grad: bool
 
 
-Layout: TypeAlias = "tuple[tuple[torch.dtype, tuple[int, ...]], ...]"
-"""What memory the tensors of a message take: the dtype and shape of each."""
-
-
-def layout_of(tensors: Iterable[Tensor | Meta]) -> Layout:
-    """The dtypes and shapes of tensors."""
-    return tuple((item.dtype, tuple(item.shape)) for item in tensors)
+def layout_of(tensors: Iterable[Tensor | Meta]) -> tuple[Meta, ...]:
+    """What memory tensors take, whether they need a gradient or not."""
+    return tuple(Meta(item.dtype, tuple(item.shape), False) for item in tensors)
 
 
 def describe(value: Any, name: str) -> tuple[str, list[Tensor]]:
@@ -145,15 +142,16 @@ def payload_bytes(tensors: Iterable[Tensor | Meta]) -> int:
     return sum(_padded(math.prod(item.shape) * item.dtype.itemsize) for item in tensors)
 
 
-def empty_frame(payload: int) -> Tensor:
+def empty_frame(payload: int, device: torch.device = _CPU) -> Tensor:
     """Memory for a frame with at most so many bytes of tensors."""
-    return torch.empty(HEADER_BYTES + payload, dtype=torch.uint8)
+    return torch.empty(HEADER_BYTES + payload, dtype=torch.uint8, device=device)
 
 
-def pack(header: tuple[int, int], tensors: Sequence[Tensor] = ()) -> Tensor:
-    """A frame with a copy of the tensors, from wherever they are."""
-    frame = empty_frame(payload_bytes(tensors))
-    frame[:16].view(torch.int64).copy_(torch.tensor(header))
+def pack(header: tuple[int, int] | None, tensors: Sequence[Tensor] = (), device: torch.device = _CPU) -> Tensor:
+    """A frame with a copy of the tensors, from wherever they are; without a header where that travels alone."""
+    frame = empty_frame(payload_bytes(tensors), device)
+    if header is not None:
+        frame[:16].view(torch.int64).copy_(torch.tensor(header))
     for place, tensor in zip(_places(frame, tensors), tensors, strict=True):
         place.copy_(tensor.detach())
     return frame

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.engine.schedule.transfer.values import Meta
 from colonnade.errors import ScheduleError, listed
 from colonnade.parallel.collectives.wire import backends_of
 
@@ -27,8 +28,8 @@ class Wire:
                 f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
                 f"be moved too. Create it with backend='{with_cpu(group)}'."
             )
-        self.has_queue = backends[self.device.type] != "gloo"
-        """Whether what is sent and received keeps one order, whatever its tag."""
+        self.one_queue = backends[self.device.type] != "gloo"
+        """Whether what is sent and received, of every tag, shares one queue."""
         self._group = group
         self._peer = peer
 
@@ -40,13 +41,13 @@ class Wire:
         data = plain.view(-1).view(torch.uint8)
         return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    def empty(self, meta: Meta) -> Tensor:
         """Memory of this kind."""
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
-    def receive(self, dtype: torch.dtype, shape: tuple[int, ...], tag: int) -> tuple[Tensor, Pending]:
+    def receive(self, meta: Meta, tag: int) -> tuple[Tensor, Pending]:
         """Start to receive; the tensor may be used once the work is over."""
-        tensor = self.empty(dtype, shape)
+        tensor = self.empty(meta)
         return tensor, self.fill(tensor.view(-1).view(torch.uint8), tag) if tensor.numel() else []
 
     def fill(self, memory: Tensor, tag: int) -> Pending:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -82,6 +83,22 @@ def test_sums_and_counts_make_the_mean_of_the_batch():
     mean, count = made.share_loss(ran.loss, ran.count)
     torch.testing.assert_close(mean, ran.loss)
     assert count == Y.numel()
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "cpu"), ("nccl", "meta")])
+def test_a_loss_is_shared_where_the_backend_can_take_it(monkeypatch, backend, device):
+    made = executor(stages())
+    made.device = torch.device("meta")
+    made.form.keep(False)
+    lay: list[str] = []
+    full = torch.full
+    monkeypatch.setattr(
+        torch, "full", lambda *args, **options: lay.append(str(options["device"])) or full(*args, **options)
+    )
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    assert made.share_loss(torch.tensor(1.0))[0].device.type == "meta"
+    assert lay == [device]
 
 
 def test_each_chunk_is_told_once_that_its_gradients_are_complete():

@@ -1,0 +1,95 @@
+"""A model that was built inside meta_init(): the recipes of its parameters, and this rank's part of each made from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, offset_in_dtensor
+from colonnade.comm.messages import Alike, agreed_errors
+from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.meta import forget_start
+from colonnade.parallel.meta.recipe import Recipe, recipes_of
+from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.split import Split
+
+Recipes = dict[int, Recipe]
+
+
+def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
+    """How the parameters on the meta device start, by id. Names are those of the whole model, where it is given whole."""
+    if isinstance(model, Split):
+        return recipes_of(model)
+    stage = context.get_local_rank(ParallelMode.PIPELINE)
+    return recipes_of([model], f"stage {stage}: " if context.pipeline_parallel_size > 1 else "")
+
+
+class MetaStart:
+    """The parameters of a built model that have no memory yet, and where this rank's part lies in the whole of each."""
+
+    def __init__(self, model: nn.Module, recipes: Recipes, context: ParallelContext) -> None:
+        self._model, self._context = model, context
+        self._recipes = {name: recipes[id(p)] for name, p in model.named_parameters() if id(p) in recipes}
+        self._places: dict[str, LocalTensor] = {}
+        self._everywhere = 0
+
+    def alike(self) -> Alike:
+        """What all ranks of a pipeline stage must have in common: nothing else makes their parameters equal."""
+        return Alike(
+            "the start of",
+            {name: str(recipe) for name, recipe in self._recipes.items()},
+            "Inside meta_init() every rank of a pipeline stage builds the same model, and initialises it in the same way.",
+            PlacementError,
+            part=self._context.get_local_rank(ParallelMode.PIPELINE),
+        )
+
+    def locate(self, everywhere: int) -> None:
+        """Before parameters are sharded: where they lie in their wholes. Collective, if there are any in the world."""
+        self._everywhere = everywhere
+        if not everywhere:
+            return
+        located = locate_tensors(self._model, self._context, "starting from the meta device")
+        self._places = {name: tensor for tensor in located for name in tensor.names}
+
+    def materialise(self, device: torch.device) -> None:
+        """Give every parameter memory on `device` for what this rank holds of it, and its values. Collective, as `locate`."""
+        if not self._everywhere:
+            return
+        with agreed_errors(self._context.device):
+            for name, parameter in self._model.named_parameters():
+                if name in self._recipes:
+                    _materialise(parameter, self._places[name], self._recipes[name], device, self._context.seed)
+            for module in self._model.modules():
+                if hasattr(module, "_get_fsdp_state"):
+                    refresh_shards(module)
+
+
+def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe, device: torch.device, seed: int) -> None:
+    part = local_part(parameter)
+    local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
+    start = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()
+    offset = [before + at for before, at in zip(place.box.offset, start, strict=True)]
+    recipe.fill(local, start, place.shape, offset, seed)
+    real: Tensor = local
+    if is_dtensor(parameter):
+        real = dtensor_like(parameter, local)
+    _become(parameter, nn.Parameter(real, parameter.requires_grad))
+
+
+def _become(parameter: Any, real: Any) -> None:
+    """Make `parameter` what `real` is. It stays the same object, with its attributes and hooks: others may know it."""
+    forget_start(parameter)
+    hooks = list((parameter._backward_hooks or {}).values())
+    later = list((parameter._post_accumulate_grad_hooks or {}).values())
+    exchange_tensors(parameter, real)
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+    for hook in hooks:
+        parameter.register_hook(hook)
+    for hook in later:
+        parameter.register_post_accumulate_grad_hook(hook)

@@ -1,0 +1,109 @@
+"""Start on the meta device: a model is built without memory, and each rank draws its own part of every parameter."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from colonnade.parallel.meta.tape import Tape, memory_of
+
+_ATTRIBUTE = "_colonnade_start"
+
+
+class Start(NamedTuple):
+    """How a parameter starts: as `tensor` of the tape, and its version counter then, which tells of later changes."""
+
+    tape: Tape
+    tensor: Tensor
+    version: int
+
+
+def start_of(parameter: Tensor) -> Start | None:
+    """What meta_init noted of a parameter."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def forget_start(parameter: Tensor) -> None:
+    """It has its values now."""
+    vars(parameter).pop(_ATTRIBUTE, None)
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Build a model on the meta device: parameters take no memory until `initialize` draws this rank's part of each.
+
+    What the model's code does to them (torch.nn.init, in-place methods, cutting, copying) is noted and done in `initialize`.
+    Buffers are made for real, on the CPU. Every number that is drawn follows from the seed of `launch`, the
+    parameter's name and the place in the whole parameter, so weights are the same under every layout.
+    """
+    tape = Tape()
+    parameters: list[nn.Parameter] = []
+
+    def keep(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None and parameter.device.type == "meta":
+            parameters.append(parameter)
+            tape.owned.add(memory_of(parameter))
+
+    def make(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
+        return tape.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
+
+    on_buffer: Any = register_module_buffer_registration_hook  # what the hook returns is registered instead
+    hooks = [register_module_parameter_registration_hook(keep), on_buffer(make)]
+    init: Any = nn.init
+    truncated = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = _truncated_normal
+    try:
+        with torch.device("meta"), tape, _Builder(tape):
+            yield
+    finally:
+        init._no_grad_trunc_normal_ = truncated
+        for hook in hooks:
+            hook.remove()
+        for parameter in parameters:
+            setattr(parameter, _ATTRIBUTE, Start(tape, parameter.detach(), parameter._version))
+
+
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
+_WITH_VALUES = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
+_READS = {
+    getattr(Tensor, name)
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+}
+
+
+class _Builder(TorchFunctionMode):
+    """What torch's own meta device does otherwise: values that are given stay, and values can be read."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITH_VALUES and kwargs.get("device") is None:
+            return func(*args, **{**kwargs, "device": "cpu"})
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing is noted
+        if func in _READS and args[0].device.type == "meta":
+            return func(self._tape.read(args[0]), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def _truncated_normal(
+    tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """By the inverse of the distribution function; torch draws again and again what is outside, which no note can say."""
+    low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
+    return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)

@@ -1,0 +1,31 @@
+"""The statistics of a hidden dimension that two ranks share, from one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from colonnade.nn.layer import norm
+from colonnade.nn.layer.norm import LayerNorm
+
+
+def test_mean_and_variance_are_those_of_the_whole(monkeypatch):
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    halves = x.chunk(2, -1)
+    layer = SimpleNamespace(size=8, arrangement=SimpleNamespace(outer=SimpleNamespace(hidden="mode"), context=None))
+    said: list[Tensor] = []
+
+    def all_gather(stats: Tensor, mode: str, dim: int, sizes: tuple[int, ...], context: None) -> Tensor:
+        assert (dim, sizes) == (-1, (2, 2))
+        said.append(stats)
+        return torch.cat(said[:2] if len(said) > 1 else said * 2, -1)
+
+    monkeypatch.setattr(norm, "size_of", lambda mode, context: 2)
+    monkeypatch.setattr(norm.collectives, "all_gather", all_gather)
+    LayerNorm._moments(layer, halves[0])  # the other one has not spoken yet
+    for half in halves[::-1]:
+        mean, variance = LayerNorm._moments(layer, half)
+        torch.testing.assert_close(mean, x.mean(-1, keepdim=True))
+        torch.testing.assert_close(variance, x.var(-1, correction=0, keepdim=True))

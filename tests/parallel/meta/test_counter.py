@@ -1,0 +1,58 @@
+"""Random numbers by position: any part is drawn alone, and together they are what they should be."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from colonnade.parallel.meta import counter
+
+EVERY = torch.arange(1 << 18)
+
+
+def test_a_part_is_a_part_of_the_whole():
+    for draw in (counter.uniform, counter.normal):
+        whole = draw(7, EVERY)
+        assert torch.equal(draw(7, EVERY[1000:1777]), whole[1000:1777])
+        assert not torch.equal(draw(8, EVERY), whole)
+
+
+def test_the_numbers_are_those_of_splitmix64():
+    """Written out in Python's own numbers, which do not wrap around."""
+    key, mask = 123456789, (1 << 64) - 1
+    for position in (0, 1, 5, 1 << 40):
+        z = (key + position * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        expected = ((z ^ (z >> 31)) >> 12) * 2.0**-52 + 2.0**-53
+        assert counter.uniform(key, torch.tensor([position])).item() == expected
+
+
+def test_uniform_numbers_fill_their_range_evenly():
+    values = counter.uniform(3, EVERY, -2.0, 6.0)
+    assert -2 < values.min() < -1.999
+    assert 5.999 < values.max() < 6
+    counts = torch.histc(values, 64, -2, 6)
+    chi_square = ((counts - len(EVERY) / 64) ** 2 / (len(EVERY) / 64)).sum()
+    assert chi_square < 63 + 5 * math.sqrt(2 * 63)
+    neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
+    assert abs(neighbours) < 0.01
+
+
+def test_normal_numbers_have_the_moments_of_a_normal_distribution():
+    values = counter.normal(3, EVERY, 1.0, 0.5).sub(1).div(0.5)
+    moments = [values.pow(power).mean().item() for power in (1, 2, 3, 4)]
+    for found, expected, width in zip(moments, (0, 1, 0, 3), (1, 2, 15, 96), strict=True):
+        assert abs(found - expected) < 5 * math.sqrt(width / len(EVERY))
+    assert values.isfinite().all()
+
+
+def test_positions_of_a_block_in_the_whole():
+    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    strides = counter.row_strides(whole.shape)
+    for block in (whole, whole[1:3], whole[:, 2:4], whole[1:2, 3:, 1:4], whole[:, :, 2:3], whole[2:2]):
+        first = block.storage_offset()
+        found = counter.positions_in(torch.arange(block.numel()), block.shape, first, strides)
+        assert torch.equal(found, block.flatten())
+    assert counter.positions_in(torch.arange(1), (), 3, ()).tolist() == [3]

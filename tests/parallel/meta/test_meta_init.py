@@ -1,0 +1,192 @@
+"""A model built without memory starts as its own code says, whoever holds which part of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade.errors import PlacementError
+from colonnade.parallel.meta import counter, meta_init
+from colonnade.parallel.meta.recipe import Recipe, recipes_of
+
+
+def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
+    """All parameters, whole."""
+    recipes, values = recipes_of([model]), {}
+    for name, parameter in model.named_parameters():
+        values[name] = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype)
+        if id(parameter) in recipes:
+            recipes[id(parameter)].fill(
+                values[name], [0] * parameter.dim(), parameter.shape, [0] * parameter.dim(), seed
+            )
+        else:
+            values[name] = parameter.detach()
+    return values
+
+
+def block_of(recipe: Recipe, block: Tensor, shape: torch.Size, seed: int = 5) -> Tensor:
+    """A block of a parameter of this shape, made alone; `block` is any view of a contiguous tensor of the shape."""
+    strides = counter.row_strides(shape)
+    left, at = block.storage_offset(), []
+    for stride in strides:
+        at.append(left // stride)
+        left %= stride
+    found = torch.empty(block.shape)
+    recipe.fill(found, at, shape, at, seed)
+    return found
+
+
+class Everything(nn.Module):
+    """What models do in their constructors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 48)
+        self.table = nn.Embedding(30, 16, padding_idx=3)
+        self.norm = nn.BatchNorm1d(8)
+        self.attention = nn.MultiheadAttention(16, 4)
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.truncated = nn.Parameter(torch.empty(100, 64))
+        nn.init.trunc_normal_(self.truncated, std=0.02, a=-0.03, b=0.04)
+        self.orthogonal = nn.Linear(32, 32)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.scaled = nn.Parameter(torch.randn(5000) * 0.02)
+        self.ones = nn.Parameter(torch.ones(4))
+        self.counted = nn.Parameter(torch.arange(4).float())
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.lstm = nn.LSTM(4, 4)
+        self.copied = nn.Linear(64, 48)
+        self.turned = nn.Parameter(self.linear.weight.detach().t().contiguous())
+        with torch.no_grad():
+            self.lstm.bias_ih_l0[4:8].fill_(1.0)
+            self.copied.weight.copy_(self.linear.weight)
+            self.conv.weight.data.normal_(0.0, 0.5)
+        self.twins = nn.ModuleList([copy.deepcopy(self.linear) for _ in range(2)])
+        self.stacked = nn.Parameter(torch.stack([torch.empty(16, 8).uniform_(-2, 2) for _ in range(3)]))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.register_buffer("frequencies", 1.0 / (10000 ** (torch.arange(0, 8, 2).float() / 8)), persistent=False)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+
+
+@pytest.fixture(scope="module")
+def everything() -> Everything:
+    with meta_init():
+        return Everything()
+
+
+@pytest.fixture(scope="module")
+def values(everything: Everything) -> dict[str, Tensor]:
+    return started(everything)
+
+
+def test_parameters_take_no_memory_and_buffers_have_their_values(everything):
+    assert [name for name, parameter in everything.named_parameters() if not parameter.is_meta] == ["given"]
+    torch.manual_seed(0)
+    plain = Everything()
+    found = dict(everything.named_buffers())
+    assert {name: buffer.tolist() for name, buffer in plain.named_buffers()} == {
+        k: v.tolist() for k, v in found.items()
+    }
+    assert everything.rates == plain.rates
+    assert {name: p.shape for name, p in plain.named_parameters()} == {
+        name: p.shape for name, p in everything.named_parameters()
+    }
+
+
+def test_every_parameter_has_the_distribution_that_torch_gives_it(values):
+    torch.manual_seed(0)
+    for name, plain in Everything().named_parameters():
+        found, numel = values[name], plain.numel()
+        spread = float(plain.detach().std()) if numel > 1 else 0.0
+        assert abs(found.mean() - plain.mean()) <= 6 * spread * (2 / numel) ** 0.5, name
+        assert abs(found.std() - spread) <= 6 * spread * (1 / numel) ** 0.5 + 1e-6, name
+        if numel > 1000 and "scaled" not in name:  # the ends of a range are reached
+            torch.testing.assert_close(found.max(), plain.max().detach(), rtol=0.05, atol=0.01)
+
+
+def test_what_torch_sets_is_set(values):
+    assert values["table.weight"][3].abs().max() == 0
+    assert values["table.weight"][2:5].abs().amax(1).tolist()[0] > 0
+    assert values["lstm.bias_ih_l0"][4:8].tolist() == [1.0] * 4
+    assert values["lstm.bias_ih_l0"][8:].abs().max() <= 0.5
+    assert values["counted"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    square = values["orthogonal.weight"] @ values["orthogonal.weight"].t()
+    torch.testing.assert_close(square, torch.eye(32))
+
+
+def test_what_was_copied_is_equal_and_what_was_drawn_apart_is_not(values):
+    for name in ("copied.weight", "twins.0.weight", "twins.1.weight"):
+        assert torch.equal(values[name], values["linear.weight"])
+    assert torch.equal(values["turned"], values["linear.weight"].t())
+    first, second, _ = values["stacked"]
+    assert not torch.equal(first, second)
+    assert not torch.equal(values["copied.bias"], values["linear.bias"])
+
+
+def test_any_block_is_made_alone(everything, values):
+    recipes = recipes_of([everything])
+    for name, parameter in everything.named_parameters():
+        if id(parameter) in recipes and parameter.dim():
+            place = torch.empty(parameter.shape)
+            for block in (place[1:5], place[..., 1:3], place[-1:]):
+                found = block_of(recipes[id(parameter)], block, parameter.shape)
+                expected = values[name].as_strided(block.shape, block.stride(), block.storage_offset())
+                assert torch.equal(found, expected), name
+
+
+def test_names_and_seeds_decide_the_values():
+    with meta_init():
+        one, other = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    same, again, apart = started(one), started(other), started(one, seed=6)
+    for name, value in same.items():
+        assert torch.equal(value, again[name])
+        assert not torch.equal(value, apart[name])
+    assert not torch.equal(same["0.weight"], same["1.weight"])
+
+
+def test_stages_with_the_same_names_start_apart():
+    with meta_init():
+        stages = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+        tied = nn.Sequential(stages[0][0])
+    recipes = recipes_of([*stages, tied])
+    first, second = (recipes[id(stage[0].weight)] for stage in stages)
+    assert (first.name, second.name, len(recipes)) == ("0.weight", "0.weight of stage 1", 2)
+
+
+def test_a_model_may_be_cast_after_the_block():
+    with meta_init():
+        model = nn.Linear(8, 8)
+    exact = started(model)
+    assert torch.equal(started(model.bfloat16())["weight"], exact["weight"].bfloat16())
+
+
+def test_torch_is_as_it_was_after_the_block():
+    before = nn.init._no_grad_trunc_normal_
+    with pytest.raises(ValueError), meta_init():
+        raise ValueError
+    assert nn.init._no_grad_trunc_normal_ is before
+    layer = nn.Linear(2, 2)
+    assert layer.weight.device.type == "cpu"
+    assert not vars(layer.weight)
+
+
+def test_mistakes_are_named():
+    with torch.device("meta"):
+        elsewhere = nn.Linear(2, 2)
+    with pytest.raises(PlacementError, match=r"weight is on the meta device, and nothing says .*meta_init"):
+        recipes_of([elsewhere])
+    with meta_init():
+        forgotten, changed = nn.Linear(2, 2), nn.Linear(2, 2)
+        forgotten.extra = nn.Parameter(torch.empty(3))
+    with pytest.raises(PlacementError, match=r"extra was never given values inside meta_init"):
+        recipes_of([forgotten])
+    nn.init.zeros_(changed.weight)
+    with pytest.raises(PlacementError, match=r"weight was changed after meta_init"):
+        recipes_of([changed])
+    with meta_init():
+        layer = nn.Linear(2, 2)
+        with pytest.raises(PlacementError, match=r"needs the values of a parameter, .*drawn only in initialize"):
+            layer.register_buffer("average", layer.weight.detach().clone())
