@@ -107,6 +107,16 @@ def exchange_tensors(first: Any, second: Any) -> None:
         first._spec, second._spec = second._spec, first._spec
 
 
+def dtensor_like(dtensor: Any, local: Tensor) -> Tensor:
+    """A DTensor that lies as `dtensor` does, with this local part, wherever that is.
+
+    DTensor.from_local would move it to the mesh's device, away from the CPU that FSDP2 offloads to.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, dtensor._spec, requires_grad=False)
+
+
 @torch.no_grad()
 def refresh_shards(module: Any) -> None:
     """Let a module of FSDP2 take notice of new memory of its parameters, as its own `_apply` does."""

@@ -133,7 +133,8 @@ def _synchronise(
     if not hasattr(optimizer, "shards_of"):
         flat = wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
         # A graph of a step needs gradients that stay where they are; else the kernels find them anywhere.
-        flatten = flat and bool(config.get("graph_step") or not all(map(can_scatter, model.parameters())))
+        anywhere = all(can_scatter(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        flatten = flat and not (anywhere and not config.get("graph_step"))
         return build_sync(model, optimizer, context, handlers, options, bucket_all=flatten), flat
     shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
     sync = build_sync(model, optimizer, context, handlers, options, shards=shards)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, offset_in_dtensor
 from colonnade.comm.messages import Alike, agreed_errors
-from colonnade.comm.torch_versions import exchange_tensors, refresh_shards
+from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -78,10 +78,7 @@ def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe, device: tor
     recipe.fill(local, start, place.shape, offset, seed)
     real: Tensor = local
     if is_dtensor(parameter):
-        from torch.distributed.tensor import DTensor
-
-        whole = {"shape": parameter.shape, "stride": parameter.stride()}
-        real = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+        real = dtensor_like(parameter, local)
     _become(parameter, nn.Parameter(real, parameter.requires_grad))
 
 

@@ -62,8 +62,10 @@ class MemoryTable:
         rows += [(what, Held(value)) for what, value in more.items() if value is not None]
         lines = [f"{'MB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}"]
         for what, kind in rows:
-            formula = "" if kind.formula is None else f"{kind.formula / _MB:,.1f}"
-            lines.append(f"  {what:16s}{kind.device / _MB:12,.1f}{kind.host / _MB:14,.1f}{formula:>12s}")
+            sizes = f"{kind.device / _MB:12,.1f}"
+            if kind.formula is not None:
+                sizes += f"{kind.host / _MB:14,.1f}{kind.formula / _MB:12,.1f}"
+            lines.append(f"  {what:16s}{sizes}")
         return "\n".join(lines)
 
 

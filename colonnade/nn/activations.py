@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -124,14 +123,23 @@ class _Runs:
     ops: frozenset[Any]
 
     def __call__(self, forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
-        where: AbstractContextManager[Any] = kept_on_host(block.parameters()) if self.offload else nullcontext()
-        with where:
-            if self.mode == "none":
-                return forward(block, *args, **kwargs)
-            options: dict[str, Any] = {"use_reentrant": False}
-            if self.mode == "selective":
-                options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, self.ops))
-            return checkpoint(forward, block, *args, **options, **kwargs)
+        if self.offload:
+            return self._offloaded(forward, block, args, kwargs)
+        return self._again(forward, block, args, kwargs)
+
+    # Compiled code begins inside the hooks, which would not fit into a graph.
+    @torch.compiler.disable(recursive=False)
+    def _offloaded(self, forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+        with kept_on_host(block.parameters()):
+            return self._again(forward, block, args, kwargs)
+
+    def _again(self, forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.mode == "none":
+            return forward(block, *args, **kwargs)
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self.mode == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, self.ops))
+        return checkpoint(forward, block, *args, **options, **kwargs)
 
 
 def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

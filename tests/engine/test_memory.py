@@ -15,6 +15,7 @@ from colonnade.engine.memory import MemoryTable
 from colonnade.testing import run_world
 
 WIDTH, LAYERS = 128, 8
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 NUMEL = LAYERS * (WIDTH * WIDTH + WIDTH)
 
 
@@ -37,7 +38,7 @@ def _tables() -> list[MemoryTable]:
 
 
 def test_what_is_measured_is_what_the_layout_says_at_every_stage():
-    for plain, one, two, three, half in run_world(2, _tables).values:
+    for plain, one, two, three, half in run_world(2, _tables, env=ON_CPU).values:
         for table in (plain, one, two, three, half):
             for kind in (table.parameters, table.gradients, table.state, table.held):
                 assert kind.device == pytest.approx(kind.formula, rel=0.03, abs=1000), table
@@ -56,7 +57,7 @@ def test_what_is_measured_is_what_the_layout_says_at_every_stage():
 
 
 def test_the_table_is_readable():
-    table = run_world(1, _table, {}).values[0]
+    table = run_world(1, _table, {}, env=ON_CPU).values[0]
     lines = str(table).splitlines()
     assert lines[0].split() == ["MB", "on", "cpu", "here", "on", "the", "host", "formula"]
     assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]

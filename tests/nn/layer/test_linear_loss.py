@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -99,6 +101,26 @@ def test_what_needs_no_gradient_gets_none():
     criterion(hidden, weight, labels).backward()
     assert hidden.grad is None
     assert torch.equal(weight.grad, torch.autograd.grad(criterion(hidden, weight, labels), weight)[0])
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any op makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor))])
+        return made
+
+
+def test_no_tensor_has_the_logits_of_more_than_a_chunk():
+    tokens, classes, chunk = 512, 300, 16
+    hidden, weight = (torch.randn(rows, 4, requires_grad=True) for rows in (tokens, classes))
+    with Largest() as seen:
+        criterion = LinearCrossEntropyLoss(label_smoothing=0.1, chunk=chunk, arrangement=_whole())
+        criterion(hidden, weight, torch.arange(tokens) % classes).backward()
+    assert seen.numel == chunk * classes
 
 
 def test_counts_as_the_other_losses_do():

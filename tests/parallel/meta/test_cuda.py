@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import counter, meta_init
 from colonnade.parallel.meta.recipe import recipes_of
+from colonnade.testing import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -30,3 +35,27 @@ def test_a_parameter_is_made_on_the_gpu_with_little_memory_beside_it():
     rows = torch.empty(3, 8192)
     recipe.fill(rows, [100, 0], shape, [100, 0], 1)
     assert torch.equal(local[100:103].cpu(), rows)
+
+
+def _offloaded() -> list[str]:
+    """Shards that live on the CPU between their uses start there, and train."""
+    with launch({"zero": {"stage": 3, "offload": True}}, context=ParallelContext(), verbose=False) as gpc:
+        with meta_init():
+            model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 4))
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        devices = [local_part(parameter).device.type for parameter in model.parameters()]
+        losses = []
+        for _ in range(3):
+            engine.zero_grad()
+            loss = engine(torch.ones(2, 7, device=gpc.device)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        engine.close()
+    return devices
+
+
+def test_offloaded_shards_start_on_the_cpu():
+    for devices in run_world(2, _offloaded, backend="nccl").values:
+        assert set(devices) == {"cpu"}
