@@ -145,9 +145,9 @@ class Link:
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        unread = [expected.key for expected in self._expected if not expected.layout]
-        if self.one_queue and unread:
-            self._start_expected(unread[-1])
+        if self.one_queue and any(not expected.layout for expected in self._expected):
+            # These come before in the queue.
+            self._start_expected([expected.key for expected in self._expected if not expected.layout][-1])
         fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
