@@ -6,7 +6,7 @@ The same stages through our schedules and torch.distributed.pipelining; the same
 `parallelize_module`, forward and backward. Both are in the same processes, one world for each number of ranks, and take
 turns in blocks of steps under CUDA MPS; a time is the slowest rank's until its GPU is done. `--profile` prints the kernels
 of a step on rank 0. Prints a line for each case as it is measured, and one object last:
-`ratios` of our time to torch's and the `goals`. About 90 seconds in all.
+`ratios` of our time to torch's and the `goals`.
 """
 
 from __future__ import annotations
