@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         projected = self.qkv(x).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x), *self.kv(x).chunk(2, -1))
         q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in projected)
         if self._reaches and lengths is None:
-            lengths = self._shared_lengths.of(self._number, q.size(2), self.arrangement.context)
+            lengths = self._asked(q.size(2))
         if self.qk_norm is not None:
             q, k = (F.rms_norm(x, (self.head_size,), w, self.qk_norm) for x, w in ((q, self.q_norm), (k, self.k_norm)))
         if self.rotary is not None:
@@ -128,6 +128,11 @@ class SelfAttention(nn.Module):
             q, k = self.rotary(q, k, positions)
         mixed = self._attend(q, k, v, mask, lengths, documents)
         return self.out(mixed.transpose(1, 2).flatten(-2))
+
+    @torch.compiler.disable
+    def _asked(self, length: int) -> Sequence[int]:
+        """The lengths of all ranks' parts. Compiled code is left for it, and is the same for layers of other numbers."""
+        return self._shared_lengths.of(self._number, length, self.arrangement.context)
 
     def _norm(self, device: Any, dtype: torch.dtype | None) -> nn.Parameter | None:
         """The weight of a norm over a head: whole on every rank, each of which sees other heads or other rows."""

@@ -216,15 +216,16 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _statistics(logits: Tensor, labels: Tensor, sums: bool) -> Tensor:
-    """(4, rows): the largest logit, the sum of exp(logit - largest), the label's logit (0: none here), the sum."""
+    """(4, rows): the largest logit, the sum of exp(logit - largest), the label's logit (0: none here), the sum (if asked for)."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not logits.shape[1]:
         nothing = exact.new_zeros(len(logits))
         return torch.stack([nothing - torch.inf, nothing, nothing, nothing])
     largest = exact.amax(-1)
     picked = exact.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(labels < 0, 0.0)
-    exps = (exact - largest.unsqueeze(-1)).exp_().sum(-1)
-    return torch.stack([largest, exps, picked, exact.sum(-1)])
+    # Where every class here is ruled out, by a logit of -inf, there is no largest to take off.
+    exps = (exact - largest.masked_fill(largest == -torch.inf, 0.0).unsqueeze(-1)).exp_().sum(-1)
+    return torch.stack([largest, exps, picked, exact.sum(-1) if sums else torch.zeros_like(picked)])
 
 
 def _gradient(logits: Tensor, labels: Tensor, log_sums: Tensor, slopes: Tensor, share: Tensor, hit: float) -> Tensor:

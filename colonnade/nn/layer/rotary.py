@@ -53,9 +53,13 @@ class Rotary:
 
     def table(self, length: int, device: torch.device) -> Tensor:
         """Cosines and sines, (2, `length` or more, head_size / 2)."""
-        if device not in self._tables or self._tables[device].size(1) < length:
-            self._tables[device] = self._turns(torch.arange(length, device=device))
-        return self._tables[device]
+        known = self._tables.get(device)
+        if known is None or known.size(1) < length:
+            known = self._turns(torch.arange(length, device=device))
+            # Training could not use one of inference mode, and compiled code makes its own.
+            if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+                self._tables[device] = known
+        return known
 
     def frequencies(self, device: torch.device | None = None) -> Tensor:
         """The angle of position 1 for every pair, scaled."""

@@ -75,6 +75,12 @@ def attention_over(
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
     plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
+    return _attended(q, k, v, plan, members)
+
+
+@torch.compiler.disable
+def _attended(q: Tensor, k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Tensor:
+    """Compiled code is left for it: it has kernels of its own, and would be compiled anew for every length."""
     out: Tensor = _Attention.apply(q, k, v, plan, members)
     return out
 

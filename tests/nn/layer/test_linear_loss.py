@@ -68,6 +68,17 @@ def test_equals_the_unfused_one(biased, chunk, smoothing):
             torch.testing.assert_close(leaf.grad, 2 * once)
 
 
+def test_classes_that_a_bias_of_minus_infinity_rules_out():
+    """As those that pad a vocabulary. Their logits are no part of the loss, and their gradients are zero."""
+    hidden, weight, bias, labels = _case()
+    bias[7:], labels = -torch.inf, labels.where(labels < 0, labels % 7)
+    hidden.requires_grad_(), weight.requires_grad_()
+    truth = F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, 1), labels.flatten())
+    found = LinearCrossEntropyLoss(chunk=5, arrangement=_whole())(hidden, weight, labels, bias=bias)
+    wanted, given = (torch.autograd.grad(loss, (hidden, weight)) for loss in (truth, found))
+    torch.testing.assert_close([found, *given], [truth, *wanted], rtol=1e-12, atol=1e-13)
+
+
 def test_half_precision_is_summed_in_fp32():
     for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
         hidden, weight, _, labels = _case(dtype)
@@ -151,15 +162,16 @@ def test_bad_input_is_refused_by_name():
 
 
 def _split(ranks: int, dtype: torch.dtype = torch.float64) -> None:
-    """Uneven parts of the vocabulary; one class leaves a rank with nothing."""
+    """Uneven parts of the vocabulary; one class leaves a rank with nothing, and padding another with nothing that counts."""
     tolerance = 1e-10 if dtype is torch.float64 else 2e-2
     parallel = {"tensor": {"size": ranks, "mode": "1d"}}
     with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
         for sequence_split in (False, True):
             here = arrange(gpc, sequence_split)
-            for classes, smoothing in ((CLASSES, 0.0), (CLASSES, 0.3), (1, 0.0)):
+            for classes, smoothing, padding in ((CLASSES, 0.0, 0), (CLASSES, 0.3, 0), (1, 0.0, 0), (CLASSES, 0.0, 6)):
                 hidden, weight, bias, labels = (each.to(gpc.device) for each in _case(dtype))
-                labels = labels.where(labels < 0, labels % classes)
+                labels = labels.where(labels < 0, labels % (classes - padding))
+                bias[classes - padding : classes] = -torch.inf
                 plain = nn.Linear(HIDDEN, classes, dtype=dtype, device=gpc.device)
                 with torch.no_grad():
                     plain.weight.copy_(weight[:classes]), plain.bias.copy_(bias[:classes])

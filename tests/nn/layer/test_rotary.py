@@ -89,3 +89,12 @@ def test_scaling_that_is_not_known_is_refused(scaling, said):
 def test_an_odd_head_is_refused():
     with pytest.raises(ConfigError, match="a head of size 7 is odd"):
         Rotary(7)
+
+
+def test_a_table_made_in_inference_mode_serves_training():
+    rotary, x = Rotary(8), numbers(1, 1, 5, 8, seed=1).requires_grad_()
+    with torch.inference_mode():
+        seen = rotary(x, x)[0]
+    found = rotary(x, x)[0]
+    assert torch.equal(found, seen)
+    found.sum().backward()

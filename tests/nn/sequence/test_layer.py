@@ -163,6 +163,20 @@ def test_a_window_and_documents_in_one_process():
         layer(x, torch.ones(7, 7, dtype=torch.bool))
 
 
+@pytest.mark.slow
+def test_compiled_code_is_left_for_attention_by_blocks():
+    """Compiled too it would be compiled anew for every length, for longer than the other ranks wait."""
+    layer, graphs = SelfAttention(8, 4, causal=True, window=2, arrangement=Whole(ParallelContext())).double(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = numbers(2, 7, 8, seed=1)
+    close(torch.compile(layer, backend=backend)(x), layer(x))
+    assert len(graphs) == 2  # before and behind
+
+
 def test_numbers_that_do_not_divide_are_refused():
     here = Whole(ParallelContext())
     with pytest.raises(ConfigError, match="hidden=8 must be a multiple of heads=3"):
