@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.nn.layer.arrangement import Arrangement
 from colonnade.nn.layer.first_pass import takes
-from colonnade.nn.layer.loss import CrossEntropyLoss, Reduction
+from colonnade.nn.layer.loss import CrossEntropyLoss, Reduction, zero_if_known
 from colonnade.parallel.collectives import Members, members_of, wire
 from colonnade.parallel.placement import is_dtensor
 
@@ -165,7 +165,7 @@ def _forward(
     of_rows = torch.empty_like(rows, dtype=dtype) if needed[0] else None
     of_weight = torch.zeros_like(weight, dtype=exact) if needed[1] else None
     of_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and needed[2] else None
-    total = _zero_if_known(labels, counted, classes).to(exact)
+    total = zero_if_known(labels, counted, classes).to(exact)
     statistics, gradient = _kernels(rows.device, dtype)
     for start in range(0, len(rows), plan.chunk):
         part = slice(start, start + plan.chunk)
@@ -183,17 +183,6 @@ def _forward(
             if of_bias is not None:
                 of_bias += slope.sum(0, dtype=exact)
     return total, lift, (of_rows, of_weight, of_bias)
-
-
-def _zero_if_known(labels: Tensor, counted: Tensor, classes: Tensor) -> Tensor:
-    """0, or NaN where a label that counts is no class; where looking costs no wait, that is an error."""
-    unknown = counted & ((labels < 0) | (labels >= classes))
-    if labels.device.type == "cpu" and unknown.any():
-        raise ConfigError(
-            f"label {labels[unknown][0].item()} is none of the {classes.item()} classes (0 to {classes.item() - 1}); mark "
-            f"labels that do not count with the loss's ignore_index"
-        )
-    return torch.where(unknown.any(), torch.nan, 0.0)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -65,7 +65,7 @@ class CrossEntropyLoss(nn.Module):
             )
         counted = mine != self.ignore_index
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = self._each(exact, mine.masked_fill(~counted, 0), inner.hidden)
+        losses = self._each(exact, mine.masked_fill(~counted, 0), inner.hidden, labels)
         losses = losses.masked_fill(~counted, 0.0)
         if self.reduction == "none":
             return gather_output(losses, sequence=None, hidden=None, side="inner", arrangement=self.arrangement)
@@ -85,17 +85,19 @@ class CrossEntropyLoss(nn.Module):
         mean.sum_and_count = total, count  # type: ignore[attr-defined]  # the engine's mean is over the whole batch
         return mean
 
-    def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None) -> Tensor:
-        """The loss of every sample."""
+    def _each(self, logits: Tensor, labels: Tensor, mode: ParallelMode | None, whole: Tensor) -> Tensor:
+        """The loss of every sample here; `whole` are the labels of all."""
         if mode is None or size_of(mode, self.arrangement.context) == 1:
             losses = F.cross_entropy(
                 logits.flatten(0, -2), labels.flatten(), reduction="none", label_smoothing=self.label_smoothing
             )
             return losses.view(labels.shape)
-        return self._each_split(logits, labels, mode)
+        return self._each_split(logits, labels, mode, whole)
 
-    def _each_split(self, logits: Tensor, labels: Tensor, mode: ParallelMode) -> Tensor:
+    def _each_split(self, logits: Tensor, labels: Tensor, mode: ParallelMode, whole: Tensor) -> Tensor:
         largest, start, classes = self._largest(logits, mode)
+        # Of all labels: so every rank of the group raises, or none.
+        known = zero_if_known(whole, whole != self.ignore_index, classes)
         shifted = logits - largest.unsqueeze(-1)
         local = labels - start
         inside = (local >= 0) & (local < logits.shape[-1])
@@ -106,7 +108,7 @@ class CrossEntropyLoss(nn.Module):
         loss = partition - found[1]
         if self.label_smoothing:
             loss = torch.lerp(loss, partition - found[2] / classes, self.label_smoothing)
-        return loss
+        return loss + known
 
     def _largest(self, logits: Tensor, mode: ParallelMode) -> tuple[Tensor, Tensor, Tensor]:
         """Of every sample the largest logit; the number of my first class; and how many there are.
@@ -123,6 +125,17 @@ class CrossEntropyLoss(nn.Module):
         everyone = wire.all_reduce(torch.cat([mine, widths]), members, dist.ReduceOp.MAX)
         largest, widths = everyone[: len(mine)].view(logits.shape[:-1]), everyone[len(mine) :].long()
         return largest, widths[: members.at].sum(), widths.sum()
+
+
+def zero_if_known(labels: Tensor, counted: Tensor, classes: Tensor) -> Tensor:
+    """0, or NaN where a label that counts is no class; where looking costs no wait, that is an error."""
+    unknown = counted & ((labels < 0) | (labels >= classes))
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling() and unknown.any():
+        raise ConfigError(
+            f"label {labels[unknown][0].item()} is none of the {classes.item()} classes (0 to {classes.item() - 1}); mark "
+            f"labels that do not count with the loss's ignore_index"
+        )
+    return torch.where(unknown.any(), torch.nan, 0.0)
 
 
 def _picked(values: Tensor, index: Tensor) -> Tensor:

@@ -56,6 +56,9 @@ def _compared(config: dict[str, object]) -> None:
         assert torch.equal(gather_output(part, side="inner", features=CLASSES, arrangement=here), logits)
         nothing = CrossEntropyLoss(ignore_index=-1, arrangement=here)(part, torch.full_like(labels, -1))
         assert nothing.isnan()
+        no_class = labels.index_fill(0, torch.tensor([0]), CLASSES)
+        with pytest.raises((ConfigError, IndexError), match=rf"{CLASSES} is (none of|out of)"):
+            CrossEntropyLoss(arrangement=here)(part, no_class)
 
 
 @pytest.mark.parametrize(
