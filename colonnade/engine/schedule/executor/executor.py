@@ -76,6 +76,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
+        self._failure = ""
         self._forms = {train: self.loss_form() for train in (True, False)}
         self.form = self._forms[True]
         """Of the losses of the step that runs, or ran last."""
@@ -166,11 +167,17 @@ class Executor:
         """Let the ranks that wait for this one fail too, now and with the reason, not at a timeout."""
         heard_from = error.peer if isinstance(error, PeerFailed) else None
         text = f"{type(error).__name__}: {error}"
+        self._failure = text if self._peers else ""
         ends = [self.link_to(peer).fail(text) for peer in self._peers if self.ranks[peer] != heard_from]
         for end in ends:
             end()
 
     def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
+        if self._failure:  # messages of that step are still under way, and would be taken for those of this one
+            raise ScheduleError(
+                f"this pipeline stopped in an earlier step ({self._failure}) and cannot go on. Build a new engine in new "
+                f"processes, and load the last checkpoint."
+            )
         expected = self.facts.num_microbatches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
