@@ -85,6 +85,7 @@ class Plain(nn.Module):
     def __init__(self, length: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        nn.init.normal_(self.tokens.weight, std=0.02)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = Head()
         size = HIDDEN // HEADS

@@ -1,11 +1,12 @@
 """Pipelines and tensor parallel layers over NCCL between ranks that share one GPU, in bf16, over torch's own.
 
-`python benchmarks/parallel_cuda.py --json [--only pipeline,tensor] [--ranks 2 4] [--seconds 3] [--profile]`
+`python benchmarks/parallel_cuda.py --json [--only pipeline,tensor] [--ranks 2 4] [--seconds 2] [--profile]`
 
 The same stages through our schedules and torch.distributed.pipelining; the same blocks by our layers and by DTensor's
 `parallelize_module`, forward and backward. Both are in the same processes, one world for each number of ranks, and take
 turns in blocks of steps under CUDA MPS; a time is the slowest rank's until its GPU is done. `--profile` prints the kernels
-of a step on rank 0. Prints one object last: `ratios` of our time to torch's and the `goals`. About 80 seconds in all.
+of a step on rank 0. Prints a line for each case as it is measured, and one object last:
+`ratios` of our time to torch's and the `goals`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from __future__ import annotations
 import argparse
 import collections
 import inspect
+import json
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,47 +48,70 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"names that begin so, with commas: of {', '.join(CONTESTS)}")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each contest")
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each contest")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step")
     options = parser.parse_args()
     if not has_device("cuda"):
         return 0
     names = [name for name in CONTESTS if name.startswith(tuple(options.only.split(",")))]
-    ratios: dict[str, float] = {}
-    more: dict[str, dict[str, Any]] = {"step_ms": {}, "collectives": {}, "failed": {}}
+    lines: list[dict[str, Any]] = []
+    failed = {}
     with cuda_mps() as served:
         for ranks in options.ranks:
-            timeout = 60 + len(names) * (20 + 4 * options.seconds)
-            env = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
-            arguments = (names, options.width, options.seconds, options.profile)
-            try:
-                found = run_world(ranks, measured, *arguments, timeout=timeout, backend="nccl", env=env).values
-            except WorldError as error:  # the other worlds are still worth their time
-                more["failed"][str(ranks)] = str(error)[-3000:]
-                print(ranks, "ranks failed:", error, flush=True)
-                continue
-            for name in names:
-                case, medians = f"{name}-{ranks}", slowest([answer[name] for answer in found])
-                ratios[case] = medians["ours"] / medians["torch"]
-                more["step_ms"][case] = {who: round(1e3 * median, 3) for who, median in medians.items()}
-                more["collectives"][case] = found[0][name]["collectives"]
-                print(case, f"{ratios[case]:.3f}", more["step_ms"][case], more["collectives"][case], flush=True)
-                if options.profile:
-                    print(*found[0][name]["kernels"], sep="\n", flush=True)
-    goals = dict.fromkeys(ratios, 1.00)
-    met = report(ratios, goals, options.json, **more, mps=served, device=torch.cuda.get_device_name())
-    return 0 if met and not more["failed"] else 1
+            found, error = run(ranks, "nccl", names, options)
+            lines += found
+            failed |= {str(ranks): error} if error else {}
+    ratios = {line["case"]: line["ours_ms"] / line["torch_ms"] for line in lines}
+    more = {"cases": lines, "failed": failed, "mps": served, "device": torch.cuda.get_device_name()}
+    return 0 if report(ratios, dict.fromkeys(ratios, 1.00), options.json, **more) and not failed else 1
 
 
-def measured(names: Sequence[str], width: int, seconds: float, profiled: bool) -> dict[str, Any]:
-    """On a rank: what `take_turns` says of each contest."""
-    results: dict[str, Any] = {}
+def run(
+    ranks: int, backend: str, names: Sequence[str], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], str]:
+    """What rank 0 of one world wrote about its contests, printed as it comes; and the error, if there was one."""
+    timeout = 60 + len(names) * (20 + 4 * options.seconds)
+    ended, problem = threading.Event(), ""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        log.touch()
+        printer = threading.Thread(target=follow, args=(log, ended), daemon=True)
+        printer.start()
+        arguments = (log, names, options.width, options.seconds, options.profile)
+        env = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+        try:
+            run_world(ranks, measured, *arguments, timeout=timeout, backend=backend, env=env)
+        except WorldError as error:  # the other worlds are still worth their time
+            problem = str(error)[-3000:]
+            print(ranks, "ranks failed:", problem, flush=True)
+        ended.set()
+        printer.join()
+        return [json.loads(line) for line in log.read_text().splitlines()], problem
+
+
+def follow(log: Path, ended: threading.Event) -> None:
+    """Print what is written to a file until it has ended."""
+    with log.open() as file:
+        while not ended.wait(0.3):
+            print(file.read(), end="", flush=True)
+        print(file.read(), end="", flush=True)
+
+
+def measured(log: Path, names: Sequence[str], width: int, seconds: float, profiled: bool) -> None:
+    """On a rank: what `take_turns` says of each contest, written by rank 0."""
     for name in names:
         steps = CONTESTS[name](width)
-        results[name] = take_turns(steps, seconds, 0.1)
+        found = take_turns(steps, seconds, 0.1)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        line: dict[str, Any] = {"case": f"{name}-{dist.get_world_size()}"}
+        line |= {f"{who}_ms": round(1e3 * median, 3) for who, median in slowest(everyone).items()}
+        line |= {"collectives": found["collectives"], "rounds": found["rounds"]}
         if profiled:
-            results[name]["kernels"] = [line for who, step in steps.items() for line in kernels(who, step)]
-    return results
+            line["kernels"] = [text for who, step in steps.items() for text in kernels(who, step)]
+        if dist.get_rank() == 0:
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def kernels(who: str, step: Step) -> list[str]:
@@ -106,8 +134,8 @@ def _dtype() -> torch.dtype:
 
 
 def _random(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(*shape, generator=generator).to(device(), _dtype())
+    generator = torch.Generator(device()).manual_seed(0)
+    return torch.randn(*shape, generator=generator, device=device()).to(_dtype())
 
 
 # -- pipelines ------------------------------------------------------------------------------------------------
@@ -116,8 +144,9 @@ def _random(*shape: int) -> Tensor:
 def stages(width: int, chunks: int) -> list[nn.Module]:
     """This rank's stages, of four blocks in all."""
     torch.manual_seed(dist.get_rank())
-    built = [nn.Sequential(*(Block(width, HEADS) for _ in range(4 // chunks))) for _ in range(chunks)]
-    return [stage.to(device(), _dtype()) for stage in built]
+    with device():
+        built = [nn.Sequential(*(Block(width, HEADS) for _ in range(4 // chunks))) for _ in range(chunks)]
+    return [stage.to(_dtype()) for stage in built]
 
 
 def mean_loss(output: Tensor, label: Tensor) -> Tensor:
@@ -228,8 +257,9 @@ def _dtensor(block: str, sequence_split: bool, width: int, context: ParallelCont
     )
 
     torch.manual_seed(0)
-    mlp = collections.OrderedDict(up=nn.Linear(width, 4 * width), act=nn.GELU(), down=nn.Linear(4 * width, width))
-    layer = nn.Sequential(mlp) if block == "mlp" else Attention(width)
+    with device():
+        mlp = collections.OrderedDict(up=nn.Linear(width, 4 * width), act=nn.GELU(), down=nn.Linear(4 * width, width))
+        layer = nn.Sequential(mlp) if block == "mlp" else Attention(width)
     first, last = ("up", "down") if block == "mlp" else ("qkv", "out")
     plan: dict[str, Any] = {first: ColwiseParallel(), last: RowwiseParallel()}
     model: nn.Module = layer

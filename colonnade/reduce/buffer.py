@@ -62,6 +62,8 @@ class GradientShard:
     def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
         """Put factor x `total` into it from `start` on, on top of what earlier passes of the step brought."""
         into = self.flat[start : start + total.numel()]
+        if isinstance(factor, Tensor) and total.device != into.device:
+            total, factor = total.to(into.dtype) * factor, 1.0  # a factor that a device made is there
         if self.landed:
             total = total.to(into.device, into.dtype)
             into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)

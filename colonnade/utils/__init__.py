@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global, global_context
+from colonnade.nn.host_store import kept_on_host
 from colonnade.utils.sampler import DistinctDataSampler
 from colonnade.utils.timer import MultiTimer
 
@@ -66,10 +67,10 @@ def get_dataloader(
 
 
 def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = False) -> Any:
-    """Run `function` and compute its activations again in backward; `activation_offload` keeps the inputs on the CPU."""
+    """Run `function` and compute its activations again in backward; `activation_offload` keeps the inputs of a GPU on the host."""
     if not activation_offload:
         return _checkpoint(function, *args, use_reentrant=use_reentrant)
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+    with kept_on_host(()):
         return _checkpoint(function, *args, use_reentrant=use_reentrant)
 
 

@@ -33,7 +33,6 @@ OVER_DATA: list[Case] = [
 ]
 OVER_TENSOR: list[Case] = [
     ("Llama", TENSOR, 0, "aot_eager"),
-    ("GPT", TENSOR, 0, "eager"),
     ("ViT", SPLIT, 0, "eager"),
 ]
 

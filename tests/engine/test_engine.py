@@ -215,9 +215,12 @@ def test_a_run_takes_up_what_it_has_itself_and_passes_over_the_rest():
     with world_of_one(**clipped) as gpc:
         saved = start(gpc).extra_state()
     with world_of_one() as gpc:
-        start(gpc).load_extra_state(saved)
+        engine = start(gpc)
+        assert not engine.may_skip
+        engine.load_extra_state(saved)
     with world_of_one(**clipped) as gpc:
         engine = start(gpc)
+        assert engine.may_skip
         for extra in ({}, {"engine.clip": {}}, {"engine.scaler": {"scale": 3}}, saved):
             engine.load_extra_state(extra)
 

@@ -213,3 +213,10 @@ def world_stale() -> list[float]:
 
 def test_a_large_step_leaves_nothing_behind() -> None:
     assert run_world(2, world_stale).values == [[100.0, 1.0], [100.0, 1.0]]
+
+
+@pytest.mark.parametrize("numel", [(1 << 17) - 1, 1 << 17, (1 << 17) + 5])
+def test_a_complex_gradient_counts_two_numbers_for_each_element(numel: int) -> None:
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
+    found = Meter([GradientBlock(grad)], 2.0).measure()
+    assert reduce_norms(found, 2.0).total().item() == pytest.approx(grad.to(torch.complex128).norm().item(), rel=1e-7)

@@ -195,6 +195,7 @@ def test_a_run_that_does_not_get_better_stops_on_every_rank():
 
 def many_things() -> None:
     trainer = make_trainer({})
+    assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
     batches = cut(range(16), 16)
     with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
         trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
-from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
+from colonnade.nn.layer.arrangement import Arrangement, Split, Whole, arrange
 from colonnade.nn.layer.first_pass import gives, takes
 from colonnade.nn.layer.spread import Width, respread
 from colonnade.parallel.placement import Spec, place
@@ -69,7 +69,10 @@ class Linear(nn.Module):
         features = module.in_features, module.out_features // parts
         return cls(*features, module.bias is not None, source=module, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, each: bool = False) -> Tensor | Sequence[Tensor]:
+        """`each`: what the parts give, one by one."""
+        if each:
+            return self._each(x)
         here = self.arrangement
         inside = self.split == "row" and self.input_is_parallel
         takes(self, here, x, "inner" if inside else "outer", self.in_features, self.unit)
@@ -79,6 +82,17 @@ class Linear(nn.Module):
         if self.gather_output:
             y = respread(y, here.inner, here.outer, here.context, Width(self.out_features, self.unit, here.uneven))
         return gives(self, here, y, here.outer if self.gather_output else here.target(self.split))
+
+    def _each(self, x: Tensor) -> Sequence[Tensor]:
+        """On whole weights each part is a product of its own: their backward passes need no gradients joined."""
+        here = self.arrangement
+        if not isinstance(here, Whole):
+            y: Tensor = self.forward(x)  # type: ignore[assignment]
+            return y.chunk(self.parts, -1)
+        takes(self, here, x, "outer", self.in_features, self.unit)
+        biases = [None] * self.parts if self.bias is None else self.bias.unbind()
+        products = zip(self.weight.unbind(), biases, strict=True)
+        return [gives(self, here, here.multiply(x, weight, bias), here.inner) for weight, bias in products]
 
     def extra_repr(self) -> str:
         parts = f"{self.parts} x " if self.parts > 1 else ""
@@ -164,11 +178,10 @@ class MLP(nn.Module):
         return cls(up.in_features, up.out_features, activation=activation, arrangement=arrangement, source=(up, down))
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = self.up(x)
         if self.gated:
-            gate, inside = inside.chunk(2, -1)
-            return self.down(self.activation(gate) * inside)
-        return self.down(self.activation(inside))
+            gate, up = self.up(x, each=True)
+            return self.down(self.activation(gate) * up)
+        return self.down(self.activation(self.up(x)))
 
 
 def own(block: Tensor, placed: dict[ParallelMode, Spec], shape: tuple[int, ...], whole: Tensor) -> nn.Parameter:

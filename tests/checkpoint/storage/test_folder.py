@@ -84,6 +84,14 @@ def test_of_a_step_that_was_saved_again_the_later_one_is_kept(tmp_path):
     assert steps(tmp_path) == [(3, 0), (4, 1)]
 
 
+def test_a_step_that_is_saved_again_gets_the_next_revision_of_its_own(tmp_path):
+    for step in (3, 4, 4, 4, 3):
+        staged = tmp_path / module.staging_name(step)
+        staged.mkdir()
+        module.publish(staged, step)
+    assert steps(tmp_path) == [(3, 0), (3, 1), (4, 0), (4, 1), (4, 2)]
+
+
 def test_a_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path):
     make_folder(tmp_path / "a" / "b")
     make_folder(tmp_path / "a" / "b")

@@ -6,8 +6,8 @@ per message, header and tensors together, for which the receiver has memory read
 the last step took. What is larger follows its header tensor by tensor.
 
 Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
-those of a message in one piece. Where a message had tensors of the same dtypes and shapes in the last two steps, the
-receiver counts on a third: it begins to receive them before their header is there. A sender knows what the receiver
+those of a message in one piece. Between ranks with one stage each, where a message had tensors of the same dtypes and
+shapes in the last two steps, the receiver counts on a third: it begins to receive them before their header is there. A sender knows what the receiver
 counts on. If its tensors are others after all, it fills what the receiver has begun with anything, and sends them by
 the CPU. So both sides begin the same in the same order, whatever the forms are.
 """
@@ -123,10 +123,15 @@ class _FrameSize:
 
 
 class Link:
-    """The channel to one other rank. Both sides must send and expect in the order of one program."""
+    """The channel to one other rank. Both sides must send and expect in the order of one program.
 
-    def __init__(self, group: dist.ProcessGroup | None, peer: int, device: torch.device) -> None:
-        self._peer, self._device = peer, device
+    `counts_on`: over another backend than gloo, messages are begun before their header where they repeat.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, peer: int, device: torch.device, counts_on: bool = True
+    ) -> None:
+        self._peer, self._device, self._counts_on = peer, device, counts_on
         self._wire = Wire(group, peer, device)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
         self._sent_numbers: dict[str, int] = {}
@@ -145,9 +150,9 @@ class Link:
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        unread = [expected.key for expected in self._expected if not expected.layout]
-        if self.one_queue and unread:
-            self._start_expected(unread[-1])
+        if self.one_queue and any(not expected.layout for expected in self._expected):
+            # These come before in the queue.
+            self._start_expected([expected.key for expected in self._expected if not expected.layout][-1])
         fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
@@ -159,7 +164,7 @@ class Link:
             self._sends[key] += self._send_tensors(key, tensors)
 
     def _send_tensors(self, key: Action, tensors: list[Tensor]) -> Pending:
-        counted_on = self._sent_layouts.sure(key) if self.one_queue else ()
+        counted_on = self._counted_on(self._sent_layouts, key)
         layout = layout_of(tensors)
         self._sent_layouts.note(key, layout)
         if counted_on in ((), layout):
@@ -188,9 +193,12 @@ class Link:
         """The next thing to come from the peer, after those expected before, is `key`."""
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
         frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
-        layout = self._received_layouts.sure(key) if self.one_queue else ()
+        layout = self._counted_on(self._received_layouts, key)
         self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
         self._begin_counted_on()
+
+    def _counted_on(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
+        return layouts.sure(key) if self.one_queue and self._counts_on else ()
 
     def _begin_counted_on(self) -> None:
         """Begin to receive what is counted on, up to the first message whose tensors must be read about first."""

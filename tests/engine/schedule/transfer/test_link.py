@@ -22,7 +22,7 @@ from colonnade.errors import ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world
 from tests.engine.schedule import models
-from tests.engine.schedule.executor.test_executor import grads_of, make_executor
+from tests.engine.schedule.executor.test_executor import Broken, grads_of, make_executor
 
 CPU = torch.device("cpu")
 
@@ -223,6 +223,25 @@ def fail_or_take() -> str:
 
 def test_a_failure_comes_after_what_was_sent_before_it() -> None:
     assert run_world(2, fail_or_take).values[1] == "the pipeline stopped because rank 0 failed: a reason"
+
+
+def fail_when_counted_on() -> str:
+    """The second stage fails in the third step, when the others have begun to receive what it will not send."""
+    link_module.Wire = Diary  # type: ignore[misc]
+    executor, stages = make_executor(Broken, make_table("1f1b", 2, 4))
+    for stage in stages.values():
+        stage.calls = -8  # type: ignore[assignment]
+    for _ in range(2):
+        executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
+    with pytest.raises((ScheduleError, ZeroDivisionError)) as caught:
+        executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
+    return str(caught.value)
+
+
+def test_a_failure_is_heard_where_its_message_was_counted_on() -> None:
+    reason = "a bug of the user"
+    heard = f"the pipeline stopped because rank 1 failed: ZeroDivisionError: {reason}"
+    assert run_world(2, fail_when_counted_on).values == [heard, reason]
 
 
 class Diary(Wire):
