@@ -53,14 +53,15 @@ def meta_init() -> Iterator[None]:
     parameters: list[nn.Parameter] = []
 
     def keep(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is None or parameter.device.type != "meta":
+            return
         if is_lazy(parameter):
             raise PlacementError(
                 f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
-                f"be known: use the layer that is given its sizes, or build this one `with torch.device('cpu'):`"
+                f"be known: use the layer that is given its sizes"
             )
-        if parameter is not None and parameter.device.type == "meta":
-            parameters.append(parameter)
-            tape.owned.add(memory_of(parameter))
+        parameters.append(parameter)
+        tape.owned.add(memory_of(parameter))
 
     def copied(parameter: Tensor, memo: Any) -> Any:
         copy = deep_copy(parameter, memo)

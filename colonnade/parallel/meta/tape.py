@@ -31,8 +31,6 @@ class Entry:
     outputs: tuple[Tensor, ...]
     draws: int
     """How many operations drew random numbers before it, those for parts that other ranks hold too."""
-    versions: tuple[int, ...]
-    """The version counters of what it takes that is not on the meta device, which tell of later changes."""
 
     @property
     def name(self) -> str:
@@ -79,10 +77,11 @@ class Tape(TorchDispatchMode):
         made = tuple(leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_meta)
         is_view = not func._schema.is_mutable and {memory_of(t) for t in made} <= {memory_of(t) for t in given}
         if made and not is_view:
-            args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t, (args, kwargs))
+            # A copy of what has values: it may be changed before they are asked for.
+            args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t.clone(), (args, kwargs))
             for memory in {memory_of(tensor) for tensor in made}:
                 self._writers.setdefault(memory, []).append(len(self.entries))
-            self.entries.append(Entry(func, args, kwargs, made, self._draws, _versions(given)))
+            self.entries.append(Entry(func, args, kwargs, made, self._draws))
             self._draws += self.entries[-1].is_random
         return output
 
@@ -110,11 +109,6 @@ class Tape(TorchDispatchMode):
         with torch.no_grad(), torch.device("cpu"):
             for at in self.needed_for(tensor):
                 entry = self.entries[at]
-                if _versions(entry.inputs) != entry.versions:
-                    raise PlacementError(
-                        f"inside meta_init() a tensor was changed in place after it had been given to {entry.name}, which is done "
-                        f"only in initialize(). Give it a copy there: `parameter.copy_(values.clone())`, say."
-                    )
                 args, kwargs = tree_map_only(Tensor, as_real, (entry.args, dict(entry.kwargs)))
                 if "device" in kwargs:
                     kwargs["device"] = torch.device("cpu")
@@ -161,10 +155,6 @@ def elements_in_memory(tensor: Tensor) -> int:
 def covers_memory(tensors: Iterable[Tensor]) -> bool:
     """Whether each of these is all of its memory."""
     return all(tensor.numel() == elements_in_memory(tensor) for tensor in tensors)
-
-
-def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors if not tensor.is_meta and not tensor.is_inference())
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
