@@ -83,8 +83,11 @@ class Executor:
         self.facts = self._agree()
         self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
         self.first_sharing = _first_sharing(self.modules)
-        # In two parts, activations would be computed again for each of the products that follow.
-        self.unsplittable = {stage for stage, module in self.modules.items() if recomputes(module)}
+        # In two parts, activations would be computed again for each of the products that follow; and FSDP2 has given the
+        # weights back before the second one.
+        self.unsplittable = {
+            stage for stage, module in self.modules.items() if recomputes(module) or _is_sharded(module)
+        }
         """Stages that need their backward in one part, from the start or found to."""
         table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
@@ -221,6 +224,11 @@ class Executor:
                 "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
             )
         return facts
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers weights of it for each pass."""
+    return any(hasattr(one, "_get_fsdp_state") for one in module.modules())
 
 
 def _first_sharing(modules: Mapping[int, nn.Module]) -> dict[int, int]:
