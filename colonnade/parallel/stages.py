@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,13 @@ class Chunks(nn.ModuleList):
         memo = set() if memo is None else memo
         for module in self:
             yield from module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of this name in the whole model."""
+        for module in self if target else ():
+            with contextlib.suppress(AttributeError):
+                return module.get_submodule(target)
+        return super().get_submodule(target)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The state of all stages together."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colonnade.comm.memory import Memory
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.transports.base import Transport
+from colonnade.reduce.transports.base import Transport, is_one
 
 if TYPE_CHECKING:
     from colonnade.reduce.bucket import Bucket
@@ -62,8 +62,10 @@ class GradientShard:
     def land(self, total: Tensor, factor: float | Tensor, start: int = 0) -> None:
         """Put factor x `total` into it from `start` on, on top of what earlier passes of the step brought."""
         into = self.flat[start : start + total.numel()]
-        if isinstance(factor, Tensor) and total.device != into.device:
-            total, factor = total.to(into.dtype) * factor, 1.0  # a factor that a device made is there
+        wider = total.dtype.itemsize > into.dtype.itemsize  # a sum may be too large for what is narrower; a mean is not
+        if wider or (isinstance(factor, Tensor) and total.device != into.device):
+            # A factor that a device made is there.
+            total, factor = (total if wider else total.to(into.dtype)) * factor, 1.0
         if self.landed:
             total = total.to(into.device, into.dtype)
             into.add_(total, alpha=factor) if isinstance(factor, float) else into.add_(total * factor)
@@ -71,7 +73,8 @@ class GradientShard:
             torch.mul(total, factor, out=into)
         else:
             into.copy_(total)
-            into.mul_(factor)
+            if not is_one(factor):
+                into.mul_(factor)
 
 
 def _like(view: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -72,6 +72,7 @@ ON_FOUR: list[Case] = [
     ("GPT, tied", {"tensor": {"size": 4, "mode": "2d"}}, {}),
     ("GPT, tied", {"pipeline": 2}, {"num_microbatches": 2, "zero": 3}),
     ("GPT", {"pipeline": 2, **_1d(2)}, INTERLEAVED),
+    ("GPT, tied", {"pipeline": 2}, {**INTERLEAVED, "zero": 3}),
     ("odd GPT", _1d(4), {}),
     ("odd GPT", _1d(2), {"zero": 3}),
     ("MoE-GPT", {"expert": 4}, {"zero": 2}),

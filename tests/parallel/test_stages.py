@@ -22,6 +22,10 @@ def test_the_names_are_those_of_the_whole_model() -> None:
     _, chunks = two_of_four()
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert list(chunks.state_dict()) == [name for name, _ in chunks.named_parameters()] == names
+    assert chunks.get_submodule("2") is dict(chunks.named_modules())["2"]
+    assert chunks.get_submodule("") is chunks
+    with pytest.raises(AttributeError):
+        chunks.get_submodule("3")
 
 
 def test_loading_tells_what_is_missing_and_unexpected_in_all_stages() -> None:

@@ -14,7 +14,7 @@ from colonnade.comm.memory import Memory
 from colonnade.errors import GradientError
 from colonnade.reduce import bucket as bucket_module
 from colonnade.reduce.bucket import MISSING, TAIL, Bucket
-from colonnade.reduce.buffer import Buffer
+from colonnade.reduce.buffer import Buffer, GradientShard
 from colonnade.reduce.options import SyncOptions
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.storage import fill
@@ -160,6 +160,17 @@ def test_after_a_sum_the_gradients_are_in_the_bucket_whenever_it_began(early):
     for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
         assert parameter.grad is view
         assert bool((view == 2).all())
+
+
+def test_a_sum_is_divided_before_it_goes_into_a_narrower_slice():
+    """The sum of fp16 gradients may be more than fp16 can hold; their mean is not."""
+    for factor in (0.5, torch.tensor(0.5)):
+        shard = GradientShard(torch.full((2,), torch.nan, dtype=torch.float16))
+        shard.land(torch.tensor([80000.0, 1.0]), factor)
+        assert shard.flat.tolist() == [40000.0, 0.5]
+        shard.landed = True
+        shard.land(torch.tensor([-71680.0, 1.0]), factor)
+        assert shard.flat.tolist() == [4160.0, 1.0]
 
 
 def test_only_a_gpu_takes_memory_on_demand():

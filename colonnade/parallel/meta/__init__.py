@@ -14,8 +14,10 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from colonnade.errors import PlacementError
 from colonnade.parallel.meta.tape import Tape, memory_of
 
 _ATTRIBUTE = "_colonnade_start"
@@ -51,9 +53,20 @@ def meta_init() -> Iterator[None]:
     parameters: list[nn.Parameter] = []
 
     def keep(module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter is not None and parameter.device.type == "meta":
-            parameters.append(parameter)
-            tape.owned.add(memory_of(parameter))
+        if parameter is None or parameter.device.type != "meta":
+            return
+        if is_lazy(parameter):
+            raise PlacementError(
+                f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
+                f"be known: use the layer that is given its sizes"
+            )
+        parameters.append(parameter)
+        tape.owned.add(memory_of(parameter))
+
+    def copied(parameter: Tensor, memo: Any) -> Any:
+        copy = deep_copy(parameter, memo)
+        keep(nn.Module(), "", copy)  # nothing registers the parameters of a module that is copied
+        return copy
 
     def make(module: nn.Module, name: str, buffer: Any) -> Tensor | None:
         return tape.read(buffer) if buffer is not None and buffer.device.type == "meta" else None
@@ -63,11 +76,14 @@ def meta_init() -> Iterator[None]:
     init: Any = nn.init
     truncated = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = _truncated_normal
+    deep_copy: Any = nn.Parameter.__deepcopy__
+    nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign]
     try:
         with torch.device("meta"), tape, _Builder(tape):
             yield
     finally:
         init._no_grad_trunc_normal_ = truncated
+        nn.Parameter.__deepcopy__ = deep_copy  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         for parameter in parameters:

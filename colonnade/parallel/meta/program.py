@@ -162,7 +162,7 @@ def _after(entry: Entry, known: dict[int, Program | None]) -> Program | None:
         return Program()
     if name in _COPIES:
         return _copied(entry, known)
-    if name.rstrip("_") in _POINTWISE:
+    if name.rstrip("_") in _POINTWISE and isinstance(entry.args[0], Tensor):
         taken = known.get(memory_of(given[0])) if len(given) == 1 else None
         if taken is not None and not name.endswith("_"):
             taken = taken.copied(given[0])
@@ -185,6 +185,8 @@ def _copied(entry: Entry, known: dict[int, Program | None]) -> Program | None:
     sources: Sequence[Tensor] = entry.inputs[1:] if entry.name == "copy_" else entry.inputs
     programs = [known.get(memory_of(source)) for source in sources]
     first = programs[0].copied(sources[0]) if programs[0] is not None else None
+    if not made.dtype.is_floating_point:  # values are rounded here, and programs do not round
+        return None
     if first is None or not covers_memory([made]) or made.numel() != sum(source.numel() for source in sources):
         return None
     if len(sources) == 1:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError
@@ -30,6 +32,10 @@ class Recipe:
     program: Program | None
     owners: Mapping[int, str]
     """The name that numbers follow from, by the memory they were drawn into."""
+    by_program: Mapping[int, bool]
+    """The memory of all parameters, with whether theirs is drawn by a program."""
+    sizes: Mapping[str, int]
+    """How many elements each parameter has here."""
 
     def __str__(self) -> str:
         if self.program is not None:
@@ -71,10 +77,13 @@ class Recipe:
             if not entry.is_random:
                 return entry.func(*args, **kwargs)
             made, step = entry.outputs[0], drawn(entry)
-            key = self._key(seed, memory_of(made))
-            if key in seen or elements_in_memory(made) != numel:  # not the whole parameter: told apart by its turn
-                key = self._key(seed, memory_of(made), entry.draws)
-            seen.add(key)
+            memory = memory_of(made)
+            key, owner = self._key(seed, memory), self.owners[memory]
+            if not self.by_program.get(memory):  # what a program draws has no turns
+                whole = numel if owner == self.name else self.sizes[owner]
+                if key in seen or elements_in_memory(made) != whole:  # not the whole parameter: told apart by its turn
+                    key = self._key(seed, memory, entry.draws)
+                seen.add(key)
             if step is None:
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(key)
@@ -91,47 +100,87 @@ def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recip
 
     `stages` are those of a split model, or one model. `prefix` tells apart models whose parameters have the same names.
     """
-    found = list(_on_meta(list(stages), prefix))
+    stages = list(stages)
+    found = list(_on_meta(stages, prefix))
+    if found:
+        _refuse_bare(stages)
     owners: dict[int, str] = {}
     for name, _, start in found:
         owners.setdefault(memory_of(start.tensor), name)
-    recipes = {}
-    for name, parameter, start in found:
-        entries = [start.tape.entries[at] for at in start.tape.needed_for(start.tensor)]
-        sources = {memory_of(entry.outputs[0]) for entry in entries if entry.is_random}
-        names = {owners.setdefault(source, name) for source in sources}
-        program = program_of(start.tape, start.tensor)
-        if program is not None and not program.steps:
-            raise PlacementError(
-                f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
-                f"say), or build its module `with torch.device('cpu'):`."
-            )
-        if program is not None and program.moved and names - {name}:
-            program = None  # copied from another parameter, and not as that one lies
-        if program is not None and program.cut is not None and program.cut.size != parameter.shape:
-            program = None
-        recipes[id(parameter)] = Recipe(name, start.tape, start.tensor, program, owners)
-    return recipes
+    users = Counter[int]()
+    for name, _, start in found:
+        sources = _sources(start, name)
+        users.update(sources)
+        for source in sources:
+            owners.setdefault(source, name)
+    programs = {name: _own_program(name, parameter, start, users) for name, parameter, start in found}
+    by_program: dict[int, bool] = {}
+    for name, _, start in found:
+        by_program.setdefault(memory_of(start.tensor), programs[name] is not None)
+    sizes = {name: parameter.numel() for name, parameter, _ in found}
+    return {
+        id(parameter): Recipe(name, start.tape, start.tensor, programs[name], owners, by_program, sizes)
+        for name, parameter, start in found
+    }
+
+
+def _sources(start: Start, name: str) -> set[int]:
+    """The memory that was drawn for a parameter."""
+    entries = [start.tape.entries[at] for at in start.tape.needed_for(start.tensor)]
+    if any(entry in start.tape.read_from for entry in entries):
+        raise PlacementError(
+            f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
+            f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside."
+        )
+    return {memory_of(entry.outputs[0]) for entry in entries if entry.is_random}
+
+
+def _own_program(name: str, parameter: nn.Parameter, start: Start, users: Counter[int]) -> Program | None:
+    """The program of a parameter; None where it must be made whole."""
+    program = program_of(start.tape, start.tensor)
+    if program is None:
+        return None
+    if not program.steps:
+        raise PlacementError(
+            f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
+            f"say), or build its module `with torch.device('cpu'):`."
+        )
+    moved = program.moved or not start.tensor.is_contiguous()
+    if moved and any(users[source] > 1 for source in _sources(start, name)):
+        return None  # another parameter has the same numbers, and elsewhere
+    return None if program.cut is not None and program.cut.size != parameter.shape else program
 
 
 def _on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Parameter, Start]]:
     names: set[str] = set()
     met: set[int] = set()
-    tapes = {start.tape for stage in stages for p in stage.parameters() if (start := start_of(p)) is not None}
     for at, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
             if parameter.is_meta and id(parameter) not in met:
                 named = prefix + (name if name not in names else f"{name} of stage {at}")
-                yield named, parameter, _start_of(parameter, name, tapes)
+                yield named, parameter, _start_of(parameter, name)
                 names.add(name)
                 met.add(id(parameter))
 
 
-def _start_of(parameter: nn.Parameter, name: str, tapes: Iterable[Tape]) -> Start:
+def _refuse_bare(stages: Iterable[nn.Module]) -> None:
+    """Tensors that are no parameters and no buffers stay on the meta device, where forward passes cannot use them."""
+    for stage in stages:
+        for name, module in stage.named_modules():
+            for attribute, value in vars(module).items():
+                if attribute in ("_parameters", "_buffers", "_modules"):
+                    continue
+                for leaf in tree_leaves(value):
+                    # One with a graph is computed from parameters, and by old weight_norm again in each forward pass.
+                    if isinstance(leaf, Tensor) and leaf.is_meta and not leaf.requires_grad and start_of(leaf) is None:
+                        raise PlacementError(
+                            f"{f'{name}.{attribute}'.lstrip('.')} holds a tensor without values, as it was built inside "
+                            f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`."
+                        )
+
+
+def _start_of(parameter: nn.Parameter, name: str) -> Start:
     start = start_of(parameter)
-    if start is None:  # a deep copy that was made inside meta_init() is on its tape too
-        tape = next((tape for tape in tapes if tape.knows(parameter)), None)
-        start = Start(tape, parameter.detach(), parameter._version) if tape is not None else None
     if start is None:
         raise PlacementError(
             f"{name} is on the meta device, and nothing says which values it starts with: build the model inside "

@@ -13,6 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.errors import PlacementError
 
+_GIVE_NUMBERS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.allclose.default,
+}
+"""What reads the values of tensors inside torch's own code."""
+
 
 @dataclass(frozen=True, eq=False)
 class Entry:
@@ -53,10 +60,15 @@ class Tape(TorchDispatchMode):
         """The memory of tensors that became parameters."""
         self._writers: dict[int, list[int]] = {}
         self._draws = 0
+        self.read_from: dict[Entry, Tensor] = {}
+        """What drew numbers that were read while the model was built, with the state of torch's generator before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
+        if func in _GIVE_NUMBERS:
+            args, kwargs = tree_map_only(Tensor, lambda t: self.read(t) if t.is_meta else t, (args, kwargs))
+            return func(*args, **kwargs)
         if func._schema.is_mutable and given and not given[0].is_meta:
             args, kwargs = tree_map_only(Tensor, lambda t: self.read(t) if t.is_meta else t, (args, kwargs))
             return func(*args, **kwargs)
@@ -65,16 +77,13 @@ class Tape(TorchDispatchMode):
         made = tuple(leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_meta)
         is_view = not func._schema.is_mutable and {memory_of(t) for t in made} <= {memory_of(t) for t in given}
         if made and not is_view:
-            args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t, (args, kwargs))
+            # A copy of what has values: it may be changed before they are asked for.
+            args, kwargs = tree_map_only(Tensor, lambda t: t.detach() if t.is_meta else t.clone(), (args, kwargs))
             for memory in {memory_of(tensor) for tensor in made}:
                 self._writers.setdefault(memory, []).append(len(self.entries))
             self.entries.append(Entry(func, args, kwargs, made, self._draws))
             self._draws += self.entries[-1].is_random
         return output
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether its memory was first written to while this was entered."""
-        return memory_of(tensor) in self._writers
 
     def needed_for(self, tensor: Tensor) -> list[int]:
         """The numbers of the entries that decide its values, in order."""
@@ -119,11 +128,18 @@ class Tape(TorchDispatchMode):
                 "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
                 "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it."
             )
-        return self.replay(tensor).clone()
+        return self.replay(tensor, self._draw_once).clone()
 
-    def __deepcopy__(self, memo: Any) -> Tape:
-        """The same: a copy of a parameter starts as the parameter does."""
-        return self
+    def _draw_once(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Does an operation again. Whoever reads its numbers a second time finds the same ones."""
+        if not entry.is_random:
+            return entry.func(*args, **kwargs)
+        if entry not in self.read_from:
+            self.read_from[entry] = torch.get_rng_state()
+            return entry.func(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.read_from[entry])
+            return entry.func(*args, **kwargs)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -75,12 +75,16 @@ def _chunks(stage: int, name: str) -> dict[str, Tensor]:
         return found
 
 
+def _chunks_at_every_stage(name: str) -> list[dict[str, Tensor]]:
+    return [_chunks(stage, name) for stage in (0, 1, 2, 3)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["Interleaved1F1B", *(pytest.param(n, marks=pytest.mark.long) for n in ("ZBV", "InterleavedZeroBubble"))]
+    "name", ["Interleaved1F1B", "ZBV", pytest.param("InterleavedZeroBubble", marks=pytest.mark.long)]
 )
 def test_chunks_of_a_pipeline(name):
-    truth, *others = (run_world(4, _chunks, stage, name).values[0] for stage in (0, 1, 2))
+    truth, *others = run_world(4, _chunks_at_every_stage, name).values[0]
     for found in others:
         compare(truth, found, 1e-10)
 

@@ -126,6 +126,79 @@ def test_what_was_copied_is_equal_and_what_was_drawn_apart_is_not(values):
     assert not torch.equal(values["copied.bias"], values["linear.bias"])
 
 
+class Related(nn.Module):
+    """Parameters that are computed from others, or from the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 7)
+        nn.init.normal_(self.linear.weight)  # drawn a second time
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 7))
+        self.orthogonal = nn.Linear(7, 5)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        numbers, others = torch.randn(4, 6), torch.rand(4, 6)
+        of = {
+            "turned": self.linear.weight.t().contiguous(),
+            "rows": self.linear.weight[:2].clone(),
+            "norm": self.linear.weight.norm(dim=1),
+            "orthogonal_rows": self.orthogonal.weight[:2].clone(),
+            "both": torch.cat([self.linear.weight, self.orthogonal.weight.t()]),
+            "numbers": numbers.clone(),
+            "numbers_turned": numbers.t().contiguous(),
+            "pair": torch.cat([numbers, others]),
+            "pair_again": torch.cat([numbers, others]),
+            "power": 2**others,
+            "others": others,
+            "whole": (others * 10).long().float(),
+        }
+        self.of = nn.ParameterDict({name: value.detach() for name, value in of.items()})
+
+
+def test_what_is_computed_from_a_parameter_follows_its_values():
+    with meta_init():
+        model = Related()
+    found = started(model)
+    weight, rows = found["linear.weight"], found["orthogonal.weight"]
+    length, direction = (found[f"normed.parametrizations.weight.original{index}"] for index in range(2))
+    torch.testing.assert_close(length, direction.norm(dim=1, keepdim=True))
+    of = {name.removeprefix("of."): value for name, value in found.items() if name.startswith("of.")}
+    assert torch.equal(of["turned"], weight.t())
+    assert torch.equal(of["rows"], weight[:2])
+    torch.testing.assert_close(of["norm"], weight.norm(dim=1))
+    assert torch.equal(of["orthogonal_rows"], rows[:2])
+    assert torch.equal(of["both"], torch.cat([weight, rows.t()]))
+    assert torch.equal(of["numbers_turned"], of["numbers"].t())
+    assert torch.equal(of["pair"], of["pair_again"])
+    torch.testing.assert_close(of["power"], 2 ** of["others"])
+    assert torch.equal(of["whole"], of["whole"].trunc())
+
+
+def test_a_model_of_deep_copies_alone_starts():
+    with meta_init():
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2)
+    del layer
+    found = started(model)
+    assert torch.equal(found["layers.0.linear1.weight"], found["layers.1.linear1.weight"])
+
+
+def test_values_that_were_given_are_those_of_that_moment():
+    with meta_init():
+        layer, values = nn.Linear(2, 2), torch.tensor([1.0, 2.0])
+        with torch.no_grad():
+            layer.bias.copy_(values)
+        values.mul_(2)
+    assert started(layer)["bias"].tolist() == [1.0, 2.0]
+
+
+def test_numbers_that_are_read_twice_are_the_same():
+    with meta_init():
+        layer, numbers = nn.Linear(2, 2), torch.rand(3)
+        layer.rates = numbers.tolist()
+        layer.register_buffer("again", numbers)
+    assert layer.again.tolist() == layer.rates
+
+
 def test_any_block_is_made_alone(everything, values):
     recipes = recipes_of([everything])
     for name, parameter in everything.named_parameters():
@@ -190,3 +263,20 @@ def test_mistakes_are_named():
         layer = nn.Linear(2, 2)
         with pytest.raises(PlacementError, match=r"needs the values of a parameter, .*drawn only in initialize"):
             layer.register_buffer("average", layer.weight.detach().clone())
+
+
+def test_what_cannot_be_done_later_is_named():
+    with meta_init():
+        read, bare = nn.Linear(2, 2), nn.Linear(2, 2)
+        numbers = torch.randn(2)
+        read.register_buffer("first", numbers.clone())
+        read.extra = nn.Parameter(numbers)
+        bare.tables = [torch.arange(3)]
+        with pytest.raises(PlacementError, match=r"weight of LazyLinear gets its shape in the first forward pass"):
+            nn.LazyLinear(2)
+        with pytest.raises(PlacementError, match=r"needs the values of a parameter"):
+            torch.allclose(bare.weight, read.weight)
+    with pytest.raises(PlacementError, match=r"extra starts with random numbers that a buffer, .* has read"):
+        recipes_of([read])
+    with pytest.raises(PlacementError, match=r"0\.tables holds a tensor without values.*register_buffer"):
+        recipes_of([nn.Sequential(bare)])

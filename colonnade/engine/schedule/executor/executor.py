@@ -76,14 +76,18 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
+        self._failure = ""
         self._forms = {train: self.loss_form() for train in (True, False)}
         self.form = self._forms[True]
         """Of the losses of the step that runs, or ran last."""
         self.facts = self._agree()
         self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
         self.first_sharing = _first_sharing(self.modules)
-        # In two parts, activations would be computed again for each of the products that follow.
-        self.unsplittable = {stage for stage, module in self.modules.items() if recomputes(module)}
+        # In two parts, activations would be computed again for each of the products that follow; and FSDP2 has given the
+        # weights back before the second one.
+        self.unsplittable = {
+            stage for stage, module in self.modules.items() if recomputes(module) or _is_sharded(module)
+        }
         """Stages that need their backward in one part, from the start or found to."""
         table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
@@ -169,11 +173,17 @@ class Executor:
         """Let the ranks that wait for this one fail too, now and with the reason, not at a timeout."""
         heard_from = error.peer if isinstance(error, PeerFailed) else None
         text = f"{type(error).__name__}: {error}"
+        self._failure = text if self._peers else ""
         ends = [self.link_to(peer).fail(text) for peer in self._peers if self.ranks[peer] != heard_from]
         for end in ends:
             end()
 
     def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
+        if self._failure:  # messages of that step are still under way, and would be taken for those of this one
+            raise ScheduleError(
+                f"this pipeline stopped in an earlier step ({self._failure}) and cannot go on. Build a new engine in new "
+                f"processes, and load the last checkpoint."
+            )
         expected = self.facts.num_microbatches
         if len(micro_batches) != expected:
             raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
@@ -214,6 +224,11 @@ class Executor:
                 "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
             )
         return facts
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers weights of it for each pass."""
+    return any(hasattr(one, "_get_fsdp_state") for one in module.modules())
 
 
 def _first_sharing(modules: Mapping[int, nn.Module]) -> dict[int, int]:

@@ -38,7 +38,8 @@ class Wire:
         if tensor.numel() == 0:
             return []
         plain = tensor.detach().resolve_conj().resolve_neg().to(self.device).contiguous()
-        data = plain.view(-1).view(torch.uint8)
+        # Not by view(-1): a tensor of one element is contiguous whatever its strides, and keeps them.
+        data = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         return [(_started(dist.isend(data, dst=self._peer, group=self._group, tag=tag)), data)]
 
     def empty(self, meta: Meta) -> Tensor:

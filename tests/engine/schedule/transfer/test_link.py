@@ -37,6 +37,7 @@ def values() -> list[Any]:
         (torch.randn(3, 2), {"n": 1}),
         torch.randn(4, 3).T,
         torch.randn(3, dtype=torch.complex64).conj(),
+        [torch.randn(3, 4)[:1, :1].T, torch.ones(()).expand(1, 1)],  # of one element: contiguous by any stride
         "only words",
         None,
     ]
@@ -72,7 +73,7 @@ def send_or_take() -> list[int]:
 
 def test_every_kind_of_value_arrives_and_a_form_is_described_once() -> None:
     """They are taken in another order than they were sent in."""
-    assert run_world(2, send_or_take).values == [[1, 1, 0, 1, 1, 1, 1], []]
+    assert run_world(2, send_or_take).values == [[1, 1, 0, 1, 1, 1, 1, 1], []]
 
 
 def send_or_take_often() -> int:
@@ -95,8 +96,8 @@ def send_or_take_often() -> int:
 
 
 def test_every_kind_of_value_arrives_over_a_queue_each_message_in_one_piece() -> None:
-    """Five of the seven values have tensors; in the last step the two places that had none have some too."""
-    assert run_world(2, send_or_take_often).values == [4 * 5 + 2] * 2
+    """Six of the eight values have tensors; in the last step the two places that had none have some too."""
+    assert run_world(2, send_or_take_often).values == [4 * 6 + 2] * 2
 
 
 def count_sends(steps: list[list[int]]) -> list[list[int]]:
