@@ -70,6 +70,11 @@ class SyncOptions:
             raise ConfigError(f"reduce_dtype is a floating point dtype, not {dtype!r}")
         if self.compress not in (None, *HALVES):
             raise ConfigError(f'compress is "bf16", "fp16" or None, not {self.compress!r}')
+        if self.compress is not None and dtype in HALVES and dtype is not self.compress:
+            raise ConfigError(
+                f"compress={self.compress} and reduce_dtype={dtype} are two dtypes to send in; give one of them, or a wider "
+                f"reduce_dtype"
+            )
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of `dtype` are added: never narrower; fp16 would overflow in its own."""
