@@ -53,6 +53,18 @@ def report(ratios: Mapping[str, float], goals: Mapping[str, float], as_json: boo
     return not missed
 
 
+def timed_on_gpu(step: Callable[[], Any]) -> float:
+    """Milliseconds of a step on the GPU, by events."""
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def _timed(case: Callable[[], Any], until_done: Callable[[], None]) -> Callable[[], float]:
     def turn() -> float:
         until_done()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _measure import has_device, interleave, report
+from _measure import has_device, interleave, report, timed_on_gpu
 from _models import Block
 from torch import Tensor, nn
 
@@ -73,15 +73,6 @@ def by_engine(tokens: Tensor) -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -91,7 +82,7 @@ def main() -> int:
         return 0
     tokens = torch.randint(0, 16384, (8, 512), device="cuda")
     steps = {"ours": by_engine(tokens), "theirs": by_hand(tokens)}
-    turns = {name: partial(timed, step) for name, step in steps.items()}
+    turns = {name: partial(timed_on_gpu, step) for name, step in steps.items()}
     interleave(turns, 8)
     medians = interleave(turns, arguments.rounds)
     dist.destroy_process_group()

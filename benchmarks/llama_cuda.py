@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _measure import has_device, interleave, report
+from _measure import has_device, interleave, report, timed_on_gpu
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -144,15 +144,6 @@ def by_engine(tokens: Tensor, labels: Tensor, pure: bool = False, **more: Any) -
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
-def timed(step: Step) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def first_steps(build: Callable[[], Any], count: int = 4) -> tuple[Any, Step, int, list[float]]:
     """What was built, its step, the bytes that it takes at most beside what was there, and its first losses."""
     before = torch.cuda.memory_allocated()
@@ -200,7 +191,7 @@ def main() -> int:
     tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
     (_, parameters), ours, our_peak, our_losses = first_steps(partial(by_engine, tokens, labels, arguments.pure))
     _, theirs, their_peak, their_losses = first_steps(partial(by_hand, tokens, labels, arguments.pure))
-    turns = {"ours": partial(timed, ours), "theirs": partial(timed, theirs)}
+    turns = {"ours": partial(timed_on_gpu, ours), "theirs": partial(timed_on_gpu, theirs)}
     medians = interleave(turns, arguments.rounds)
     if arguments.profile:
         print_profile("ours", ours)
