@@ -55,8 +55,7 @@ def test_what_is_in_float32_or_below_and_what_reads_bits_is_left_alone() -> None
 
 def test_the_default_dtype_comes_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), in_double():
-        assert torch.get_default_dtype() == torch.float64
-        raise ZeroDivisionError
+        torch.ones(int(torch.get_default_dtype() == torch.float64) // 0)
     assert torch.get_default_dtype() == torch.float32
 
 
