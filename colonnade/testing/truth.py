@@ -20,7 +20,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
 from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.shards import part_indices
+from colonnade.parallel.shards import part_indices, section_runs
 
 Tensors = dict[str, Tensor]
 
@@ -111,6 +111,7 @@ class _Part:
     name: str
     rank: int
     place: dict[int, tuple[int, int]]  # dimension -> (index of the part, number of parts)
+    packed: dict[int, list[int]]  # dimension with sections -> where in the whole the joined parts' elements lie
     content: Tensor
 
 
@@ -128,7 +129,20 @@ def _part(entry: Held, tensor: Tensor, context: ParallelContext) -> _Part:
     place = part_indices(context.layout, entry.placement, context.get_global_rank())
     # A clone, as a view would take all that it is a view of along.
     content = local_part(tensor).to("cpu", torch.float64, copy=True).contiguous()
-    return _Part(entry.name, context.get_global_rank(), place, content)
+    return _Part(entry.name, context.get_global_rank(), place, _joined_order(entry, context), content)
+
+
+def _joined_order(entry: Held, context: ParallelContext) -> dict[int, list[int]]:
+    counts = {mode: context.get_world_size(mode) for mode, shard in entry.placement.shards.items() if shard.sections}
+    return {
+        entry.placement.shards[mode].dim: [
+            at
+            for part in range(count)
+            for start, length in section_runs(entry.placement.shards[mode].sections, part, count)
+            for at in range(start, start + length)
+        ]
+        for mode, count in counts.items()
+    }
 
 
 def _assemble(name: str, parts: list[_Part]) -> Tensor:
@@ -140,7 +154,10 @@ def _assemble(name: str, parts: list[_Part]) -> Tensor:
         if not torch.equal(first.content, part.content):
             raise ParityError(f"{name}: ranks {first.rank} and {part.rank} hold the same part with different values")
     sizes = {dim: count for dim, (_, count) in parts[0].place.items()}
-    return _join(by_place, sorted(sizes), sizes, {})
+    joined = _join(by_place, sorted(sizes), sizes, {})
+    for dim, order in parts[0].packed.items():
+        joined = torch.empty_like(joined).index_copy_(dim, torch.tensor(order), joined)
+    return joined
 
 
 def _join(by_place: dict[Any, _Part], dims: list[int], sizes: dict[int, int], chosen: dict[int, int]) -> Tensor:

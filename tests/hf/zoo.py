@@ -1,6 +1,6 @@
 """Architectures of transformers with small random configs, a batch for each, and what one process makes of it.
 
-A step is on the same six rows however many ranks share them, so each architecture has one truth for all layouts.
+A step is on the same twelve rows however many ranks share them, so each architecture has one truth for all layouts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from colonnade.testing import in_double
 
-ROWS, LENGTH, VOCABULARY, STEPS, EPS = 6, 12, 96, 3, 1e-6
+ROWS, LENGTH, VOCABULARY, STEPS, EPS = 12, 12, 96, 3, 1e-6
 """EPS is Adam's: gradients that are zero but for rounding (a bias on keys) must not become steps of full size."""
 
 Kind = Literal["causal", "masked", "image", "seq2seq"]
@@ -114,7 +114,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _decoder("helium", "Helium", head_dim=8),
     _decoder("exaone4", "Exaone4", layers=4, sliding_window=4, layer_types=_FOUR),
     _decoder("ernie4_5", "Ernie4_5", head_dim=8),
-    _decoder("seed_oss", "SeedOss", head_dim=8, residual_dropout=0.0),
+    _decoder("seed_oss", "SeedOss", head_dim=8, residual_dropout=0.0, attention_dropout=0.0),
     _decoder("arcee", "Arcee"),
     _decoder("nemotron", "Nemotron"),
     _decoder("hunyuan_v1_dense", "HunYuanDenseV1", head_dim=8),
@@ -342,8 +342,10 @@ def batch_of(kind: Kind, step: int) -> Batch:
         pixels = torch.randn(ROWS, 3, 8, 8, generator=draw, dtype=torch.float64)
         return {"pixel_values": pixels, "labels": torch.randint(0, 8, (ROWS,), generator=draw)}
     tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
-    seen = torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH, LENGTH - 3, LENGTH, LENGTH - 5, LENGTH - 1])[:, None]
-    told = torch.rand(ROWS, LENGTH, generator=draw) < torch.tensor([0.9, 0.5, 0.9, 0.3, 0.9, 0.6])[:, None]
+    lengths = LENGTH - torch.tensor([0, 0, 3, 0, 5, 1, 0, 2, 0, 7, 0, 0])
+    shares = torch.tensor([0.9, 0.5, 0.9, 0.3, 0.9, 0.6, 1.0, 0.2, 0.8, 0.9, 0.4, 0.7])
+    seen = torch.arange(LENGTH) < lengths[:, None]
+    told = torch.rand(ROWS, LENGTH, generator=draw, dtype=torch.float64) < shares[:, None]
     labels = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw) if kind == "masked" else tokens
     batch = {
         "input_ids": tokens.where(seen, 0),
