@@ -29,7 +29,7 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
 
     Where there is expert parallelism, what the expert plan names is no longer the tensor plan's.
     """
-    plan = _tensor_plan(model, context.tensor_parallel_size)
+    plan = tensor_plan(model, context.tensor_parallel_size)
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
     if experts == 1:
         return plan
@@ -43,7 +43,8 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     return {**kept, **own}
 
 
-def _tensor_plan(model: nn.Module, ranks: int) -> dict[str, Any]:
+def tensor_plan(model: nn.Module, ranks: int) -> dict[str, Any]:
+    """The plan for so many tensor ranks; refuses a model of which they cannot have whole heads."""
     config = getattr(model, "config", None)
     ours = OWN_PLANS.get(getattr(config, "model_type", ""))
     plan = dict(getattr(model, "tp_plan", None) or {})
@@ -115,11 +116,9 @@ def _with_vocabulary(model: nn.Module, plan: dict[str, Any], ranks: int) -> dict
     Upstream's plan names the head of every causal model, and the embedding of those alone that have `embed_tokens` and a
     plan for the base model: of the others (gpt_oss, hunyuan_v1_dense) a tie would be cut.
     """
-    shared = {name: module for name, module in _embeddings(model) if module is not None and hasattr(module, "weight")}
-    sizes = {module.weight.shape[0] for module in shared.values()}
-    patterns = {_pattern(name): name for name in shared}
-    kept = {name: style for name, style in plan.items() if name not in patterns}
-    if any(size % ranks for size in sizes):
+    shared = dict(_embeddings(model))
+    kept = {name: style for name, style in plan.items() if name not in shared}
+    if any(module.weight.shape[0] % ranks for module in shared.values()):
         return kept
     for name, module in shared.items():
         if isinstance(module, nn.Embedding):
@@ -134,7 +133,7 @@ def _with_vocabulary(model: nn.Module, plan: dict[str, Any], ranks: int) -> dict
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The embedding of tokens and the head, with every module that shares the weight of either."""
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     weights = {id(end.weight) for end in ends if hasattr(end, "weight")}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights:

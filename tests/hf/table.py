@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from colonnade.testing import run_world
+from colonnade.testing import WorldResult, run_world
 from tests.hf.runs import LAYOUTS, Layout, run_all, truth_file
 from tests.hf.zoo import ARCHITECTURES, BY_NAME, Architecture, reference
 
@@ -62,9 +62,11 @@ def _run(layout: Layout, names: list[str], folder: str) -> dict[str, str]:
     return found
 
 
-def _story(result: object) -> str:
-    failures = [str(outcome) for outcome in result.outcomes if not outcome.ok]  # type: ignore[attr-defined]
-    return "\n".join(failures)
+def _story(result: WorldResult) -> str:
+    """What the first rank said that failed by itself."""
+    failed = [outcome for outcome in result.outcomes if not outcome.ok]
+    first = min(failed, key=lambda outcome: (outcome.kind != "exception", outcome.time))
+    return f"{first.type or first.kind}: {first.message}\n{first.traceback or first.stack}"
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
@@ -126,7 +128,7 @@ def main() -> int:
     cells = make(chosen, layouts, arguments.data)
     for (name, layout), cell in cells.items():
         if cell != "ok":
-            print(f"--- {name}, {layout}: {cell[:3000]}")
+            print(f"--- {name}, {layout}: {cell[-1500:]}")
     for layout in layouts:
         mine = [cell for (_, where), cell in cells.items() if where == layout.name]
         print(f"{layout.name}: {mine.count('ok')} of {len(mine)} ok")
