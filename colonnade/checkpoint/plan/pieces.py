@@ -1,0 +1,73 @@
+"""SavePlan: the pieces of tensors that one rank gives, and what it tells the others of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from colonnade.checkpoint.format.boxes import Box
+from colonnade.checkpoint.format.entries import Entry, type_name
+from colonnade.checkpoint.format.manifest import ItemRecord, tensors_file
+from colonnade.checkpoint.format.values import Encoded
+from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
+from colonnade.checkpoint.plan.tensors import LocalTensor
+
+
+@dataclass
+class SavePlan:
+    """What one rank writes: its note, and the tensors for its file."""
+
+    note: RankNote
+    entries: list[Entry] = field(default_factory=list)
+    _pieces: dict[tuple[Outline, int, int], list[tuple[str, str]]] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The bytes of its tensors."""
+        return sum(entry.size for entry in self.entries)
+
+    def copy_to_host(self) -> None:
+        """Copy every tensor to the host now, so that training may go on while they are written."""
+        copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        self.entries = [Entry.of(key, copy) for key, copy in copies]
+
+    def add_box(self, outline: Outline, box: Box, state_name: str, value: Tensor, writes: bool) -> None:
+        """A tensor that the rank knows of, and the box of it that it writes: some rows of the outline's."""
+        start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
+        self.add(outline, start, stop if writes else start, state_name, value)
+
+    def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
+        """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
+        key = entry_key(outline.label, state_name)
+        self._pieces.setdefault((outline, start, stop), []).append((state_name, type_name(value, key)))
+        if start < stop:
+            self.entries.append(Entry.of(key, value))
+
+    def close(self) -> None:
+        """Put all tensors into the note: those that are cut alike are one outline."""
+        for (outline, start, stop), states in self._pieces.items():
+            self.note.add(replace(outline, states=tuple(states)), start, stop)
+
+    def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
+        """The record of a value, whose tensors the rank writes."""
+        file = tensors_file(self.note.rank) if item.tensors else None
+        record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
+        self.entries += [Entry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
+        return record
+
+
+def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
+    """What this rank gives of a weight or buffer; `value` is what it holds of it."""
+    writes = tensor.holders[0] == plan.note.rank and tensor.box.numel > 0
+    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
+        outline = Outline.of_rows(tensor.label, tensor.names, tensor.shape, tensor.box)
+        plan.add_box(outline, tensor.box, "", value, writes)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
