@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from colonnade.parallel.placement import place_module as place_module
     from colonnade.parallel.placement import placement_of as placement_of
     from colonnade.parallel.split import split as split
+    from colonnade.plans.parallelize import parallelize as parallelize
     from colonnade.trainer.trainer import Trainer as Trainer
 
 __getattr__, __dir__, _names = lazy_names(
@@ -45,6 +46,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.meta": "meta_init",
         "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
+        "colonnade.plans.parallelize": "parallelize",
         "colonnade.trainer.trainer": "Trainer",
     },
 )

@@ -28,6 +28,7 @@ TOP = [
     "launch_from_slurm",
     "launch_from_torch",
     "meta_init",
+    "parallelize",
     "place",
     "place_module",
     "placement_of",

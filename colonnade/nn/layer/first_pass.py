@@ -83,7 +83,8 @@ class FirstPass:
         self._whole = whole_parameters(model, context, ParallelMode.TENSOR)
         for name, module in modules.items():
             held = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in self._whole]
-            if type(module).__module__.startswith("torch.nn.") and held:
+            plain = type(module).__module__.startswith("torch.nn.") and not hasattr(module, "arrangement")
+            if plain and held:
                 hook = _PlainLayer(name, self._whole[id(held[0])])
                 self._handles.append(module.register_forward_pre_hook(hook))
         _watched[id(context)] = ref(self)

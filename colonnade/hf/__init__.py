@@ -1,0 +1,1 @@
+"""Models of Hugging Face's transformers. It is imported inside functions only, never with this package."""

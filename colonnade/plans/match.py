@@ -1,0 +1,98 @@
+"""A plan's patterns and the modules and parameters that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import PlacementError, did_you_mean, listed
+
+Plan = Mapping[str, Any]
+"""Pattern -> style. `*` stands for one part of a name between dots: "blocks.*.fc1".
+
+A style is a name, or a mapping with the name under "style" and options of the style beside it; "divide" lists
+attributes of the module (number of heads, width) that are divided by the tensor size. It may stand without a style.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A module, or one of its parameters, that a plan gives a style."""
+
+    name: str
+    """The full dotted name of the module or of the parameter."""
+    module: nn.Module
+    """The module, or the owner of the parameter."""
+    parameter: str | None
+    """The parameter's name in its owner; None where the pattern names a module."""
+    model: nn.Module
+    """The whole model, or the stage of it that the module is in."""
+    context: ParallelContext
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan says beside the style: `sections`, say."""
+    parts: MutableMapping[nn.Parameter, nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
+    """What became of whole parameters: two layers that share one share its part too."""
+
+    @property
+    def parent(self) -> nn.Module | None:
+        """The module that the module is a child of."""
+        owner = self.name if self.parameter is None else self.name.rpartition(".")[0]
+        return self.model.get_submodule(owner.rpartition(".")[0]) if owner else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a plan says of one name."""
+
+    pattern: str
+    style: Any
+    options: Mapping[str, Any]
+
+
+def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
+    """Each module and parameter that the plan names, with what it says of it. Parameters come before modules."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, Entry] = {}
+    for pattern, value in plan.items():
+        entry = _entry(pattern, value)
+        names = [name for name in (*parameters, *modules) if fits(pattern, name)]
+        if not names:
+            raise PlacementError(_matches_nothing(pattern, (*modules, *parameters)))
+        for name in names:
+            other = found.setdefault(name, entry)
+            if (other.style, dict(other.options)) != (entry.style, dict(entry.options)):
+                raise PlacementError(
+                    f"the plan gives {name!r} two styles: {other.pattern!r} says {plan[other.pattern]!r}, and {pattern!r} "
+                    f"says {value!r}; let one pattern name it"
+                )
+    return {name: found[name] for name in (*parameters, *modules) if name in found}
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a name fits a pattern, part by part."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+
+
+def _entry(pattern: str, value: Any) -> Entry:
+    if isinstance(value, Mapping):
+        options = dict(value)
+        return Entry(pattern, options.pop("style", None), options)
+    return Entry(pattern, value, {})
+
+
+def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
+    # Numbers of layers are left out of what is offered: a pattern stands for all of them.
+    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))
+    shown = [name for name in known if name.rpartition(".")[2] == pattern.rpartition(".")[2]] or known
+    return (
+        f"the plan's pattern {pattern!r} matches no module and no parameter; a '*' stands for one part of a name between "
+        f"dots. Names are {listed(shown[:8])}{' ...' if len(shown) > 8 else ''}.{did_you_mean(pattern, known)}"
+    )

@@ -1,0 +1,107 @@
+"""parallelize: a model as it is, and a plan, to a model of which each rank holds its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.core import given_or_global
+from colonnade.errors import ConfigError, ContextError, PlacementError
+from colonnade.hf.plans import plan_of
+from colonnade.nn.layer.spread import size_of
+from colonnade.parallel.split import Split
+from colonnade.plans.match import Entry, Plan, Target, resolve
+from colonnade.plans.stages import make_stages
+from colonnade.plans.styles import style_of
+
+
+def parallelize(
+    model: nn.Module, plan: Plan | None = None, *, context: ParallelContext | None = None
+) -> nn.Module | Split:
+    """Cut the layers of a model by a plan, for tensor parallelism, and into stages where there is a pipeline.
+
+    `plan` says how each layer is cut, by its name: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. Left out, it
+    is the one that the model brings along, as those of Hugging Face do. The model is changed in place, and is the
+    same, built alike, on every rank; it may be on the meta device. Without tensor parallelism in the launched
+    config nothing is cut. Give what is returned to `initialize`.
+    """
+    context = given_or_global(context)
+    if not context.is_launched:
+        raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
+    _check_mode(context)
+    entries = resolve(_own_plan(model, context) if plan is None else plan, model)
+    for name, entry in entries.items():
+        if entry.style is not None:
+            style_of(entry.style, name)
+    stages = _stages(model, context)
+    parts = WeakIdKeyDictionary()
+    for stage in [model] if stages is None else stages:
+        _apply(stage, entries, context, parts)
+    return model if stages is None else stages
+
+
+def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
+    plan = plan_of(model, context)
+    if not plan and context.tensor_parallel_size > 1:
+        raise PlacementError(
+            f"{type(model).__name__} brings no plan along; give one, as in "
+            f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})"
+        )
+    return plan
+
+
+def _check_mode(context: ParallelContext) -> None:
+    tensor: Any = (context.config.get("parallel") or {}).get("tensor")
+    mode = tensor.get("mode") if hasattr(tensor, "get") else None
+    if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
+        raise ConfigError(
+            f"parallel.tensor.mode={mode!r}: a plan cuts layers for mode '1d'; write tensor=dict(size="
+            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn"
+        )
+
+
+def _stages(model: nn.Module, context: ParallelContext) -> Split | None:
+    if context.pipeline_parallel_size == 1:
+        return None
+    return make_stages(model, context)
+
+
+def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext, parts: Any) -> None:
+    """Give every module and parameter of the stage the style that the plan has for it."""
+    here = {name for name, _ in _named(stage)}
+    for name, entry in entries.items():
+        if name in here:
+            target = _target(stage, name, entry, context, parts)
+            if entry.style is not None:
+                style, mode = style_of(entry.style, name)
+                if size_of(mode, context) > 1:
+                    style(target)
+            _divide(target, context.tensor_parallel_size)
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, object]]:
+    yield from model.named_modules(remove_duplicate=False)
+    yield from model.named_parameters(remove_duplicate=False)
+
+
+def _target(model: nn.Module, name: str, entry: Entry, context: ParallelContext, parts: Any) -> Target:
+    owner, _, last = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    is_parameter = last in holder._parameters
+    module = holder if is_parameter else model.get_submodule(name)
+    return Target(name, module, last if is_parameter else None, model, context, entry.options, parts)
+
+
+def _divide(target: Target, ranks: int) -> None:
+    """The module's attributes that hold sizes, as they are on one rank."""
+    for attribute in target.options.get("divide", ()):
+        size = getattr(target.module, attribute, None)
+        if not isinstance(size, int) or size % ranks:
+            raise PlacementError(
+                f"{target.name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
+            )
+        setattr(target.module, attribute, size // ranks)
