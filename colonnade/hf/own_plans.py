@@ -131,7 +131,7 @@ def _t5(config: Any) -> Plan:
         for attention in ("SelfAttention", "EncDecAttention"):
             where = f"{layer}.{attention}"
             plan |= {**_split(where, ("q", "k", "v"), "o"), **_local(where, "n_heads", "inner_dim")}
-            plan[f"{where}.relative_attention_bias.weight"] = "rowwise"  # a column for each head
+        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
         plan |= _split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")
     return plan
 
