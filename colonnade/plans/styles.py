@@ -280,10 +280,12 @@ def mla_kv_a_proj(target: Target) -> None:
         raise PlacementError(f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it")
     context = target.context
 
+    def summed_last(gradient: Tensor) -> Tensor:
+        rest, rotary = gradient.split([gradient.shape[-1] - rope, rope], dim=-1)
+        return torch.cat([rest, collectives.reduce(rotary, _TENSOR, context=context)], dim=-1)
+
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
-        y = before(self, x)
-        rest, rotary = y.split([y.shape[-1] - rope, rope], dim=-1)
-        return torch.cat([rest, collectives.copy(rotary, _TENSOR, context=context)], dim=-1)
+        return collectives.linear_map(before(self, x), lambda y: y.view_as(y), summed_last)
 
     set_forward(target, forward)
 
