@@ -12,6 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.plan.tensors import locate_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -127,9 +128,9 @@ def compare(cases: list[Case], truth: dict[str, dict[str, Tensor]]) -> None:
             for tensor in locate_tensors(engine.model, gpc, "compare"):
                 if tensor.names[0] in truth[name]:
                     whole = truth[name][tensor.names[0]].view(tensor.shape)
-                    for dim, (at, size) in enumerate(zip(tensor.box.offset, tensor.box.shape, strict=True)):
-                        whole = whole.narrow(dim, at, size)
-                    assert torch.equal(tensor.local, whole.to(tensor.local.dtype)), (case, tensor.names)
+                    for box, here in tensor.pieces(tensor.local):
+                        part = whole[box.slices_in(whole_box(tensor.shape))]
+                        assert torch.equal(here, part.to(here.dtype)), (case, tensor.names)
 
 
 def _compare_whole(engine: Any, truth: dict[str, Tensor], case: Case) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.format.boxes import Box
-from colonnade.checkpoint.format.entries import Entry, type_name
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import ItemRecord, tensors_file
 from colonnade.checkpoint.format.values import Encoded
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
@@ -42,10 +42,14 @@ class SavePlan:
 
     def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
         """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
-        key = entry_key(outline.label, state_name)
-        self._pieces.setdefault((outline, start, stop), []).append((state_name, type_name(value, key)))
+        key = entry_key(outline.label, state_name, outline.section)
+        self.add_entry(outline, start, stop, state_name, Entry.of(key, value))
+
+    def add_entry(self, outline: Outline, start: int, stop: int, state_name: str, entry: Entry) -> None:
+        """As `add`, with an entry whose content may be asked for later."""
+        self._pieces.setdefault((outline, start, stop), []).append((state_name, entry.dtype))
         if start < stop:
-            self.entries.append(Entry.of(key, value))
+            self.entries.append(entry)
 
     def close(self) -> None:
         """Put all tensors into the note: those that are cut alike are one outline."""
@@ -62,10 +66,18 @@ class SavePlan:
 
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
     """What this rank gives of a weight or buffer; `value` is what it holds of it."""
-    writes = tensor.holders[0] == plan.note.rank and tensor.box.numel > 0
+    writes = tensor.holders[0] == plan.note.rank and tensor.local.numel() > 0
     if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
-        outline = Outline.of_rows(tensor.label, tensor.names, tensor.shape, tensor.box)
-        plan.add_box(outline, tensor.box, "", value, writes)
+        plan_pieces(plan, tensor, tensor.names, "", value, writes)
+
+
+def plan_pieces(
+    plan: SavePlan, tensor: LocalTensor, names: tuple[str, ...], state_name: str, value: Tensor, writes: bool
+) -> None:
+    """Of a tensor that lies as `tensor` does, a piece for each of its places."""
+    for number, (box, view) in enumerate(tensor.pieces(value)):
+        outline = replace(Outline.of_rows(tensor.label, names, tensor.shape, box), section=number)
+        plan.add_box(outline, box, state_name, view, writes)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
