@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.format.boxes import Box
-from colonnade.checkpoint.format.entries import Entry
+from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
+from colonnade.checkpoint.format.entries import Entry, type_name
 from colonnade.checkpoint.format.manifest import ItemRecord, tensors_file
 from colonnade.checkpoint.format.values import Encoded
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
-from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory, memory_order
+from colonnade.parallel.shards import FlatShard
 
 
 @dataclass
@@ -66,7 +69,7 @@ class SavePlan:
 
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
     """What this rank gives of a weight or buffer; `value` is what it holds of it."""
-    writes = tensor.holders[0] == plan.note.rank and tensor.local.numel() > 0
+    writes = tensor.holders[0] == plan.note.rank and value.numel() > 0
     if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
         plan_pieces(plan, tensor, tensor.names, "", value, writes)
 
@@ -74,10 +77,37 @@ def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
 def plan_pieces(
     plan: SavePlan, tensor: LocalTensor, names: tuple[str, ...], state_name: str, value: Tensor, writes: bool
 ) -> None:
-    """Of a tensor that lies as `tensor` does, a piece for each of its places."""
+    """Of a `value` that lies as `tensor` does, a piece for each of its places."""
     for number, (box, view) in enumerate(tensor.pieces(value)):
         outline = replace(Outline.of_rows(tensor.label, names, tensor.shape, box), section=number)
         plan.add_box(outline, box, state_name, view, writes)
+
+
+def plan_shard(plan: SavePlan, tensor: LocalTensor, shard: FlatShard, state_name: str, value: Tensor) -> None:
+    """Of the elements of a shard, those of each place: in the place, too, they follow each other."""
+    order, local = memory_order(tensor.local), whole_box(tensor.local.shape)
+    for number, (box, here) in enumerate(tensor.places):
+        outline = Outline(tensor.label, (), tensor.shape, box.offset, box.shape, order, section=number)
+        if len(tensor.places) == 1:
+            plan.add(outline, shard.start, shard.stop, state_name, value)
+            continue
+        start, stop = (_shared_with_first(here, end, local, order) for end in (shard.start, shard.stop))
+        key = entry_key(tensor.label, state_name, number)
+        read = partial(_elements_at, tensor, shard, value, box)
+        plan.add_entry(outline, start, stop, state_name, Entry(key, type_name(value, key), (stop - start,), read))
+
+
+def _shared_with_first(here: Box, count: int, local: Box, order: Sequence[int]) -> int:
+    """How many of the first `count` elements of a local part are in the box `here` of it."""
+    shared = (here.shared_with(filled) for filled in boxes_in_order(0, count, local, order))
+    return sum(box.numel for box in shared if box is not None)
+
+
+def _elements_at(tensor: LocalTensor, shard: FlatShard, value: Tensor, box: Box) -> Tensor:
+    """Those elements of a shard that lie in this box of the whole, in order."""
+    order = memory_order(tensor.local)
+    found = boxes_in_memory(tensor, shard.start, shard.stop, value)
+    return torch.cat([view.permute(order).flatten() for part, view in found if part.shared_with(box) is not None])
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

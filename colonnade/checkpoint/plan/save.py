@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
-from colonnade.checkpoint.format.entries import Entry, type_name
+from colonnade.checkpoint.format.boxes import whole_box
+from colonnade.checkpoint.format.entries import type_name
 from colonnade.checkpoint.format.manifest import GroupRecord
 from colonnade.checkpoint.format.values import Encoded, encode, is_stateful
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
 from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState, read_groups, read_state
-from colonnade.checkpoint.plan.pieces import SavePlan, plan_pieces, plan_weight
-from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory, extra_states, memory_order
+from colonnade.checkpoint.plan.pieces import SavePlan, plan_pieces, plan_shard, plan_weight
+from colonnade.checkpoint.plan.tensors import LocalTensor, extra_states
 from colonnade.checkpoint.plan.values import BUFFER, RANDOM
 from colonnade.checkpoint.random_state import random_state
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.shards import FlatShard
 
 
 class LocalState:
@@ -108,38 +105,7 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
         if writes or first:
             plan_pieces(plan, parameter, (), kept.name, value, writes)
     elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
-        _plan_shard(plan, parameter, kept.shard, kept.name, value)
-
-
-def _plan_shard(plan: SavePlan, parameter: LocalTensor, shard: FlatShard, name: str, value: Tensor) -> None:
-    """Of the elements of a shard, those of each place: in the place, too, they follow each other."""
-    order, local = memory_order(parameter.local), whole_box(parameter.local.shape)
-    for number, (box, here) in enumerate(parameter.places):
-        outline = Outline(parameter.label, (), parameter.shape, box.offset, box.shape, order, section=number)
-        if len(parameter.places) == 1:
-            plan.add(outline, shard.start, shard.stop, name, value)
-            continue
-        start, stop = (_shared_with_first(here, end, local, order) for end in (shard.start, shard.stop))
-        key = entry_key(outline.label, name, number)
-        read = partial(_elements_at, parameter, shard, value, box)
-        plan.add_entry(outline, start, stop, name, Entry(key, type_name(value, key), (stop - start,), read))
-
-
-def _shared_with_first(here: Box, count: int, local: Box, order: Sequence[int]) -> int:
-    """How many of the first `count` elements of a local part are in the box `here` of it."""
-    shared = (here.shared_with(filled) for filled in boxes_in_order(0, count, local, order))
-    return sum(box.numel for box in shared if box is not None)
-
-
-def _elements_at(parameter: LocalTensor, shard: FlatShard, value: Tensor, box: Box) -> Tensor:
-    """Those elements of a shard that lie in this box of the whole, in order."""
-    order = memory_order(parameter.local)
-    found = [
-        view.permute(order).flatten()
-        for part, view in boxes_in_memory(parameter, shard.start, shard.stop, value)
-        if part.shared_with(box) is not None
-    ]
-    return torch.cat(found)
+        plan_shard(plan, parameter, kept.shard, kept.name, value)
 
 
 def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping[str, bool]]) -> None:
