@@ -14,6 +14,7 @@ from colonnade.errors import ContextError, PlacementError
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
+from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
 from colonnade.plans.match import Entry, Plan, Target, resolve
 from colonnade.plans.stages import make_stages
