@@ -26,6 +26,7 @@ from colonnade.engine.start_up import alike_optimizer, check_tied, numeric_setti
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.hf.loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
@@ -58,8 +59,9 @@ def initialize(
     """Build the engine that the config of the launched context asks for. Collective over the world.
 
     `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function without
-    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Weights that ranks share are
-    made equal, handlers are attached, and everything that is wrong is said now, on every rank.
+    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Without a `criterion` the
+    model makes its loss itself. Weights that ranks share are made equal, handlers are attached, and everything that is
+    wrong is said now, on every rank.
     """
     context = _launched(context)
     config, device, stages = context.config, context.device, context.pipeline_parallel_size
@@ -69,6 +71,7 @@ def initialize(
         scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
         schedule = _build_schedule(context)
         built, start = _build_model(model, context, schedule)
+        criterion, own_loss = _losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         compile_model(built, criterion, config.get("compile"))
         placements = Placements(built, context)
@@ -88,18 +91,16 @@ def initialize(
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
-    sync, flat = _synchronise(built, chosen, handlers, context)
-    if isinstance(schedule, PipelineSchedule):
-        schedule.open_groups(context)
+    sync, flat = _synchronise(built, chosen, handlers, schedule, context)
     with agreed_errors(device):
+        parts = built, chosen, precision.around(criterion, device)
         engine = Engine(
-            built,
-            chosen,
-            precision.around(criterion, device),
+            *parts,
             context=context,
             sync=sync,
             stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
             precision=precision,
+            own_loss=own_loss,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
@@ -125,9 +126,11 @@ def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
 
 
 def _synchronise(
-    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], context: ParallelContext
+    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], schedule: BaseSchedule, context: ParallelContext
 ) -> tuple[GradientSync, bool]:
     """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
+    if isinstance(schedule, PipelineSchedule):
+        schedule.open_groups(context)
     config = context.config
     options = dict(config.get("sync") or {})
     if not hasattr(optimizer, "shards_of"):
@@ -197,6 +200,15 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     if float8 is not None:
         float8.convert(built, device)
     return built, MetaStart(built, recipes, context)
+
+
+def _losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, ModelLoss | None]:
+    """(criterion, the model's own loss): that one is taken where none is given, and is the criterion of a pipeline."""
+    own = criterion_of(model) if criterion is None else None
+    if own is None or not isinstance(schedule, PipelineSchedule):
+        return criterion, own
+    own.require_pipeline()
+    return own, own
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:

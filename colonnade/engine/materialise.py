@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.checkpoint.format.boxes import Box, moved
 from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, offset_in_dtensor
 from colonnade.comm.messages import Alike, agreed_errors
 from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
@@ -73,9 +74,16 @@ class MetaStart:
 def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe, device: torch.device, seed: int) -> None:
     part = local_part(parameter)
     local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
-    start = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()
-    offset = [before + at for before, at in zip(place.box.offset, start, strict=True)]
-    recipe.fill(local, start, place.shape, offset, seed)
+    first = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()
+    mine = Box(tuple(first), tuple(local.shape))
+    # A model that was cut after meta_init() starts from whole parameters, else from the parts that it was built of.
+    from_whole = tuple(recipe.tensor.shape) == place.shape
+    for box, here in place.places:
+        shared = mine.shared_with(here)
+        if shared is not None:
+            inside = moved(shared, here, box)
+            start = inside.offset if from_whole else shared.offset
+            recipe.fill(local[shared.slices_in(mine)], start, place.shape, inside.offset, seed)
     real: Tensor = local
     if is_dtensor(parameter):
         real = dtensor_like(parameter, local)

@@ -28,11 +28,14 @@ _ATTRIBUTE = "_colonnade_placement"
 class Shard:
     """Each rank of the mode holds its own part of dimension `dim`. Parts may be uneven or empty.
 
-    `owes="nothing"` says that the gradient is already final over this mode, its mean included (FSDP).
+    `owes="nothing"` says that the gradient is already final over this mode, its mean included (FSDP). `sections` are the
+    lengths of several weights that lie one after another along `dim` (gate and up; query, key and value): each is cut
+    evenly, and a rank holds its parts of them, joined.
     """
 
     dim: int
     owes: Literal["auto", "nothing"] = "auto"
+    sections: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,7 @@ def logical_shape(parameter: Tensor, placement: Placement, sizes: Mapping[Parall
         return placement.shape
     shape = list(parameter.shape)
     for mode, shard in placement.shards.items():
-        shape[shard.dim] *= sizes[mode]
+        shape[shard.dim] = sum(shard.sections) if shard.sections else shape[shard.dim] * sizes[mode]
     return tuple(shape)
 
 
@@ -201,7 +204,7 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
                 f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has dimensions "
                 f"0 to {parameter.dim() - 1}"
             )
-        return Shard(spec.dim % max(parameter.dim(), 1), spec.owes)
+        return Shard(spec.dim % max(parameter.dim(), 1), spec.owes, _sections(spec, mode, parameter))
     if isinstance(spec, Tied):
         if mode is not ParallelMode.PIPELINE:
             raise PlacementError(f"Tied is for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}")
@@ -215,7 +218,26 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
     raise PlacementError(f"{spec!r} on {mode} is no placement; use Shard(dim), Replicate() or Tied(stages, key)")
 
 
+def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, ...]:
+    sections = tuple(int(length) for length in spec.sections)
+    here = parameter.shape[spec.dim] if sections else 0
+    if min(sections, default=1) < 1 or (sections and (here == 0 or sum(sections) % here)):
+        raise PlacementError(
+            f"{_spec_text(spec)} on {mode}: a part of {here} elements along dimension {spec.dim} is no even share of sections "
+            f"of {listed(sections)}; give the whole length of each section, which the ranks of the mode divide"
+        )
+    return sections if len(sections) > 1 else ()
+
+
 def _check_shape(record: Placement, parameter: Tensor) -> None:
+    for packed in (shard for shard in record.shards.values() if shard.sections):
+        if sum(shard.dim == packed.dim for shard in record.shards.values()) > 1:
+            raise PlacementError(f"{record}: dimension {packed.dim} has sections, so only one mode can cut it")
+        if record.shape is not None and record.shape[packed.dim] != sum(packed.sections):
+            raise PlacementError(
+                f"{record}: the sections are {sum(packed.sections)} elements along dimension {packed.dim}, and the whole of "
+                f"shape {record.shape} has {record.shape[packed.dim]}"
+            )
     if record.shape is None:
         return
     split = {shard.dim for shard in record.shards.values()}
@@ -232,7 +254,8 @@ def _check_shape(record: Placement, parameter: Tensor) -> None:
 
 def _spec_text(spec: Spec) -> str:
     if isinstance(spec, Shard):
-        return f"Shard({spec.dim}{'' if spec.owes == 'auto' else ', owes=' + repr(spec.owes)})"
+        owes = "" if spec.owes == "auto" else f", owes={spec.owes!r}"
+        return f"Shard({spec.dim}{owes}{f', sections={tuple(spec.sections)}' if spec.sections else ''})"
     if isinstance(spec, Tied):
         return f"Tied({', '.join(map(str, spec.stages))} as {spec.key!r})"
     return "Replicate()" if spec.owes == "auto" else f"Replicate(owes={spec.owes!r})"

@@ -6,12 +6,14 @@ writes and reads just its own elements. `ZeroOptimizer` has it, and an optimizer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from colonnade.context.layout import Layout
+from colonnade.errors import PlacementError, listed
 from colonnade.parallel.placement import Placement
 
 MASTER = "master"
@@ -55,6 +57,30 @@ class ShardedOptimizer(Protocol):
 
         A parameter without a shard here, or without saved state, has no entry.
         """
+
+
+def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int, int]]:
+    """Where part `at` of `count` of several sections lies in the whole of them: (start, length) of each section's share."""
+    runs, start = [], 0
+    for length in sections:
+        share = length // count
+        if length % count:
+            raise PlacementError(
+                f"sections of {listed(sections)} elements cannot each be cut evenly into {count} parts; choose sizes that "
+                f"{count} divides, or another number of ranks"
+            )
+        runs.append((start + at * share, share))
+        start += length
+    return runs
+
+
+def packed_runs(layout: Layout, placement: Placement, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """For each dimension with sections: where the rank's part lies in the whole, as `section_runs` says."""
+    return {
+        shard.dim: section_runs(shard.sections, layout.local_rank(mode, rank), len(layout.group_of(mode, rank)))
+        for mode, shard in placement.shards.items()
+        if shard.sections
+    }
 
 
 def part_indices(layout: Layout, placement: Placement, rank: int) -> dict[int, tuple[int, int]]:

@@ -10,10 +10,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
-from colonnade.errors import ConfigError, ContextError, PlacementError
+from colonnade.errors import ContextError, PlacementError
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
+from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
+from colonnade.plans.check import check_entries, check_mode, with_ties
 from colonnade.plans.match import Entry, Plan, Target, resolve
 from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
@@ -32,11 +34,9 @@ def parallelize(
     context = given_or_global(context)
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
-    _check_mode(context)
-    entries = resolve(_own_plan(model, context) if plan is None else plan, model)
-    for name, entry in entries.items():
-        if entry.style is not None:
-            style_of(entry.style, name)
+    check_mode(context)
+    entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
+    check_entries(entries, model, context)
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
@@ -52,16 +52,6 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
             f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})"
         )
     return plan
-
-
-def _check_mode(context: ParallelContext) -> None:
-    tensor: Any = (context.config.get("parallel") or {}).get("tensor")
-    mode = tensor.get("mode") if hasattr(tensor, "get") else None
-    if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
-        raise ConfigError(
-            f"parallel.tensor.mode={mode!r}: a plan cuts layers for mode '1d'; write tensor=dict(size="
-            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn"
-        )
 
 
 def _stages(model: nn.Module, context: ParallelContext) -> Split | None:

@@ -12,6 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.plan.tensors import locate_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -123,12 +124,25 @@ def compare(cases: list[Case], truth: dict[str, dict[str, Tensor]]) -> None:
             if name == "odd GPT" and "zero" in config:
                 _compare_uneven(engine.model, truth[name], gpc)
                 continue
+            _compare_whole(engine, truth[name], case)
             for tensor in locate_tensors(engine.model, gpc, "compare"):
                 if tensor.names[0] in truth[name]:
                     whole = truth[name][tensor.names[0]].view(tensor.shape)
-                    for dim, (at, size) in enumerate(zip(tensor.box.offset, tensor.box.shape, strict=True)):
-                        whole = whole.narrow(dim, at, size)
-                    assert torch.equal(tensor.local, whole.to(tensor.local.dtype)), (case, tensor.names)
+                    for box, here in tensor.pieces(tensor.local):
+                        part = whole[box.slices_in(whole_box(tensor.shape))]
+                        assert torch.equal(here, part.to(here.dtype)), (case, tensor.names)
+
+
+def _compare_whole(engine: Any, truth: dict[str, Tensor], case: Case) -> None:
+    """What the engine gives as wholes is one process's, under all names: on every rank, or on the first."""
+    found, first = engine.full_state_dict(), engine.full_state_dict("first", dtype=torch.float64)
+    assert truth.keys() <= found.keys(), (case, truth.keys() - found.keys())
+    assert first.keys() == (found.keys() if engine.context.get_global_rank() == 0 else set())
+    for name, value in found.items():
+        if name in truth:
+            assert torch.equal(value, truth[name].view(value.shape).to(value.dtype)), (case, name)
+        if name in first:
+            assert torch.equal(first[name], value.double() if value.is_floating_point() else value), (case, name)
 
 
 def _compare_uneven(model: nn.Module, truth: dict[str, Tensor], gpc: ParallelContext) -> None:

@@ -45,6 +45,12 @@ def whole_box(shape: Iterable[int]) -> Box:
     return Box((0,) * len(sizes), sizes)
 
 
+def moved(box: Box, source: Box, target: Box) -> Box:
+    """A box inside `source` as it lies where `source` becomes `target`."""
+    offset = tuple(at - old + new for at, old, new in zip(box.offset, source.offset, target.offset, strict=True))
+    return Box(offset, box.shape)
+
+
 def tiles(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a tensor of this shape exactly once.
 

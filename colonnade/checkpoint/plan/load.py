@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.format.entries import dtype_of, type_name
 from colonnade.checkpoint.format.manifest import Manifest, TensorRecord
-from colonnade.checkpoint.format.tensors import TensorReader, type_name
+from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
@@ -73,7 +74,7 @@ class LoadPlan:
         for tensor in self.tensors:
             record = self.record_of(tensor)
             own = values.own_buffer(record.label)
-            found.append(reader.new(tensor.box, self._sources.get(id(tensor), record)) if own is None else own)
+            found.append(read_local(reader, tensor, self._sources.get(id(tensor), record)) if own is None else own)
         return found
 
     def set_tensors(self, found: Iterable[Tensor]) -> None:
@@ -93,6 +94,14 @@ class LoadPlan:
                 f"{tensor.names[0]}: {record.dtype} {list(record.shape)} in the checkpoint, {dtype} "
                 f"{list(tensor.shape)} here"
             )
+
+
+def read_local(reader: TensorReader, tensor: LocalTensor, record: TensorRecord) -> Tensor:
+    """What this rank holds of a saved tensor, as a new one."""
+    values = torch.empty(tensor.local.shape, dtype=dtype_of(record))
+    for box, view in tensor.pieces(values):
+        reader.fill(view, box, record)
+    return values
 
 
 def _union(lists: Iterable[Iterable[str]]) -> list[str]:

@@ -29,16 +29,17 @@ Pieces = list[int]
 """start, stop and rank of a piece, as `Part` counts it, and so on with the next: flat, because there may be millions."""
 
 
-def entry_key(label: str, state_name: str) -> str:
-    """The name of a tensor in the files of all ranks that wrote a piece of it."""
-    return f"optimizer/{state_name}/{label}" if state_name else f"model/{label}"
+def entry_key(label: str, state_name: str, section: int = 0) -> str:
+    """The name of a tensor, or of its part in a section, in the files of all ranks that wrote a piece of it."""
+    name = f"{label} (section {section})" if section else label
+    return f"optimizer/{state_name}/{name}" if state_name else f"model/{name}"
 
 
 @dataclass(frozen=True)
 class Outline:
     """Of what a rank wrote a piece: of the box at `offset` of shape `part` in a tensor of shape `shape`.
 
-    `order` is that of `Part`. `states` has the (name, type) of every tensor that is cut so: what the optimizer keeps for
+    `order` is that of `Part`. A rank that wrote several pieces of one tensor counts them by `section`. `states` has the (name, type) of every tensor that is cut so: what the optimizer keeps for
     a parameter, or the weight or buffer itself under the name "".
     """
 
@@ -49,6 +50,7 @@ class Outline:
     part: tuple[int, ...]
     order: tuple[int, ...] | None
     states: tuple[tuple[str, str], ...] = ()
+    section: int = 0
 
     @classmethod
     def of_rows(cls, label: str, names: tuple[str, ...], shape: tuple[int, ...], box: Box) -> Outline:
@@ -177,8 +179,7 @@ def _merged(label: str, state_name: str, told: Sequence[tuple[Outline, Pieces]],
     by_part: dict[Outline, list[Pieces]] = {}
     for outline, pieces in told:
         by_part.setdefault(replace(outline, names=()), []).append(pieces)
-    key = entry_key(label, state_name)
-    parts = tuple(_part(outline, key, *run) for outline, alike in by_part.items() for run in cuts.of(alike))
+    parts = tuple(_part(outline, state_name, *run) for outline, alike in by_part.items() for run in cuts.of(alike))
     record = TensorRecord(label, state_name, names, first.shape, dtype, parts)
     try:
         check_tiled(record, cuts.table)
@@ -191,8 +192,9 @@ def _merged(label: str, state_name: str, told: Sequence[tuple[Outline, Pieces]],
     return record
 
 
-def _part(outline: Outline, key: str, start: int, stop: int, cut: int) -> Part:
+def _part(outline: Outline, state_name: str, start: int, stop: int, cut: int) -> Part:
     """The part of a run of pieces: all of the outline's where elements are cut, else the rows of the run."""
+    key = entry_key(outline.label, state_name, outline.section)
     whole = Part(outline.offset, outline.part, outline.order, key, cut)
     if outline.order is not None:
         return whole

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.format.entries import dtype_of
 from colonnade.checkpoint.format.manifest import GroupRecord, TensorRecord
-from colonnade.checkpoint.format.tensors import TensorReader, dtype_of
+from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.format.values import Encoded, encode
-from colonnade.checkpoint.plan.load import LoadPlan
+from colonnade.checkpoint.plan.load import LoadPlan, read_local
 from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
@@ -251,7 +252,7 @@ class OptimizerLoader:
             elif shard is not None:
                 state[record.state_name] = self._shard(parameter, shard, record)
             elif record.state_name != MASTER:
-                value = self._reader.new(parameter.box, record)
+                value = read_local(self._reader, parameter, record)
                 if has_master and value.dtype != parameter.local.dtype:
                     # Moments of a master copy have its type; an optimizer of the parameter itself takes only its own.
                     self._rounded.append(str(value.dtype))

@@ -1,21 +1,20 @@
-"""SavePlan: what one rank writes. Each distinct block is written once, by the first of the ranks that hold it."""
+"""What one rank writes of its state. Each distinct block is written once, by the first of the ranks that hold it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.manifest import GroupRecord, ItemRecord, tensors_file
-from colonnade.checkpoint.format.tensors import Entry, type_name
+from colonnade.checkpoint.format.boxes import whole_box
+from colonnade.checkpoint.format.entries import type_name
+from colonnade.checkpoint.format.manifest import GroupRecord
 from colonnade.checkpoint.format.values import Encoded, encode, is_stateful
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
 from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState, read_groups, read_state
-from colonnade.checkpoint.plan.tensors import LocalTensor, extra_states, memory_order
+from colonnade.checkpoint.plan.pieces import SavePlan, plan_pieces, plan_shard, plan_weight
+from colonnade.checkpoint.plan.tensors import LocalTensor, extra_states
 from colonnade.checkpoint.plan.values import BUFFER, RANDOM
 from colonnade.checkpoint.random_state import random_state
 from colonnade.context.parallel_context import ParallelContext
@@ -58,56 +57,11 @@ class LocalState:
         return {"optimizer": members, "items": {name: item.digest() for name, item in values}}
 
 
-@dataclass
-class SavePlan:
-    """What one rank writes: its note, and the tensors for its file."""
-
-    note: RankNote
-    entries: list[Entry] = field(default_factory=list)
-    _pieces: dict[tuple[Outline, int, int], list[tuple[str, str]]] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """The bytes of its tensors."""
-        return sum(entry.size for entry in self.entries)
-
-    def copy_to_host(self) -> None:
-        """Copy every tensor to the host now, so that training may go on while they are written."""
-        copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-        self.entries = [Entry.of(key, copy) for key, copy in copies]
-
-    def add_box(self, outline: Outline, box: Box, state_name: str, value: Tensor, writes: bool) -> None:
-        """A tensor that the rank knows of, and the box of it that it writes: some rows of the outline's."""
-        start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
-        self.add(outline, start, stop if writes else start, state_name, value)
-
-    def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
-        """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
-        key = entry_key(outline.label, state_name)
-        self._pieces.setdefault((outline, start, stop), []).append((state_name, type_name(value, key)))
-        if start < stop:
-            self.entries.append(Entry.of(key, value))
-
-    def close(self) -> None:
-        """Put all tensors into the note: those that are cut alike are one outline."""
-        for (outline, start, stop), states in self._pieces.items():
-            self.note.add(replace(outline, states=tuple(states)), start, stop)
-
-    def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
-        """The record of a value, whose tensors the rank writes."""
-        file = tensors_file(self.note.rank) if item.tensors else None
-        record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
-        self.entries += [Entry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
-        return record
-
-
 def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) -> SavePlan:
     """What this rank writes, now that every rank's note is known. Pure; the same choice on every rank."""
     plan = SavePlan(RankNote(rank, None if state.groups is None else []))
     for tensor in state.tensors:
-        _plan_weight(plan, tensor)
+        plan_weight(plan, tensor, tensor.local)
     with_state = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
     for kept in state.optimizer:
         _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in with_state[at]])
@@ -123,15 +77,8 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
     return plan
 
 
-def _plan_weight(plan: SavePlan, tensor: LocalTensor) -> None:
-    writes = tensor.holders[0] == plan.note.rank and tensor.box.numel > 0
-    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
-        outline = Outline.of_rows(tensor.label, tensor.names, tensor.shape, tensor.box)
-        plan.add_box(outline, tensor.box, "", tensor.local, writes)
-
-
 def _plan_buffer(plan: SavePlan, tensor: LocalTensor, item: Encoded, digests: Sequence[str | None]) -> None:
-    """Of a buffer that has drifted apart, what `_plan_weight` leaves out: each value that the first holder has not."""
+    """Of a buffer that has drifted apart, what `plan_weight` leaves out: each value that the first holder has not."""
     rank, name = plan.note.rank, f"{BUFFER}{tensor.label}"
     ranks = [at for at in tensor.holders if digests[at] == digests[rank]]
     if ranks[0] == rank != tensor.holders[0]:
@@ -146,7 +93,7 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
             key = entry_key(parameter.label, kept.name)
             plan.note.items.append(plan.add_item(key, (plan.note.rank,), encode(kept.value, str(kept))))
         return
-    value, box = local_part(kept.value).detach(), parameter.box
+    value = local_part(kept.value).detach()
     type_name(value, str(kept))
     if not kept.like_parameter:
         if first:
@@ -154,12 +101,11 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
             plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, box.numel > 0)
     elif kept.shard is None:
         holder = next(at for at in stepped if at in parameter.holders)
-        writes = holder == plan.note.rank and box.numel > 0
+        writes = holder == plan.note.rank and value.numel() > 0
         if writes or first:
-            plan.add_box(Outline.of_rows(parameter.label, (), parameter.shape, box), box, kept.name, value, writes)
+            plan_pieces(plan, parameter, (), kept.name, value, writes)
     elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
-        outline = Outline(parameter.label, (), parameter.shape, box.offset, box.shape, memory_order(parameter.local))
-        plan.add(outline, kept.shard.start, kept.shard.stop, kept.name, value)
+        plan_shard(plan, parameter, kept.shard, kept.name, value)
 
 
 def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping[str, bool]]) -> None:
@@ -173,8 +119,3 @@ def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping
         options = plan.add_item(f"optimizer/options/{group.index}", (plan.note.rank,), group.options)
         digest = f"{group.optimizer} {group.options.digest()}"
         plan.note.groups.append((digest, GroupRecord(group.index, names, options, group.optimizer)))
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from colonnade.checkpoint.collective import agreed, gather_json
-from colonnade.checkpoint.format.boxes import Box, boxes_in_order, places_of, whole_box
+from colonnade.checkpoint.format.boxes import Box, boxes_in_order, moved, places_of, whole_box
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.demand import holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, placement_of
-from colonnade.parallel.shards import part_indices
+from colonnade.parallel.shards import packed_runs, part_indices
 
 EXTRA_STATE = "_extra_state"
 Sizes = Mapping[str, Mapping[str, Sequence[int]]]
@@ -25,10 +25,11 @@ Sizes = Mapping[str, Mapping[str, Sequence[int]]]
 
 @dataclass(frozen=True, eq=False)
 class LocalTensor:
-    """One tensor of this rank's model, under all the names it has here: the elements `box` of a whole of `shape`.
+    """One tensor of this rank's model, under all the names it has here, and where its elements lie in a whole of `shape`.
 
     `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
-    the whole. `parts` says for each split dimension: (index of this part, number of parts).
+    the whole. `parts` says for each split dimension: (index of this part, number of parts). `places` are boxes of the
+    whole, each with the box of this rank's elements that is there: one, or as many as a packed weight has sections.
     """
 
     label: str
@@ -39,12 +40,18 @@ class LocalTensor:
     sharers: tuple[int, ...]
     parts: Mapping[int, tuple[int, int]]
     shape: tuple[int, ...]
-    box: Box
+    places: tuple[tuple[Box, Box], ...]
 
     @property
     def local(self) -> Tensor:
         """The elements that this rank holds."""
         return local_part(self.tensor).detach()
+
+    def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Of a tensor that lies as the local part does: each box of the whole, and the view of what is there."""
+        everything = whole_box(values.shape)
+        for box, here in self.places:
+            yield box, values[here.slices_in(everything)]
 
     @property
     def may_be_uneven(self) -> bool:
@@ -81,10 +88,13 @@ def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) 
     (1-d) of each box.
     """
     order, done = memory_order(tensor.local), 0
-    for box in boxes_in_order(start, stop, tensor.box, order):
-        view = values[done : done + box.numel].view([box.shape[dim] for dim in order])
-        yield box, view.permute(places_of(order))
-        done += box.numel
+    for filled in boxes_in_order(start, stop, whole_box(tensor.local.shape), order):
+        view = values[done : done + filled.numel].view([filled.shape[dim] for dim in order]).permute(places_of(order))
+        for box, here in tensor.places:
+            shared = filled.shared_with(here)
+            if shared is not None:
+                yield moved(shared, here, box), view[shared.slices_in(filled)]
+        done += filled.numel
 
 
 def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]:
@@ -123,13 +133,13 @@ def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> 
         sharers=holding(layout, anywhere, rank).ranks,
         parts=part_indices(layout, placement, rank),
         shape=box.shape,
-        box=box,
+        places=((box, box),),
     )
 
 
 def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
     return {
-        tensor.label: {str(dim): [at, tensor.box.shape[dim]] for dim, (at, _) in tensor.parts.items()}
+        tensor.label: {str(dim): [at, tensor.local.shape[dim]] for dim, (at, _) in tensor.parts.items()}
         for tensor in tensors
         if tensor.may_be_uneven
     }
@@ -142,7 +152,10 @@ def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelCon
     sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
     shape = logical_shape(tensor, by_hand, sizes)
     offset = offset_in_dtensor(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
+    packed = packed_runs(layout, by_hand, rank)
     for dim, (at, count) in part_indices(layout, by_hand, rank).items():
+        if dim in packed:
+            continue
         if found.may_be_uneven:
             offset[dim] = _uneven_offset(found, dim, shape[dim], everyone)
             continue
@@ -152,7 +165,35 @@ def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelCon
                 f"cannot be told. Cut it evenly, or use zero stage 1 or 2."
             )
         offset[dim] += at * tensor.shape[dim]
-    return replace(found, shape=shape, box=Box(tuple(offset), found.box.shape))
+    here = whole_box(found.local.shape)
+    places: tuple[tuple[Box, Box], ...] = ((Box(tuple(offset), here.shape), here),)
+    for dim, runs in packed.items():
+        places = tuple(place for each in places for place in _in_sections(each, dim, runs))
+    return replace(found, shape=shape, places=places)
+
+
+def _in_sections(place: tuple[Box, Box], dim: int, runs: Sequence[tuple[int, int]]) -> list[tuple[Box, Box]]:
+    """A place that begins so far into this rank's part of all sections along `dim`, as a place in each of them."""
+    box, here = place
+    found, before = [], 0
+    for start, length in runs:
+        first = max(box.offset[dim], before)
+        stop = min(box.stop[dim], before + length)
+        if first < stop:
+            inside = here.offset[dim] + first - box.offset[dim]
+            found.append(
+                (
+                    _along(box, dim, start + first - before, stop - first),
+                    _along(here, dim, inside, stop - first),
+                )
+            )
+        before += length
+    return found or [(_along(box, dim, 0, 0), _along(here, dim, 0, 0))]
+
+
+def _along(box: Box, dim: int, start: int, length: int) -> Box:
+    """The box with another extent along one dimension."""
+    return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))
 
 
 def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[Sizes]) -> int:

@@ -36,6 +36,14 @@ def start_of(parameter: Tensor) -> Start | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
+def keep_start(part: Tensor, whole: Tensor) -> None:
+    """A part of a parameter of the meta device that is cut after meta_init() starts as its elements of the whole do."""
+    start = start_of(whole)
+    if start is not None:
+        version = part._version if start.version == whole._version else -1
+        setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
+
+
 def forget_start(parameter: Tensor) -> None:
     """It has its values now."""
     vars(parameter).pop(_ATTRIBUTE, None)

@@ -117,7 +117,7 @@ def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recip
     by_program: dict[int, bool] = {}
     for name, _, start in found:
         by_program.setdefault(memory_of(start.tensor), programs[name] is not None)
-    sizes = {name: parameter.numel() for name, parameter, _ in found}
+    sizes = {name: start.tensor.numel() for name, _, start in found}
     return {
         id(parameter): Recipe(name, start.tape, start.tensor, programs[name], owners, by_program, sizes)
         for name, parameter, start in found
@@ -148,7 +148,7 @@ def _own_program(name: str, parameter: nn.Parameter, start: Start, users: Counte
     moved = program.moved or not start.tensor.is_contiguous()
     if moved and any(users[source] > 1 for source in _sources(start, name)):
         return None  # another parameter has the same numbers, and elsewhere
-    return None if program.cut is not None and program.cut.size != parameter.shape else program
+    return None if program.cut is not None and program.cut.size != start.tensor.shape else program
 
 
 def _on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Parameter, Start]]:

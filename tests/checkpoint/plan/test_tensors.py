@@ -162,7 +162,7 @@ def test_in_one_process_every_tensor_is_found_once_under_all_its_names():
         ("a.weight", ("a.weight", "b.weight"), (2, 3)),
         ("a.bias", ("a.bias",), (2,)),
     ]
-    assert all(one.box.offset == (0,) * len(one.shape) and one.holders == (0,) for one in found)
+    assert all(one.places[0][0].offset == (0,) * len(one.shape) and one.holders == (0,) for one in found)
     assert found[1].local.data_ptr() == model.a.weight.data_ptr()
     assert not any(one.may_be_uneven for one in found)
     assert extra_states(model) == {"_extra_state": 5}
