@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, ContextError, PlacementError
+from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
@@ -33,6 +34,17 @@ def parallelize(
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
     _check_mode(context)
+    adapters = Adapters(model, context)
+    try:
+        stages = _cut(adapters.base, plan, context, adapters)
+    except BaseException:
+        adapters.undo()
+        raise
+    return model if stages is None else stages
+
+
+def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
+    """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
     entries = resolve(_own_plan(model, context) if plan is None else plan, model)
     for name, entry in entries.items():
         if entry.style is not None:
@@ -41,7 +53,8 @@ def parallelize(
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
         _apply(stage, entries, context, parts)
-    return model if stages is None else stages
+        adapters.put_back(stage, entries, parts)
+    return stages
 
 
 def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
