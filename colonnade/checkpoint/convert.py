@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 from colonnade.checkpoint.collective import as_checkpoint_errors
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import MANIFEST, TensorRecord
-from colonnade.checkpoint.format.tensors import Entry, TensorReader, write_tensors
-from colonnade.checkpoint.storage.folder import check_space, step_of, sync_folder, told_of_space
+from colonnade.checkpoint.format.tensors import TensorReader, write_tensors
+from colonnade.checkpoint.storage.folder import check_space, saving_name, step_of, sync_folder, told_of_space
 from colonnade.checkpoint.storage.verify import newest_good, verify
 from colonnade.errors import CheckpointError
 
@@ -42,7 +42,7 @@ def export_full(checkpoint: str | Path, file: str | Path) -> Path:
         needed = sum(entry.size for entry in entries)
         target.parent.mkdir(parents=True, exist_ok=True)
         check_space(target.parent, needed)
-        unfinished = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        unfinished = target.with_name(saving_name(target))
         try:
             with told_of_space(target.parent, needed):
                 write_tensors(unfinished, entries)

@@ -12,7 +12,8 @@ from torch import nn
 from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.format.manifest import LayoutRecord
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
-from colonnade.checkpoint.plan.save import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.plan.pieces import SavePlan
+from colonnade.checkpoint.plan.save import LocalState, plan_save
 from colonnade.checkpoint.plan.tensors import locate_tensors
 from colonnade.checkpoint.storage.folder import published, staging_name
 from colonnade.checkpoint.storage.lock import RunLock

@@ -21,13 +21,14 @@ from colonnade.engine.same_batch import SameBatch
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
+from colonnade.engine.weights import WholeWeights
 from colonnade.errors import GradientError, ScheduleError, listed
 from colonnade.hf.loss import ModelLoss
 
 _NO_BATCH = object()
 
 
-class Engine:
+class Engine(WholeWeights):
     """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`.
 
     With `accumulation=k` the gradients of k backward passes make one step: `zero_grad` and `step` act on the

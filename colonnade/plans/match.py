@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError, did_you_mean, listed
+from colonnade.nn.layer.arrangement import Arrangement, arrange
 
 Plan = Mapping[str, Any]
 """Pattern -> style. `*` stands for one part of a name between dots: "blocks.*.fc1".
@@ -38,6 +39,11 @@ class Target:
     """What the plan says beside the style: `sections`, say."""
     parts: MutableMapping[nn.Parameter, nn.Parameter] = field(default_factory=WeakIdKeyDictionary)
     """What became of whole parameters: two layers that share one share its part too."""
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """How activations lie, and how a linear layer multiplies them."""
+        return arrange(self.context)
 
     @property
     def parent(self) -> nn.Module | None:

@@ -10,11 +10,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
-from colonnade.errors import ConfigError, ContextError, PlacementError
-from colonnade.hf.lora import Adapters
+    check_mode(context)
+    adapters = Adapters(model, context)
+    try:
+        stages = _cut(adapters.base, plan, context, adapters)
+    except BaseException:
+        adapters.undo()
+        raise
+    return model if stages is None else stages
+
+
+def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
+    """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
+    entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
+    check_entries(entries, model, context)
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
+from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
+from colonnade.plans.check import check_entries, check_mode, with_ties
 from colonnade.plans.match import Entry, Plan, Target, resolve
 from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
@@ -33,6 +47,7 @@ def parallelize(
     context = given_or_global(context)
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
+<<<<<<< HEAD
     _check_mode(context)
     adapters = Adapters(model, context)
     try:
@@ -49,6 +64,11 @@ def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters
     for name, entry in entries.items():
         if entry.style is not None:
             style_of(entry.style, name)
+=======
+    check_mode(context)
+    entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
+    check_entries(entries, model, context)
+>>>>>>> h-arch
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
@@ -65,16 +85,6 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
             f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})"
         )
     return plan
-
-
-def _check_mode(context: ParallelContext) -> None:
-    tensor: Any = (context.config.get("parallel") or {}).get("tensor")
-    mode = tensor.get("mode") if hasattr(tensor, "get") else None
-    if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
-        raise ConfigError(
-            f"parallel.tensor.mode={mode!r}: a plan cuts layers for mode '1d'; write tensor=dict(size="
-            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn"
-        )
 
 
 def _stages(model: nn.Module, context: ParallelContext) -> Split | None:

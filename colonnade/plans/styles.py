@@ -1,19 +1,26 @@
-"""Styles: what a plan can say of a layer. Each cuts the layer's parameters and gives it a forward pass for the parts."""
+"""Styles: what a plan can say of a layer. Each cuts the layer's parameters and gives it a forward pass for the parts.
+
+Between blocks activations are whole on every rank of the tensor group (or split along the sequence, where the config
+has `sequence_split`); from a `colwise` layer to a `rowwise` one they are split along their features.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, did_you_mean, listed
-from colonnade.nn.layer.arrangement import Split, arrange
+from colonnade.nn.layer.arrangement import Arrangement, Split, arrange
 from colonnade.nn.layer.first_pass import gives, takes
-from colonnade.nn.layer.linear import own
-from colonnade.parallel.placement import Shard, placement_of
+from colonnade.nn.layer.spread import Spread, Width, gather, respread
+from colonnade.nn.layer.spread import cut as cut_sizes
+from colonnade.parallel import collectives
+from colonnade.plans.cut import cut, replicate, sections_of, set_forward
 from colonnade.plans.match import Target
 
 Style = Callable[[Target], None]
@@ -44,80 +51,266 @@ def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
     return STYLES[name]
 
 
+# -- linear layers ----------------------------------------------------------------------------------------
+
+
 @style("colwise")
 def colwise(target: Target) -> None:
     """This rank's output features of a linear layer, for a whole input: they stay split, until a `rowwise` layer."""
     if target.parameter is not None:
-        cut(target, target.parameter, max(_weight(target).dim() - 2, 0))
-        return
-    _cut_linear(target, "column")
+        _cut_features(target, -2)
+    elif isinstance(target.module, nn.Embedding):
+        _embed_part(target, join=False)
+    else:
+        _linear(target, "column")
+
+
+@style("colwise_gather_output", "colwise_rep")
+def colwise_gather_output(target: Target) -> None:
+    """As `colwise`, and the output is made whole on every rank. Its features may be cut unevenly (a vocabulary)."""
+    if target.parameter is not None:
+        colwise(target)
+    else:
+        _linear(target, "column", whole=True)
+
+
+@style("packed_colwise")
+def packed_colwise(target: Target) -> None:
+    """As `colwise`, of several weights in one, each cut: 2 equal ones, or as `sections` of the plan says."""
+    if target.parameter is not None:
+        _cut_features(target, -2, packed=2)
+    else:
+        _linear(target, "column", packed=2)
 
 
 @style("rowwise")
 def rowwise(target: Target) -> None:
     """This rank's input features of a linear layer, which takes what a `colwise` one gives; results are summed."""
     if target.parameter is not None:
-        if _weight(target).dim() > 1:
-            cut(target, target.parameter, _weight(target).dim() - 1)
-        return
-    _cut_linear(target, "row")
+        _cut_features(target, -1)
+    elif isinstance(target.module, nn.Embedding):
+        embedding_rowwise(target)
+    else:
+        _linear(target, "row")
 
 
-def cut(target: Target, name: str, dim: int, mode: ParallelMode = _TENSOR) -> nn.Parameter:
-    """Replace the parameter `name` of the target's module by this rank's part of it along `dim`, and place that."""
-    whole: Any = getattr(target.module, name)
-    ranks, at = target.context.get_world_size(mode), target.context.get_local_rank(mode)
-    if whole.shape[dim] % ranks:
-        raise PlacementError(
-            f"{target.name!r}: dimension {dim} of {name!r}, of shape {tuple(whole.shape)}, cannot be cut evenly over the "
-            f"{ranks} ranks of {mode}; choose a size that {ranks} divides, another tensor size, or leave it out of the plan"
-        )
-    spec = Shard(dim)
-    part = target.parts.get(whole)
-    if part is None:
-        each = whole.shape[dim] // ranks
-        part = own(whole.detach().narrow(dim, at * each, each), {mode: spec}, tuple(whole.shape), whole)
-        target.parts[whole] = part
-    elif placement_of(part).shards != {mode: spec}:
-        raise PlacementError(
-            f"{target.name!r} shares {name!r} with another layer that the plan cuts otherwise ({placement_of(part)} there, "
-            f"{spec} on {mode} here); give both layers styles that cut the weight alike, or untie them"
-        )
-    setattr(target.module, name, part)
-    return part
+@style("rowwise_split_input", "rowwise_rep")
+def rowwise_split_input(target: Target) -> None:
+    """As `rowwise`, for an input that is whole on every rank: each takes its features of it."""
+    if target.parameter is not None:
+        rowwise(target)
+    else:
+        _linear(target, "row", whole=True)
 
 
-def _cut_linear(target: Target, split: Split) -> None:
+@style("packed_rowwise")
+def packed_rowwise(target: Target) -> None:
+    """As `rowwise`, where several weights lie side by side along the input: 2 equal ones, or `sections` of the plan."""
+    if target.parameter is not None:
+        _cut_features(target, -1, packed=2)
+    else:
+        _linear(target, "row", packed=2)
+
+
+def _linear(target: Target, split: Split, whole: bool = False, packed: int = 1) -> None:
+    """Cut a linear layer. `whole`: the side of it that is inside a block, features that are split, is whole instead."""
     module: Any = target.module
-    here = arrange(target.context)
+    here = target.arrangement
     transposed = type(module).__name__ == "Conv1D"
     if not transposed and not isinstance(module, nn.Linear):
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}; the style is for nn.Linear. Name a layer inside it, or a parameter"
+            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for nn.Linear; name a layer inside it, or "
+            f"one of its parameters"
         )
-    outputs, inputs = (1, 0) if transposed else (0, 1)
-    features = module.weight.shape[inputs]
-    cut(target, "weight", outputs if split == "column" else inputs)
+    inputs, outputs = module.weight.shape if transposed else reversed(module.weight.shape)
+    inside = outputs if split == "column" else inputs
+    sections, uneven = sections_of(target, inside, packed), whole and split == "column"
+    dim = 1 if transposed == (split == "column") else 0
+    cut(target, "weight", dim, sections=sections, uneven=uneven)
     if split == "column" and module.bias is not None:
-        cut(target, "bias", 0)
+        cut(target, "bias", 0, sections=sections, uneven=uneven)
+    width = Width(inside, uneven=uneven)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        takes(self, here, x, "outer" if split == "column" else "inner", features)
-        y = here.linear(x, self.weight.t() if transposed else self.weight, self.bias, split)
-        return gives(self, here, y, here.target(split))
+    def forward(self: Any, before: Any, x: Tensor) -> Tensor:
+        weight = self.weight.t() if transposed else self.weight
+        if split == "row":
+            takes(self, here, x, "outer" if whole else "inner", inputs)
+            x = respread(x, here.outer, here.inner, here.context, width) if whole else x
+            return gives(self, here, here.linear(x, weight, self.bias, split), here.outer)
+        takes(self, here, x, "outer", inputs)
+        y = here.linear(x, weight, self.bias, split)
+        return (
+            gives(self, here, gather(y, here.inner, here.context, width=width), Spread())
+            if whole
+            else gives(self, here, y, here.inner)
+        )
+
+    set_forward(target, forward, here)
+
+
+def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
+    """Cut a parameter along its output features (-2) or its input features (-1), as those of a linear layer lie.
+
+    A parameter with one dimension has output features only.
+    """
+    assert target.parameter is not None
+    weight: Tensor = getattr(target.module, target.parameter)
+    if weight.dim() == 1:
+        if dim == -1:
+            return
+        dim = 0
+    cut(target, target.parameter, dim, sections=sections_of(target, weight.shape[dim], packed))
+
+
+# -- embeddings -------------------------------------------------------------------------------------------
+
+
+@style("embedding_rowwise")
+def embedding_rowwise(target: Target) -> None:
+    """This rank's part of the vocabulary; words of the other parts count as zero, and the vectors are summed."""
+    module, here = _embedding(target), target.arrangement
+    rows = module.weight.shape[0]
+    sizes = collectives.split_sizes(rows, _TENSOR, context=target.context)
+    start = sum(sizes[: target.context.get_local_rank(_TENSOR)])
+    length = len(cut(target, "weight", 0, uneven=True))
+    padding = module.padding_idx
+    module.padding_idx = padding - start if padding is not None and 0 <= padding - start < length else None
+
+    def forward(self: Any, before: Any, tokens: Tensor) -> Tensor:
+        local = tokens - start
+        outside = (local < 0) | (local >= length)
+        found = before(self, local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0.0)
+        return gives(self, here, _summed(found, here), here.outer)
+
+    set_forward(target, forward, here)
+
+
+@style("embedding_colwise")
+def embedding_colwise(target: Target) -> None:
+    """This rank's part of every vector; the vectors are joined."""
+    _embed_part(target, join=True)
+
+
+def _embed_part(target: Target, join: bool) -> None:
+    module, here = _embedding(target), arrange(target.context, sequence_split=False)
+    features = module.weight.shape[1]
+    cut(target, "weight", 1, uneven=join)
+
+    def forward(self: Any, before: Any, tokens: Tensor) -> Tensor:
+        part = before(self, tokens)
+        if not join:
+            return gives(self, here, part, here.inner)
+        return gives(self, here, gather(part, here.inner, here.context, width=Width(features, uneven=True)), Spread())
+
+    set_forward(target, forward, here)
+
+
+def _embedding(target: Target) -> nn.Embedding:
+    module = target.module
+    if not isinstance(module, nn.Embedding) or target.parameter is not None:
+        raise PlacementError(
+            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for a module nn.Embedding"
+        )
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise PlacementError(
+            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut"
+        )
+    return module
+
+
+def _summed(x: Tensor, here: Arrangement) -> Tensor:
+    """The sum of every rank's partial result, in the spread between blocks."""
+    if not here.sequence_split:
+        return collectives.reduce(x, _TENSOR, context=here.context)
+    sizes = cut_sizes(x.shape[-2], _TENSOR, here.context, "sequence")
+    return collectives.reduce_scatter(x, _TENSOR, -2, sizes, context=here.context)
+
+
+# -- layers that stay whole -------------------------------------------------------------------------------
+
+
+@style("replicated_with_grad_allreduce")
+def replicated_with_grad_allreduce(target: Target) -> None:
+    """Whole parameters that each rank uses for its features (a norm of each head): gradients are summed, once a step."""
+    for name in _own_parameters(target):
+        replicate(target, name, owes=True)
+
+
+@style("sequence_parallel")
+def sequence_parallel(target: Target) -> None:
+    """Whole parameters, of a norm say, that each rank uses for its part of the sequence; gradients are summed."""
+    if not target.arrangement.sequence_split:
+        raise PlacementError(
+            f"the plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are whole here; set "
+            f"sequence_split=True beside tensor.mode in the config, or leave the layer out of the plan"
+        )
+    replicated_with_grad_allreduce(target)
+
+
+@style("replicate")
+def keep_whole(target: Target) -> None:
+    """Whole parameters that every rank uses alike; nothing is done."""
+    for name in _own_parameters(target):
+        replicate(target, name, owes=False)
+
+
+@style("all_reduce")
+def all_reduce(target: Target) -> None:
+    """A module that computes with cut parameters of its own: what the ranks give is summed, and so are input gradients."""
+
+    context = target.context
+
+    def forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [_entering(value, context) for value in args]
+        output = before(self, *given, **{name: _entering(value, context) for name, value in kwargs.items()})
+        return collectives.reduce(output, _TENSOR, context=context)
 
     set_forward(target, forward)
 
 
-def set_forward(target: Target, forward: Callable[..., Any]) -> None:
-    """Give the target's module another forward pass, a function of the module and its arguments.
+@style("mla_kv_a_proj")
+def mla_kv_a_proj(target: Target) -> None:
+    """A whole layer whose last features, those of the rotary embedding, go to every rank's heads past all `colwise` layers.
 
-    Bound as a method, so that a deep copy of the model computes with its own weights.
+    So their gradient is summed here. How many they are is `qk_rope_head_dim` of the module around it, or of the model's config.
     """
-    target.module.arrangement = arrange(target.context)  # type: ignore[assignment]
-    target.module.forward = MethodType(forward, target.module)
+    rope = getattr(target.parent, "qk_rope_head_dim", None)
+    rope = rope or getattr(getattr(target.model, "config", None), "qk_rope_head_dim", None)
+    if not isinstance(rope, int):
+        raise PlacementError(f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it")
+    context = target.context
+
+    def summed_last(gradient: Tensor) -> Tensor:
+        rest, rotary = gradient.split([gradient.shape[-1] - rope, rope], dim=-1)
+        return torch.cat([rest, collectives.reduce(rotary, _TENSOR, context=context)], dim=-1)
+
+    def forward(self: Any, before: Any, x: Tensor) -> Tensor:
+        return collectives.linear_map(before(self, x), lambda y: y.view_as(y), summed_last)
+
+    set_forward(target, forward)
 
 
-def _weight(target: Target) -> Tensor:
-    assert target.parameter is not None
-    return getattr(target.module, target.parameter)
+class _Joined(torch.autograd.Function):
+    """Two tensors side by side, as a function of its own: of what is split off again, the graph says no longer from which
+    of the two it is, so one that looks for what came from whole layers (the watch of the first pass) must stop here."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        ctx.sizes = [first.shape[-1], second.shape[-1]]
+        return torch.cat([first, second], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].split(ctx.sizes, dim=-1)
+
+
+def _entering(value: Any, context: ParallelContext) -> Any:
+    """Whole in forward; in backward the sum of what every rank's part says."""
+    differentiable = isinstance(value, Tensor) and value.is_floating_point()
+    return collectives.copy(value, _TENSOR, context=context) if differentiable else value
+
+
+def _own_parameters(target: Target) -> list[str]:
+    if target.parameter is not None:
+        return [target.parameter]
+    return [name for name, _ in target.module.named_parameters(recurse=False)]

@@ -1,6 +1,6 @@
 """in_double: a model whose code casts to float32 computes in float64 throughout, so that it can be compared in fp64.
 
-with in_double():                       # around building the model and around its steps, in one process and on ranks
+with in_double():                       # around building the model, and around its passes; on ranks as in one process
     model = LlamaForCausalLM(config)    # parameters, tables and norms in float64
 """
 

@@ -7,26 +7,25 @@ compare(truth, gradients, rtol=1e-12)                         # a table per para
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.checkpoint.collective import gather_json
+from colonnade.checkpoint.format.values import Encoded
+from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ParityError
-from colonnade.parallel.agreement import Held, held_tensors
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.shards import part_indices, section_runs
 
 Tensors = dict[str, Tensor]
 
 
 def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The whole weights, by name, on every rank. Collective over the world; holders must agree to the bit."""
+    """The whole weights in fp64, by each of their names, on every rank. Collective over the world; holders must agree to the bit."""
     return _gather(model, context, lambda parameter: parameter.detach())
 
 
@@ -104,64 +103,24 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
     return Difference(name, relative, largest, relative <= rtol)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One rank's part of one tensor: where it belongs, and its elements in fp64 on the CPU."""
-
-    name: str
-    rank: int
-    place: dict[int, tuple[int, int]]  # dimension -> (index of the part, number of parts)
-    packed: dict[int, list[int]]  # dimension with sections -> where in the whole the joined parts' elements lie
-    content: Tensor
-
-
 def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:
-    mine = [_part(entry, read(entry.tensor), context) for entry in held_tensors(model, context)]  # type: ignore[arg-type]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    by_name: dict[str, list[_Part]] = {}
-    for part in itertools.chain.from_iterable(everyone):
-        by_name.setdefault(part.name, []).append(part)
-    return {name: _assemble(name, parts) for name, parts in by_name.items()}
+    def exact(tensor: LocalTensor) -> Tensor:
+        # Adding zero makes -0.0 the 0.0 that it is equal to.
+        return local_part(read(tensor.tensor)).to("cpu", torch.float64, copy=True).add_(0.0)  # type: ignore[arg-type]
+
+    whole = WholeTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
+    _check_holders(whole.tensors, exact, context)
+    return {name: content for record in whole.records for content in [whole.gather(record)] for name in record.names}
 
 
-def _part(entry: Held, tensor: Tensor, context: ParallelContext) -> _Part:
-    place = part_indices(context.layout, entry.placement, context.get_global_rank())
-    # A clone, as a view would take all that it is a view of along.
-    content = local_part(tensor).to("cpu", torch.float64, copy=True).contiguous()
-    return _Part(entry.name, context.get_global_rank(), place, _joined_order(entry, context), content)
-
-
-def _joined_order(entry: Held, context: ParallelContext) -> dict[int, list[int]]:
-    counts = {mode: context.get_world_size(mode) for mode, shard in entry.placement.shards.items() if shard.sections}
-    return {
-        entry.placement.shards[mode].dim: [
-            at
-            for part in range(count)
-            for start, length in section_runs(entry.placement.shards[mode].sections, part, count)
-            for at in range(start, start + length)
-        ]
-        for mode, count in counts.items()
-    }
-
-
-def _assemble(name: str, parts: list[_Part]) -> Tensor:
-    """Join the parts; two ranks that hold the same part must hold the same bits."""
-    by_place: dict[tuple[tuple[int, int], ...], _Part] = {}
-    for part in parts:
-        key = tuple(sorted((dim, at) for dim, (at, _) in part.place.items()))
-        first = by_place.setdefault(key, part)
-        if not torch.equal(first.content, part.content):
-            raise ParityError(f"{name}: ranks {first.rank} and {part.rank} hold the same part with different values")
-    sizes = {dim: count for dim, (_, count) in parts[0].place.items()}
-    joined = _join(by_place, sorted(sizes), sizes, {})
-    for dim, order in parts[0].packed.items():
-        joined = torch.empty_like(joined).index_copy_(dim, torch.tensor(order), joined)
-    return joined
-
-
-def _join(by_place: dict[Any, _Part], dims: list[int], sizes: dict[int, int], chosen: dict[int, int]) -> Tensor:
-    if not dims:
-        return by_place[tuple(sorted(chosen.items()))].content
-    dim, rest = dims[0], dims[1:]
-    return torch.cat([_join(by_place, rest, sizes, {**chosen, dim: at}) for at in range(sizes[dim])], dim=dim)
+def _check_holders(
+    tensors: list[LocalTensor], exact: Callable[[LocalTensor], Tensor], context: ParallelContext
+) -> None:
+    """Two ranks that hold the same part must hold the same bits."""
+    mine = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in tensors}
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, found in enumerate(gather_json(mine, context)):
+        for name, (places, digest) in found.items():
+            other, expected = first.setdefault((name, places), (rank, digest))
+            if digest != expected:
+                raise ParityError(f"{name}: ranks {other} and {rank} hold the same part with different values")

@@ -124,12 +124,27 @@ def compare(cases: list[Case], truth: dict[str, dict[str, Tensor]]) -> None:
             if name == "odd GPT" and "zero" in config:
                 _compare_uneven(engine.model, truth[name], gpc)
                 continue
+            _compare_whole(engine, truth[name], case)
             for tensor in locate_tensors(engine.model, gpc, "compare"):
                 if tensor.names[0] in truth[name]:
                     whole = truth[name][tensor.names[0]].view(tensor.shape)
                     for box, here in tensor.pieces(tensor.local):
                         part = whole[box.slices_in(whole_box(tensor.shape))]
                         assert torch.equal(here, part.to(here.dtype)), (case, tensor.names)
+
+
+def _compare_whole(engine: Any, truth: dict[str, Tensor], case: Case) -> None:
+    """What the engine gives as wholes is one process's, under all names: on every rank, or on the first."""
+    found = engine.full_state_dict()
+    first = engine.full_state_dict("first", dtype=torch.float64) if case in ON_FOUR[:4] else {}
+    assert truth.keys() <= found.keys(), (case, truth.keys() - found.keys())
+    if first or engine.context.get_global_rank():
+        assert first.keys() == (found.keys() if engine.context.get_global_rank() == 0 else set())
+    for name, value in found.items():
+        if name in truth:
+            assert torch.equal(value, truth[name].view(value.shape).to(value.dtype)), (case, name)
+        if name in first:
+            assert torch.equal(first[name], value.double() if value.is_floating_point() else value), (case, name)
 
 
 def _compare_uneven(model: nn.Module, truth: dict[str, Tensor], gpc: ParallelContext) -> None:

@@ -83,30 +83,30 @@ def run_one(architecture: Architecture, layout: Layout, gpc: ParallelContext, tr
         seen.append(torch.stack([loss[0].detach(), loss[1].double()]))
         return loss
 
-    with in_double():
-        try:
-            model: Any = architecture.build(layout.tied)
-            if layout.parallel:
+    try:
+        model: Any = architecture.build(layout.tied)
+        if layout.parallel:
+            with in_double():
                 model = colonnade.parallelize(model, context=gpc)
-            engine = colonnade.initialize(
-                model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), criterion, context=gpc
-            )[0]
-        except ColonnadeError as error:
-            reason = f"refused: {error}"
-        reasons: list[Any] = [None] * gpc.world_size
-        dist.all_gather_object(reasons, reason)
-        if engine is None or any(reasons):
-            if not all(reasons):
-                raise RuntimeError(f"only some ranks refused {architecture.name}: {reasons}")
-            return reasons[0]
-        try:
-            for step in range(STEPS):
-                _step(engine, architecture, gpc, step, truth, seen)
-            compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
-        except ParityError as error:
-            return f"wrong: {error}"
-        finally:
-            engine.close()
+        engine = colonnade.initialize(model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), criterion, context=gpc)[
+            0
+        ]
+    except ColonnadeError as error:
+        reason = f"refused: {error}"
+    reasons: list[Any] = [None] * gpc.world_size
+    dist.all_gather_object(reasons, reason)
+    if engine is None or any(reasons):
+        if not all(reasons):
+            raise RuntimeError(f"only some ranks refused {architecture.name}: {reasons}")
+        return reasons[0]
+    try:
+        for step in range(STEPS):
+            _step(engine, architecture, gpc, step, truth, seen)
+        compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
+    except ParityError as error:
+        return f"wrong: {error}"
+    finally:
+        engine.close()
     return "ok"
 
 
@@ -122,7 +122,8 @@ def _step(
     engine.zero_grad()
     for at in range(count):
         micro = rows_of(mine, slice(at * rows // count, (at + 1) * rows // count))
-        engine.execute_schedule(iter([micro]), return_output_label=False)
+        with in_double():
+            engine.execute_schedule(iter([micro]), return_output_label=False)
     total = torch.stack(seen).sum(0) if seen else torch.zeros(2, dtype=torch.float64)
     dist.all_reduce(total)
     _close("loss", total[0].item() / total[1].item(), truth["losses"][step], step)

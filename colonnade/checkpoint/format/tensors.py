@@ -6,15 +6,12 @@ back neither a hash nor a file that is known to be on disk, and holds all tensor
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,69 +21,13 @@ from torch import Tensor
 
 from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.boxes import Box, places_of, whole_box
-from colonnade.checkpoint.format.manifest import WIDTHS, Block, FileRecord, Manifest, TensorRecord
+from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, raw_bytes
+from colonnade.checkpoint.format.manifest import Block, FileRecord, Manifest, TensorRecord
 from colonnade.checkpoint.format.records import Damaged
-from colonnade.errors import CheckpointError, listed
+from colonnade.errors import CheckpointError
 
-_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
 _CHUNK = 1 << 23
 _LONGEST_HEADER = 100_000_000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to write: its place is known before its content, which is asked for when its turn comes."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-    @classmethod
-    def of(cls, key: str, tensor: Tensor) -> Entry:
-        """The entry of a tensor that is there already."""
-        return cls(key, type_name(tensor, key), tuple(tensor.shape), lambda: tensor)
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return prod(self.shape) * WIDTHS[self.dtype]
-
-
-def type_name(tensor: Tensor, what: str) -> str:
-    """The format's name for the tensor's type; refuses what the format cannot hold."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise CheckpointError(
-            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved"
-        )
-    if tensor.dtype not in _NAMES:
-        known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-        raise CheckpointError(f"{what} is {tensor.dtype}, which a checkpoint cannot hold; allowed are {known}")
-    return _NAMES[tensor.dtype]
-
-
-def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Torch's type of a saved tensor."""
-    return _TYPES[record.dtype]
 
 
 def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None] = lambda: None) -> FileRecord:
@@ -94,8 +35,7 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
 
     `rest` is called after each chunk: a thread that has time makes room for others there.
     """
-    # The largest elements first, so that all of them are aligned in the file.
-    ordered = sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
+    ordered = in_file_order(entries)
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0) as file:
         for content in chain([_header(ordered)], (raw_bytes(entry.read()) for entry in ordered)):
@@ -114,17 +54,6 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
             raise CheckpointError(f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written")
     fault_point("file synced")
     return FileRecord(path.name, size, digest.hexdigest())
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row order; a copy only where they are elsewhere or out of order."""
-    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    if not plain.numel():
-        return memoryview(b"")
-    # By address, because a view through numpy would make numpy a requirement.
-    content = (ctypes.c_ubyte * (plain.numel() * plain.element_size())).from_address(plain.data_ptr())
-    content.owner = plain  # type: ignore[attr-defined]  # the memory lives as long as the view
-    return memoryview(content).cast("B")
 
 
 class TensorReader:
@@ -192,7 +121,8 @@ def _damaged_if_broken(file: str) -> Iterator[None]:
 
 
 def _header(entries: list[Entry]) -> memoryview:
-    table, start = {}, 0
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers ask for it
+    start = 0
     for entry in entries:
         stop = start + entry.size
         table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from colonnade.checkpoint.format.tensors import raw_bytes, type_name
+from colonnade.checkpoint.format.entries import raw_bytes, type_name
 from colonnade.errors import CheckpointError
 from colonnade.parallel.placement import is_dtensor
 

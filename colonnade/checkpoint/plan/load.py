@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.format.entries import dtype_of, type_name
 from colonnade.checkpoint.format.manifest import Manifest, TensorRecord
-from colonnade.checkpoint.format.tensors import TensorReader, dtype_of, type_name
+from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.checkpoint.format.entries import dtype_of
 from colonnade.checkpoint.format.manifest import GroupRecord, TensorRecord
-from colonnade.checkpoint.format.tensors import TensorReader, dtype_of
+from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.format.values import Encoded, encode
 from colonnade.checkpoint.plan.load import LoadPlan, read_local
 from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory

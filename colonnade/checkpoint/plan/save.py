@@ -1,27 +1,24 @@
-"""SavePlan: what one rank writes. Each distinct block is written once, by the first of the ranks that hold it."""
+"""What one rank writes of its state. Each distinct block is written once, by the first of the ranks that hold it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
-from colonnade.checkpoint.format.manifest import GroupRecord, ItemRecord, tensors_file
-from colonnade.checkpoint.format.tensors import Entry, type_name
+from colonnade.checkpoint.format.boxes import whole_box
+from colonnade.checkpoint.format.entries import type_name
+from colonnade.checkpoint.format.manifest import GroupRecord
 from colonnade.checkpoint.format.values import Encoded, encode, is_stateful
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
 from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState, read_groups, read_state
-from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory, extra_states, memory_order
+from colonnade.checkpoint.plan.pieces import SavePlan, plan_pieces, plan_shard, plan_weight
+from colonnade.checkpoint.plan.tensors import LocalTensor, extra_states
 from colonnade.checkpoint.plan.values import BUFFER, RANDOM
 from colonnade.checkpoint.random_state import random_state
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.shards import FlatShard
 
 
 class LocalState:
@@ -60,60 +57,11 @@ class LocalState:
         return {"optimizer": members, "items": {name: item.digest() for name, item in values}}
 
 
-@dataclass
-class SavePlan:
-    """What one rank writes: its note, and the tensors for its file."""
-
-    note: RankNote
-    entries: list[Entry] = field(default_factory=list)
-    _pieces: dict[tuple[Outline, int, int], list[tuple[str, str]]] = field(default_factory=dict)
-
-    @property
-    def size(self) -> int:
-        """The bytes of its tensors."""
-        return sum(entry.size for entry in self.entries)
-
-    def copy_to_host(self) -> None:
-        """Copy every tensor to the host now, so that training may go on while they are written."""
-        copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-        self.entries = [Entry.of(key, copy) for key, copy in copies]
-
-    def add_box(self, outline: Outline, box: Box, state_name: str, value: Tensor, writes: bool) -> None:
-        """A tensor that the rank knows of, and the box of it that it writes: some rows of the outline's."""
-        start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
-        self.add(outline, start, stop if writes else start, state_name, value)
-
-    def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
-        """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
-        key = entry_key(outline.label, state_name, outline.section)
-        self.add_entry(outline, start, stop, state_name, Entry.of(key, value))
-
-    def add_entry(self, outline: Outline, start: int, stop: int, state_name: str, entry: Entry) -> None:
-        """As `add`, with an entry whose content may be asked for later."""
-        self._pieces.setdefault((outline, start, stop), []).append((state_name, entry.dtype))
-        if start < stop:
-            self.entries.append(entry)
-
-    def close(self) -> None:
-        """Put all tensors into the note: those that are cut alike are one outline."""
-        for (outline, start, stop), states in self._pieces.items():
-            self.note.add(replace(outline, states=tuple(states)), start, stop)
-
-    def add_item(self, name: str, ranks: tuple[int, ...], item: Encoded) -> ItemRecord:
-        """The record of a value, whose tensors the rank writes."""
-        file = tensors_file(self.note.rank) if item.tensors else None
-        record = ItemRecord(name, ranks, item.value, len(item.tensors), file, key=name)
-        self.entries += [Entry.of(record.entry(at), tensor) for at, tensor in enumerate(item.tensors)]
-        return record
-
-
 def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) -> SavePlan:
     """What this rank writes, now that every rank's note is known. Pure; the same choice on every rank."""
     plan = SavePlan(RankNote(rank, None if state.groups is None else []))
     for tensor in state.tensors:
-        _plan_weight(plan, tensor)
+        plan_weight(plan, tensor, tensor.local)
     with_state = [{label for label, stepped in note["optimizer"].items() if stepped} for note in notes]
     for kept in state.optimizer:
         _plan_optimizer(plan, kept, [at for at in kept.parameter.sharers if kept.parameter.label in with_state[at]])
@@ -129,23 +77,8 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
     return plan
 
 
-def _plan_weight(plan: SavePlan, tensor: LocalTensor) -> None:
-    writes = tensor.holders[0] == plan.note.rank and tensor.local.numel() > 0
-    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
-        _plan_pieces(plan, tensor, tensor.names, "", tensor.local, writes)
-
-
-def _plan_pieces(
-    plan: SavePlan, tensor: LocalTensor, names: tuple[str, ...], state_name: str, value: Tensor, writes: bool
-) -> None:
-    """Of a tensor that lies as `tensor` does, a piece for each of its places."""
-    for number, (box, view) in enumerate(tensor.pieces(value)):
-        outline = replace(Outline.of_rows(tensor.label, names, tensor.shape, box), section=number)
-        plan.add_box(outline, box, state_name, view, writes)
-
-
 def _plan_buffer(plan: SavePlan, tensor: LocalTensor, item: Encoded, digests: Sequence[str | None]) -> None:
-    """Of a buffer that has drifted apart, what `_plan_weight` leaves out: each value that the first holder has not."""
+    """Of a buffer that has drifted apart, what `plan_weight` leaves out: each value that the first holder has not."""
     rank, name = plan.note.rank, f"{BUFFER}{tensor.label}"
     ranks = [at for at in tensor.holders if digests[at] == digests[rank]]
     if ranks[0] == rank != tensor.holders[0]:
@@ -170,40 +103,9 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
         holder = next(at for at in stepped if at in parameter.holders)
         writes = holder == plan.note.rank and value.numel() > 0
         if writes or first:
-            _plan_pieces(plan, parameter, (), kept.name, value, writes)
+            plan_pieces(plan, parameter, (), kept.name, value, writes)
     elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
-        _plan_shard(plan, parameter, kept.shard, kept.name, value)
-
-
-def _plan_shard(plan: SavePlan, parameter: LocalTensor, shard: FlatShard, name: str, value: Tensor) -> None:
-    """Of the elements of a shard, those of each place: in the place, too, they follow each other."""
-    order, local = memory_order(parameter.local), whole_box(parameter.local.shape)
-    for number, (box, here) in enumerate(parameter.places):
-        outline = Outline(parameter.label, (), parameter.shape, box.offset, box.shape, order, section=number)
-        if len(parameter.places) == 1:
-            plan.add(outline, shard.start, shard.stop, name, value)
-            continue
-        start, stop = (_shared_with_first(here, end, local, order) for end in (shard.start, shard.stop))
-        key = entry_key(outline.label, name, number)
-        read = partial(_elements_at, parameter, shard, value, box)
-        plan.add_entry(outline, start, stop, name, Entry(key, type_name(value, key), (stop - start,), read))
-
-
-def _shared_with_first(here: Box, count: int, local: Box, order: Sequence[int]) -> int:
-    """How many of the first `count` elements of a local part are in the box `here` of it."""
-    shared = (here.shared_with(filled) for filled in boxes_in_order(0, count, local, order))
-    return sum(box.numel for box in shared if box is not None)
-
-
-def _elements_at(parameter: LocalTensor, shard: FlatShard, value: Tensor, box: Box) -> Tensor:
-    """Those elements of a shard that lie in this box of the whole, in order."""
-    order = memory_order(parameter.local)
-    found = [
-        view.permute(order).flatten()
-        for part, view in boxes_in_memory(parameter, shard.start, shard.stop, value)
-        if part.shared_with(box) is not None
-    ]
-    return torch.cat(found)
+        plan_shard(plan, parameter, kept.shard, kept.name, value)
 
 
 def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping[str, bool]]) -> None:
@@ -217,8 +119,3 @@ def _plan_group(plan: SavePlan, group: ParameterGroup, members: Sequence[Mapping
         options = plan.add_item(f"optimizer/options/{group.index}", (plan.note.rank,), group.options)
         digest = f"{group.optimizer} {group.options.digest()}"
         plan.note.groups.append((digest, GroupRecord(group.index, names, options, group.optimizer)))
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from colonnade.checkpoint.format.entries import raw_bytes
 from colonnade.checkpoint.format.manifest import ItemRecord, LayoutRecord, Manifest
-from colonnade.checkpoint.format.tensors import TensorReader, raw_bytes
+from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.format.values import decode, is_stateful
 from colonnade.checkpoint.random_state import set_random_state, why_not_here
 from colonnade.context.parallel_context import ParallelContext

@@ -22,7 +22,7 @@ from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.manifest import LayoutRecord, Manifest, tensors_file
 from colonnade.checkpoint.format.tensors import write_tensors
 from colonnade.checkpoint.plan.notes import RankNote, merge_groups, merge_tensors
-from colonnade.checkpoint.plan.save import SavePlan
+from colonnade.checkpoint.plan.pieces import SavePlan
 from colonnade.checkpoint.storage.folder import (
     check_space,
     clean,

@@ -127,7 +127,8 @@ class FirstPass:
             raise PlacementError(
                 f"{who} takes an activation that is {_text(wanted)}, but what it gets was made with {plain[0]!r}, a parameter "
                 f"that is whole on every rank: it has taken a part for the whole, or the result is whole. Use the layer of "
-                f"colonnade.nn in its place, or place() the parameter, or bring a whole result in with partition_input(x)"
+                f"colonnade.nn in its place, or place() the parameter, or bring a whole result in with partition_input(x); in "
+                f"a plan, give the layer of {plain[0]!r} the style 'replicated_with_grad_allreduce'"
             )
 
 
@@ -145,7 +146,8 @@ class _PlainLayer:
                 raise PlacementError(
                     f"{self._name!r} is a plain {kind}, whole on every rank ({self._parameter!r} is not placed); it gets what "
                     f"{giver} gives, which is {_text(spread)}, and would take a part for the whole. Use the layer of "
-                    f"colonnade.nn in its place, or gather_output(x) before it"
+                    f"colonnade.nn in its place, or gather_output(x) before it; in a plan, give {self._name!r} the style "
+                    f"'rowwise', or 'replicated_with_grad_allreduce' if it treats each part alike (a norm of each head)"
                 )
 
 

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from colonnade.checkpoint.format.boxes import Box, whole_box
+from colonnade.checkpoint.format.entries import _NAMES, Entry, raw_bytes
 from colonnade.checkpoint.format.manifest import (
     WIDTHS,
     Cut,
@@ -27,13 +28,7 @@ from colonnade.checkpoint.format.manifest import (
     check_tiled,
 )
 from colonnade.checkpoint.format.records import Damaged
-from colonnade.checkpoint.format.tensors import (
-    _NAMES,
-    Entry,
-    TensorReader,
-    raw_bytes,
-    write_tensors,
-)
+from colonnade.checkpoint.format.tensors import TensorReader, write_tensors
 from colonnade.errors import CheckpointError
 
 TYPES = list(_NAMES)
@@ -75,7 +70,9 @@ def test_elements_are_aligned(tmp_path):
     content = (tmp_path / "x.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
-    for place in json.loads(content[8 : 8 + length]).values():
+    table = json.loads(content[8 : 8 + length])
+    assert table.pop("__metadata__") == {"format": "pt"}  # which transformers asks for
+    for place in table.values():
         assert place["data_offsets"][0] % WIDTHS[place["dtype"]] == 0
 
 

@@ -1,0 +1,252 @@
+"""Whole weights written to disk while training: into one file, or as transformers keeps a model, by all ranks at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.fault import fault_point
+from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of
+from colonnade.checkpoint.format.manifest import WIDTHS, TensorRecord
+from colonnade.checkpoint.format.slices import INDEX
+from colonnade.checkpoint.format.tensors import write_tensors
+from colonnade.checkpoint.storage.folder import (
+    check_space,
+    clean_beside,
+    replace_folder,
+    saving_name,
+    sync_folder,
+    told_of_space,
+)
+from colonnade.checkpoint.whole import WholeTensors
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError, listed
+from colonnade.logging import get_dist_logger
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_LARGEST, _SMALLEST = 5 * 10**9, 1 << 26
+"""Bytes of a file where the size is left to us: no more than the first, and not divided among ranks below the second."""
+
+Content = Sequence[tuple[str, TensorRecord]]
+"""The keys and tensors of a file."""
+
+
+def save_full(
+    whole: WholeTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None
+) -> Path:
+    """Write all tensors, each under each of its names, into one safetensors file that replaces `file`. Collective."""
+    target = Path(file)
+    content = [(name, record) for record in whole.records for name in record.names]
+    unfinished = target.with_name(gather_json(saving_name(target), context)[0])
+    first = context.get_global_rank() == 0
+    try:
+        with _room(target, content, dtype, context):
+            _write(whole, [(unfinished, content)], dtype, context)
+        with agreed(context, f"writing {target}"):
+            if first:
+                os.replace(unfinished, target)
+                sync_folder(target.parent)
+    finally:
+        if first:
+            unfinished.unlink(missing_ok=True)
+    return target
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    context: ParallelContext,
+    max_shard_size: int | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the folder that transformers' `from_pretrained` loads: safetensors files, their index and the configs.
+
+    Collective. All ranks write, each some of the files, of which each tensor is assembled by its writer. The folder
+    appears, or takes the place of an earlier one, when all of it is on disk; what else lay there stays.
+    """
+    target = Path(folder)
+    with agreed(context, f"saving to {target}"):
+        limit = _bytes_of(max_shard_size) if max_shard_size is not None else None
+        config = _config_of(model)
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{target} is a file; give the name of a folder")
+    whole = WholeTensors(model, context)
+    content = [(_file_name(record, model), record) for record in whole.records]
+    total = sum(_size(record, dtype) for _, record in content)
+    if limit is None:
+        limit = min(_LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
+    shards = _shards(content, limit, dtype)
+    staged = target.with_name(gather_json(saving_name(target), context)[0])
+    first = context.get_global_rank() == 0
+    try:
+        with _room(target, content, dtype, context):
+            with agreed(context, f"saving to {target}"):
+                if first:
+                    staged.mkdir()
+            _write(whole, [(staged / name, inside) for name, inside in shards.items()], dtype, context)
+            with agreed(context, f"saving to {target}"):
+                if first:
+                    _finish(staged, target, shards, total, model, config, dtype)
+    finally:
+        if first:
+            shutil.rmtree(staged, ignore_errors=True)
+    get_dist_logger().info(f"saved {len(content)} tensors to {target} in {len(shards)} files", ranks=[0])
+    return target
+
+
+def _finish(
+    staged: Path,
+    target: Path,
+    shards: dict[str, Content],
+    total: int,
+    model: Any,
+    config: Any,
+    dtype: torch.dtype | None,
+) -> None:
+    """The index and the configs, then the name. On the first rank, when all files are on disk."""
+    if len(shards) > 1:
+        weight_map = {key: name for name, inside in shards.items() for key, _ in inside}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (staged / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if config is not None:
+        _write_configs(staged, model, config, dtype)
+    for file in staged.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    fault_point("files written")
+    replace_folder(staged, target, lambda name: not _WEIGHTS.fullmatch(name))
+
+
+def _write_configs(staged: Path, model: Any, config: Any, dtype: torch.dtype | None) -> None:
+    before = {name: getattr(config, name, None) for name in ("architectures", "dtype")}
+    # The class that FSDP2 makes of a model has its name behind "FSDP".
+    kind = next(
+        kind for kind in type(model).__mro__ if kind.__module__ != "torch.distributed.fsdp" and not _is_fsdp(kind)
+    )
+    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    try:
+        config.architectures = [kind.__name__]
+        config.dtype = dtype or floating
+        config.save_pretrained(staged)
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(staged)
+
+
+def _is_fsdp(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+
+
+def _config_of(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    if config is None or not callable(getattr(config, "save_pretrained", None)):
+        raise CheckpointError(
+            f"{type(model).__name__} has no config of transformers, so there is no config.json to write: "
+            f"engine.full_state_dict('weights.safetensors') writes the weights of any model"
+        )
+    return config
+
+
+def _file_name(record: TensorRecord, model: Any) -> str:
+    """The one name under which transformers writes a weight that has several: not one that is tied to another."""
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    return next((name for name in record.names if name not in tied), record.names[0])
+
+
+def _shards(content: Content, limit: int, dtype: torch.dtype | None) -> dict[str, Content]:
+    """The names of the files, and what goes into each: in order, a new one where a tensor does not fit."""
+    files: list[list[tuple[str, TensorRecord]]] = [[]]
+    taken = 0
+    for key, record in content:
+        size = _size(record, dtype)
+        if files[-1] and taken + size > limit:
+            files.append([])
+            taken = 0
+        files[-1].append((key, record))
+        taken += size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": inside for at, inside in enumerate(files, 1)}
+
+
+def _bytes_of(size: int | str) -> int:
+    """A number of bytes, or a text such as "5GB" or "512MiB"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size).lower())
+    found = float(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(size, bool) else 0
+    if found < 1:
+        raise CheckpointError(f"max_shard_size is a number of bytes or a text such as '5GB' or '512MiB', not {size!r}")
+    return int(found)
+
+
+@contextmanager
+def _room(target: Path, content: Content, dtype: torch.dtype | None, context: ParallelContext) -> Iterator[None]:
+    """See before and while it is written that there is room. Collective at its start."""
+    needed = sum(_size(record, dtype) for _, record in content)
+    with agreed(context, f"writing {target}"):
+        if context.get_global_rank() == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            clean_beside(target)
+            check_space(target.parent, needed)
+    with told_of_space(target.parent, needed):
+        yield
+
+
+def _write(
+    whole: WholeTensors, files: Sequence[tuple[Path, Content]], dtype: torch.dtype | None, context: ParallelContext
+) -> None:
+    """Write the files, the n-th by rank n modulo their number. Collective; an error on one rank is one on all.
+
+    `dtype` is that of all floating point tensors in the files. Every rank assembles one tensor at a time.
+    """
+    ranks, mine = context.world_size, context.get_global_rank()
+    turns: list[list[TensorRecord]] = [[] for _ in range(ranks)]
+    own: list[tuple[Path, list[Entry]]] = []
+    arriving: Iterator[Tensor] = iter(())
+    for number, (path, content) in enumerate(files):
+        known = dict(content)
+        entries = in_file_order(
+            Entry(key, _type(record, dtype), record.shape, lambda: next(arriving)) for key, record in content
+        )
+        turns[number % ranks] += [known[entry.key] for entry in entries]
+        if number % ranks == mine:
+            own.append((path, entries))
+    arriving = _arriving(whole, turns, dtype)
+    with agreed(context, f"writing {listed(path.name for path, _ in own)}"):
+        try:
+            for path, entries in own:
+                write_tensors(path, entries)
+        finally:
+            for _ in arriving:  # the others need this rank's pieces, whatever has happened here
+                pass
+
+
+def _arriving(
+    whole: WholeTensors, turns: Sequence[Sequence[TensorRecord]], dtype: torch.dtype | None
+) -> Iterator[Tensor]:
+    """This rank's tensors in turn; all ranks exchange those of one turn together, and then each writes its own."""
+    for turn in range(max(map(len, turns))):
+        found = whole.gather_apart([(records[turn], to) for to, records in enumerate(turns) if turn < len(records)])
+        if found is not None:
+            yield found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+
+def _type(record: TensorRecord, dtype: torch.dtype | None) -> str:
+    return record.dtype if dtype is None or not dtype_of(record).is_floating_point else name_of(dtype)
+
+
+def _size(record: TensorRecord, dtype: torch.dtype | None) -> int:
+    return prod(record.shape) * WIDTHS[_type(record, dtype)]

@@ -1,0 +1,195 @@
+"""What is wrong with a plan, by name, before anything is cut; and the layers that it must name because of a tie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ConfigError, PlacementError, listed
+from colonnade.nn.layer.spread import size_of
+from colonnade.plans.match import Entry
+from colonnade.plans.styles import STYLES, style_of
+
+_GIVES_PARTS = ("colwise", "packed_colwise")
+_TAKES_PARTS = ("rowwise", "packed_rowwise")
+_DIM_OF_WEIGHT = {
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"), 0),
+    **dict.fromkeys(("rowwise", "packed_rowwise", "rowwise_split_input", "rowwise_rep"), 1),
+    "embedding_rowwise": 0,
+    "embedding_colwise": 1,
+}
+"""Which dimension of the weight of a layer, [out, in] or [words, features], each style cuts."""
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+
+
+def check_mode(context: ParallelContext) -> None:
+    """Refuse tensor modes that a plan cannot serve."""
+    tensor: Any = (context.config.get("parallel") or {}).get("tensor")
+    mode = tensor.get("mode") if hasattr(tensor, "get") else None
+    if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
+        raise ConfigError(
+            f"parallel.tensor.mode={mode!r}: a plan cuts layers for mode '1d'; write tensor=dict(size="
+            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn"
+        )
+
+
+def check_entries(entries: Mapping[str, Entry], model: nn.Module, context: ParallelContext) -> None:
+    """Refuse, with all that is wrong in one message, entries that cannot be right."""
+    named = {name: entry for name, entry in entries.items() if entry.style is not None}
+    for name, entry in named.items():
+        style_of(entry.style, name)
+    cuts = {name: str(entry.style) for name, entry in named.items() if size_of(STYLES[entry.style][1], context) > 1}
+    problems = [*_inside_attention(cuts, model), *_partners(cuts, model), *_summed_twice(cuts, model)]
+    if context.tensor_parallel_size > 1:
+        problems += _heads(cuts, entries, model, context.tensor_parallel_size)
+    if problems:
+        lines = "\n  ".join(dict.fromkeys(problems[:12]))
+        raise PlacementError(f"the plan cannot be right:\n  {lines}")
+
+
+def with_ties(entries: dict[str, Entry], model: nn.Module) -> dict[str, Entry]:
+    """The entries, and one for each layer that shares its weight with a layer that is cut and that no pattern names.
+
+    An embedding whose weight is that of an output layer is cut as that is: by vocabulary (`embedding_rowwise`) if the
+    output layer is `colwise`, and the other way round. A tie that cannot be kept so is refused, never cut.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    found = dict(entries)
+    for names in owners.values():
+        modules = {name: name.rpartition(".")[0] for name in names}
+        dims = {name: dim for name in names if (dim := _dim_of(name, found, model)) is not None}
+        for name in (name for name in names if dims and name not in dims):
+            first, dim = next(iter(dims.items()))
+            module = model.get_submodule(modules[name])
+            style = _style_for(module, dim)
+            if style is None or modules[name] in found or name in found:
+                raise PlacementError(
+                    f"{first!r} and {name!r} are one parameter, and the plan cuts the first alone, so the tie would be cut. "
+                    f"Name {modules[name]!r}, a {type(module).__name__}, with a style that cuts it along dimension {dim} too, "
+                    f"leave both out of the plan, or untie them before"
+                )
+            found[modules[name]] = Entry(f"the tie of {first}", style, {})
+    return found
+
+
+def _dim_of(name: str, entries: Mapping[str, Entry], model: nn.Module) -> int | None:
+    """The dimension along which a parameter is cut; None if it is not."""
+    owner, _, last = name.rpartition(".")
+    entry = entries.get(name) or entries.get(owner)
+    if entry is None or entry.style not in _DIM_OF_WEIGHT:
+        return None
+    dim = _DIM_OF_WEIGHT[entry.style]
+    module = model.get_submodule(owner)
+    if last == "bias":
+        return 0 if dim == 0 else None
+    # Torch's words for embeddings are of the weight's rows and columns as they lie in memory.
+    swapped = isinstance(module, nn.Embedding) and entry.style in ("colwise", "rowwise")
+    return 1 - dim if swapped or type(module).__name__ == "Conv1D" else dim
+
+
+def _style_for(module: nn.Module, dim: int) -> str | None:
+    if isinstance(module, nn.Embedding):
+        return ("embedding_rowwise", "embedding_colwise")[dim]
+    return ("colwise_gather_output", "rowwise_split_input")[dim] if isinstance(module, nn.Linear) else None
+
+
+def _inside_attention(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
+    for name in cuts:
+        for owner in _around(name):
+            if isinstance(model.get_submodule(owner), nn.MultiheadAttention):
+                yield (
+                    f"{name!r} is inside {owner!r}, an nn.MultiheadAttention, which computes with the weights of its children "
+                    f"itself; use colonnade.nn.layer.SelfAttention.from_module, or an attention of nn.Linear layers"
+                )
+
+
+def _partners(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
+    """Layers that give parts which none takes, and that take parts which none gives, as far as names can tell.
+
+    We look for a partner in the module around a layer, and further out only as long as the plan names every linear layer
+    inside: the attention of some models has its last layer one module further out.
+    """
+    linear = [name for name, module in model.named_modules(remove_duplicate=False) if _is_linear(module)]
+    left = [name for name in linear if name not in cuts]
+    beside_left = {around for name in left for around in _around(name)}
+    for mine, theirs in ((_GIVES_PARTS, _TAKES_PARTS), (_TAKES_PARTS, _GIVES_PARTS)):
+        beside_partners = {around for name, style in cuts.items() if style in theirs for around in _around(name)}
+        lonely: dict[str, str] = {}
+        for name in (name for name in linear if cuts.get(name) in mine):
+            outward = (
+                around for around in _around(name) if around in beside_partners or around in beside_left or not around
+            )
+            around = next(outward)
+            if around not in beside_partners:
+                lonely.setdefault(around, name)
+        gives = mine is _GIVES_PARTS
+        for around, name in lonely.items():
+            others = [repr(other) for other in left if _is_inside(other, around)]
+            yield (
+                f"{name!r} is {cuts[name]!r}, but no layer of {around or 'the model'!r} is {theirs[0]!r}: nothing "
+                f"{'takes its part of the features' if gives else 'gives it features in parts'}"
+                f"{f' (not in the plan: {listed(others[:6])})' if others else ''}. Give its partner the style {theirs[0]!r}, or "
+                f"this layer {'colwise_gather_output' if gives else 'rowwise_split_input'!r}"
+            )
+
+
+def _summed_twice(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
+    for name in (name for name, style in cuts.items() if style == "all_reduce"):
+        inner = next((n for n in cuts if _is_inside(n, name) and _module_at(n, model) is not None), None)
+        if inner is not None:
+            yield (
+                f"{name!r} is 'all_reduce', which is for a module that computes with cut parameters of its own, but the plan cuts "
+                f"the layer {inner!r} inside it, which sums for itself; leave {name!r} out of the plan"
+            )
+
+
+def _heads(cuts: Mapping[str, str], entries: Mapping[str, Entry], model: nn.Module, ranks: int) -> Iterator[str]:
+    """Heads that the ranks do not divide: features may be divisible where heads are not."""
+    for name in (name for name, style in cuts.items() if style in _GIVES_PARTS):
+        owner = name.rpartition(".")[0]
+        module, around = _module_at(name, model), model.get_submodule(owner) if owner else model
+        if module is None:
+            continue
+        size = next((getattr(around, key) for key in _HEAD_SIZES if isinstance(getattr(around, key, None), int)), None)
+        width = module.weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+        sections = entries[name].options.get("sections", 1)
+        for length in sections if not isinstance(sections, int) else (width // sections,):
+            if size and length % size == 0 and length // size % ranks:
+                yield (
+                    f"{name!r} has {length // size} heads of {size} features, which tensor size {ranks} does not divide; choose "
+                    f"a tensor size that does, or leave the attention out of the plan"
+                )
+        for key in (key for key in _HEAD_COUNTS if isinstance(getattr(around, key, None), int)):
+            if getattr(around, key) % ranks:
+                yield (
+                    f"{owner!r} has {key}={getattr(around, key)}, which tensor size {ranks} does not divide; choose a tensor "
+                    f"size that does, or leave the attention out of the plan"
+                )
+
+
+def _module_at(name: str, model: nn.Module) -> Any:
+    """The linear layer of this name; None where the name is that of a parameter or of another module."""
+    owner, _, last = name.rpartition(".")
+    module = (model.get_submodule(owner) if owner else model)._modules.get(last)
+    return module if module is not None and _is_linear(module) else None
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules around a module or parameter, from the nearest to the model itself ("")."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _is_inside(name: str, around: str) -> bool:
+    return not around or name.startswith(f"{around}.")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
