@@ -101,7 +101,9 @@ class Adapters:
                     style_of(style, target.name)[0](target)
             if isinstance(layer.lora_dropout[adapter], nn.Dropout):
                 side: Any = "inner" if entry.style in ("rowwise", "packed_rowwise") else "outer"
-                dropped = Dropout.from_module(layer.lora_dropout[adapter], side=side, arrangement=arrange(self._context))
+                dropped = Dropout.from_module(
+                    layer.lora_dropout[adapter], side=side, arrangement=arrange(self._context)
+                )
                 layer.lora_dropout[adapter] = dropped
 
     def _style(self, style: str, part: str) -> str | None:

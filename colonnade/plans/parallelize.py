@@ -10,20 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
-    check_mode(context)
-    adapters = Adapters(model, context)
-    try:
-        stages = _cut(adapters.base, plan, context, adapters)
-    except BaseException:
-        adapters.undo()
-        raise
-    return model if stages is None else stages
-
-
-def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
-    """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
-    entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
-    check_entries(entries, model, context)
+from colonnade.errors import ContextError, PlacementError
+from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
@@ -47,8 +35,7 @@ def parallelize(
     context = given_or_global(context)
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
-<<<<<<< HEAD
-    _check_mode(context)
+    check_mode(context)
     adapters = Adapters(model, context)
     try:
         stages = _cut(adapters.base, plan, context, adapters)
@@ -60,15 +47,8 @@ def parallelize(
 
 def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
     """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
-    entries = resolve(_own_plan(model, context) if plan is None else plan, model)
-    for name, entry in entries.items():
-        if entry.style is not None:
-            style_of(entry.style, name)
-=======
-    check_mode(context)
     entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
     check_entries(entries, model, context)
->>>>>>> h-arch
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
