@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, listed
 from colonnade.nn.layer.spread import size_of
 from colonnade.plans.match import Entry
