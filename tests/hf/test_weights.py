@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import CheckpointError, ConfigError
-from colonnade.hf.sources import Converted, Pieces, sources_for
 from colonnade.hf.weights import from_pretrained
-from colonnade.parallel.meta import meta_init
 from colonnade.testing import run_world
 from tests.hf.zoo import BY_NAME
 
@@ -56,7 +51,10 @@ def same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[str]:
     return [
         key
         for key in truth.keys() | found.keys()
-        if key not in found or key not in truth or found[key].dtype != truth[key].dtype or not found[key].equal(truth[key])
+        if key not in found
+        or key not in truth
+        or found[key].dtype != truth[key].dtype
+        or not found[key].equal(truth[key])
     ]
 
 
