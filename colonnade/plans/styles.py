@@ -290,6 +290,20 @@ def mla_kv_a_proj(target: Target) -> None:
     set_forward(target, forward)
 
 
+class _Joined(torch.autograd.Function):
+    """Two tensors side by side, as a function of its own: of what is split off again, the graph says no longer from which
+    of the two it is, so one that looks for what came from whole layers (the watch of the first pass) must stop here."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        ctx.sizes = [first.shape[-1], second.shape[-1]]
+        return torch.cat([first, second], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].split(ctx.sizes, dim=-1)
+
+
 def _entering(value: Any, context: ParallelContext) -> Any:
     """Whole in forward; in backward the sum of what every rank's part says."""
     differentiable = isinstance(value, Tensor) and value.is_floating_point()
