@@ -19,6 +19,7 @@ from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of
 from colonnade.checkpoint.format.manifest import WIDTHS, TensorRecord
+from colonnade.checkpoint.format.slices import INDEX
 from colonnade.checkpoint.format.tensors import write_tensors
 from colonnade.checkpoint.storage.folder import (
     check_space,
@@ -33,7 +34,6 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
 
-INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _LARGEST, _SMALLEST = 5 * 10**9, 1 << 26

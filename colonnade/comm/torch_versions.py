@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._distributed_c10d import _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -31,6 +32,11 @@ reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.
 
 unwatched: Any = _disable_current_modes
 """`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
+
+
+def fake_mode() -> Any:
+    """Inside it tensors have shapes and no memory; outside, operations on such tensors and others give such tensors."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def default_store() -> Any:

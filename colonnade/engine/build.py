@@ -26,6 +26,8 @@ from colonnade.engine.start_up import alike_optimizer, check_tied, numeric_setti
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.hf.lora import check_adapters
+from colonnade.hf.loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
@@ -34,11 +36,11 @@ from colonnade.optim.scattered import can_scatter
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
+from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.reduce.options import SyncOptions
-from colonnade.registry import ORDERS, SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
 """(engine, train_dataloader, test_dataloader, lr_scheduler)"""
@@ -58,8 +60,9 @@ def initialize(
     """Build the engine that the config of the launched context asks for. Collective over the world.
 
     `model` is a module, or what `colonnade.split` returned (this rank takes its stages of it), or a function without
-    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Weights that ranks share are
-    made equal, handlers are attached, and everything that is wrong is said now, on every rank.
+    arguments that returns one; `optimizer` is an instance, or a function of the parameters. Without a `criterion` the
+    model makes its loss itself. Weights that ranks share are made equal, handlers are attached, and everything that is
+    wrong is said now, on every rank.
     """
     context = _launched(context)
     config, device, stages = context.config, context.device, context.pipeline_parallel_size
@@ -67,8 +70,9 @@ def initialize(
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
         scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
-        schedule = _build_schedule(context)
+        schedule: BaseSchedule = build_schedule(context)
         built, start = _build_model(model, context, schedule)
+        criterion, own_loss = _losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         compile_model(built, criterion, config.get("compile"))
         placements = Placements(built, context)
@@ -88,18 +92,16 @@ def initialize(
     check_tied(plain, built, context)
     if sharding is not None:
         sharding.guard(plain)
-    sync, flat = _synchronise(built, chosen, handlers, context)
-    if isinstance(schedule, PipelineSchedule):
-        schedule.open_groups(context)
+    sync, flat = _synchronise(built, chosen, handlers, schedule, context)
     with agreed_errors(device):
+        parts = built, chosen, precision.around(criterion, device)
         engine = Engine(
-            built,
-            chosen,
-            precision.around(criterion, device),
+            *parts,
             context=context,
             sync=sync,
             stepper=Stepper(built, chosen, context, sync, clip, flat, scaler, bool(config.get("graph_step"))),
             precision=precision,
+            own_loss=own_loss,
             schedule=schedule,
             accumulation=int(config.get("gradient_accumulation") or 1),
         )
@@ -125,9 +127,11 @@ def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
 
 
 def _synchronise(
-    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], context: ParallelContext
+    model: nn.Module, optimizer: Any, handlers: list[BuiltHandler], schedule: BaseSchedule, context: ParallelContext
 ) -> tuple[GradientSync, bool]:
     """The handlers with their buckets, and whether steps are flat. A sharded optimizer takes its buckets over."""
+    if isinstance(schedule, PipelineSchedule):
+        schedule.open_groups(context)
     config = context.config
     options = dict(config.get("sync") or {})
     if not hasattr(optimizer, "shards_of"):
@@ -187,6 +191,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     complete = len(whole) > 1 or context.pipeline_parallel_size == 1
     ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
+    check_adapters(built)
     warn_of_batch_norm(built, context)
     warn_of_repeated_work(built, context)
     device = context.device
@@ -197,6 +202,15 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     if float8 is not None:
         float8.convert(built, device)
     return built, MetaStart(built, recipes, context)
+
+
+def _losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, ModelLoss | None]:
+    """(criterion, the model's own loss): that one is taken where none is given, and is the criterion of a pipeline."""
+    own = criterion_of(model) if criterion is None else None
+    if own is None or not isinstance(schedule, PipelineSchedule):
+        return criterion, own
+    own.require_pipeline()
+    return own, own
 
 
 def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) -> nn.Module:
@@ -226,36 +240,3 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
 def _named_handlers(context: ParallelContext) -> list[Any]:
     config = context.config
     return list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
-
-
-def _build_schedule(context: ParallelContext) -> BaseSchedule:
-    wanted = context.config.get("schedule") or _default_schedule(context)
-    settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
-    name = settings.pop("type")
-    if name in ORDERS:
-        name, settings = "PipelineSchedule", {"order": name, **settings}
-    schedule = SCHEDULE.get_module(name)
-    try:
-        built = schedule(**settings)
-    except TypeError as error:
-        raise ConfigError(f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}") from error
-    if not callable(getattr(built, "forward_back_step", None)):
-        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
-    return built
-
-
-def _default_schedule(context: ParallelContext) -> dict[str, Any]:
-    """Without a `schedule` key: none of a pipeline, or one by `num_microbatches` and `model.num_chunks`."""
-    config = context.config
-    if context.pipeline_parallel_size == 1:
-        return {"type": "NonPipelineSchedule"}
-    if config.get("num_microbatches") is None:
-        raise ConfigError(
-            f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one"
-        )
-    chunks = (config.get("model") or {}).get("num_chunks")
-    shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
-    if chunks:
-        return {"type": "Interleaved1F1B", "num_microbatches": config.num_microbatches, "num_chunks": chunks, **shape}
-    return {"type": "OneFOneB", "num_microbatches": config.num_microbatches, **shape}

@@ -23,6 +23,7 @@ from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.weights import WholeWeights
 from colonnade.errors import GradientError, ScheduleError, listed
+from colonnade.hf.loss import ModelLoss
 
 _NO_BATCH = object()
 
@@ -46,20 +47,21 @@ class Engine(WholeWeights):
         schedule: BaseSchedule,
         accumulation: int = 1,
         precision: Precision | None = None,
+        own_loss: ModelLoss | None = None,
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
+        self._forward = own_loss.run if own_loss is not None and criterion is None else model
+        self.own_loss = own_loss
+        """The loss that a model of transformers makes itself, where the user has given no criterion."""
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
-        self._precision = precision or Precision()
-        self._book = LossBook(context, accumulation)
+        self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
         self.same_batch = SameBatch(context)
         """Is shown every batch; in some steps, ranks that see the same data compare theirs."""
         self._passes = self._total_passes = 0
         self._failed = False
         self._watch = LoopWatch(model, optimizer, context)
-        self.context = context
-        self.accumulation = accumulation
-        self.training = True
-        self.gives_loss = criterion is not None
+        self.context, self.accumulation, self.training = context, accumulation, True
+        self.gives_loss = criterion is not None or own_loss is not None
         """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
         context.waits.end_step()
@@ -67,11 +69,11 @@ class Engine(WholeWeights):
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass."""
+        """The model's forward pass. One that makes its own loss takes a batch as one argument too: engine(batch)."""
         if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
             self.same_batch.see((args, kwargs))
         with self.context.waits.during("in the forward pass"):
-            return self._model(*args, **kwargs)
+            return self._forward(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Clear the gradients, at the start of a step only.
@@ -394,7 +396,6 @@ class Engine(WholeWeights):
 
     def _end_step(self) -> None:
         self._passes, self._failed = 0, False
-        self._watch.unsummed = False
         self._watch.end_step()
         self._book.clear()
         self.context.waits.end_step()

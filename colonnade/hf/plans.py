@@ -1,24 +1,105 @@
-"""The plan that a model brings along."""
+"""The plan of a Hugging Face model: its own, mended where it is wrong, or one of ours where it has none.
+
+Nothing of transformers is imported: what is read are attributes of the model and of its config.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError
+from colonnade.hf.own_plans import OWN_PLANS
+from colonnade.plans.match import fits
+
+_HEADS = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?$|query_key_value$|qkv_proj$|c_attn$")
+"""Layers whose outputs are heads, one after another."""
+_NORMS = re.compile(r"(q|k|query|key)_(layer)?norm$")
+"""Norms of queries and keys, head by head."""
+_SPLIT = ("colwise", "packed_colwise")
 
 
 def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
-    """What `parallelize` does to the model where no plan is given; empty if the model brings none along.
+    """What `parallelize` does to the model where no plan is given; empty if there is none.
 
     Where there is expert parallelism, what the expert plan names is no longer the tensor plan's.
     """
-    plan = dict(getattr(model, "tp_plan", None) or {})
+    plan = tensor_plan(model)
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
     if experts == 1:
         return plan
-    own = dict(getattr(model, "ep_plan", None) or {})
+    own = _present(dict(getattr(model, "ep_plan", None) or {}), model)
+    if not own:
+        raise PlacementError(
+            f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
+            f"`expert` out of `parallel`, or give parallelize() a plan"
+        )
     kept = {name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in own)}
     return {**kept, **own}
+
+
+def tensor_plan(model: nn.Module) -> dict[str, Any]:
+    """The plan for tensor parallelism; empty if there is none."""
+    config = getattr(model, "config", None)
+    ours = OWN_PLANS.get(getattr(config, "model_type", ""))
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if ours is not None and not getattr(config, "base_model_tp_plan", None):
+        base = getattr(model, "base_model", model)
+        prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
+        plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
+    plan = _present(plan, model)
+    return {**plan, **_inside_attention(model, plan)}
+
+
+def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A plan is written for all configs of an architecture: what it says of layers that this model lacks is left out."""
+    modules, parameters = model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
+    names = {
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in (*modules, *parameters)
+    }
+    return {pattern: style for pattern, style in plan.items() if any(fits(pattern, name) for name in names)}
+
+
+def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """What upstream's plans forget: parameters between queries, keys and scores, of which a rank sees its own heads.
+
+    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm, doge) have a part of the gradient on each
+    rank; where they have weights for each head (cohere with use_qk_norm), and where there is a number for each head (sinks
+    of gpt_oss), these are cut as the heads are.
+    """
+    found: dict[str, Any] = {}
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if _is_heads(name, style)):
+        for name, module in model.named_modules():
+            if not fits(owner, name):
+                continue
+            for path, parameter in module.named_parameters():
+                child, _, _ = path.rpartition(".")
+                pattern = f"{owner}.{path}"
+                if pattern in plan or f"{owner}.{child}" in plan or not (_NORMS.match(child) or path == "sinks"):
+                    continue
+                each = parameter.dim() == 1 and path != "sinks"
+                found[pattern] = "replicated_with_grad_allreduce" if each else "colwise"
+    return found
+
+
+def _is_heads(name: str, style: Any) -> bool:
+    kind = style.get("style") if isinstance(style, dict) else style
+    return kind in _SPLIT and _HEADS.search(name.rpartition(".")[2]) is not None
+
+
+def _vocabulary(model: nn.Module) -> dict[str, Any]:
+    """Embedding and head are cut along the vocabulary; a bias of the head that has another name, under that too."""
+    ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    biases = [end.bias for end in ends if isinstance(end, nn.Linear) and end.bias is not None]
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if any(module is end for end in ends) and isinstance(module, (nn.Embedding, nn.Linear)):
+            plan[name] = "embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(parameter is bias for bias in biases) and name.rpartition(".")[0] not in plan:
+            plan[name] = "colwise"
+    return plan

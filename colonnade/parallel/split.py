@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colonnade.errors import ScheduleError, did_you_mean, listed
 from colonnade.parallel.chain import Layers, cloned, compare_with_stages, in_modes, require_chain, runs_in_order
+from colonnade.parallel.own_forward.make import OwnForward
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -99,20 +100,46 @@ def split(
                 "give the model in one piece"
             )
         return Split(stages, find_ties(stages))
-    one_value = not hasattr(model, "pipeline_layers")  # an nn.Sequential
-    layers = _sequential_layers(model) if one_value else _declared_layers(model)
+    if not isinstance(model, nn.Sequential) and not hasattr(model, "pipeline_layers"):
+        return _split_by_forward(model, at, num_stages, balance, sample)
+    one_value = not hasattr(model, "pipeline_layers")
+    layers = list(_flat(model, "")) if isinstance(model, nn.Sequential) and one_value else _declared_layers(model)
     _check_covered(model, layers)
     in_order = runs_in_order(model)
     if sample is None and not in_order:
         in_modes(model, lambda: require_chain(model, layers))
+    names = [name for name, _ in layers]
     if at is not None:
-        firsts = _given_cuts(layers, [at] if isinstance(at, str) else at, num_stages)
+        firsts = _given_cuts(names, [at] if isinstance(at, str) else at, num_stages)
     else:
-        firsts = _balanced_cuts(layers, num_stages, _weights(layers, balance, sample, one_value))
+        firsts = _balanced_cuts(names, num_stages, _weights(layers, balance, sample, one_value))
     if sample is not None and not in_order:
         whole = Stage(layers, one_value)
         in_modes(model, lambda: compare_with_stages(model, whole, lambda module: call_layer(module, cloned(sample))))
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
+    return Split(stages, find_ties(stages))
+
+
+def _split_by_forward(
+    model: nn.Module, at: str | Sequence[str] | None, num_stages: int | None, balance: str, sample: Any
+) -> Split:
+    """Stages of a model with blocks in lists, each of which runs the model's forward pass and does its part of it."""
+    if balance != "parameters":
+        raise ScheduleError(
+            f"balance={balance!r} is for an nn.Sequential or a model with pipeline_layers(); a {type(model).__name__} is cut "
+            f"by its own forward pass, with balance='parameters' or at= the layers that you name"
+        )
+    own = OwnForward(model, None if sample is None else lambda function: call_layer(function, sample))
+    names, weights = zip(*own.layers, strict=True)
+    if at is not None:
+        at = [at] if isinstance(at, str) else at
+        for cut in at:
+            if why := own.why_not(cut):
+                raise ScheduleError(f"no stage can begin with {cut!r}: {why}")
+        firsts = _given_cuts(names, at, num_stages)
+    else:
+        firsts = _balanced_cuts(names, num_stages, weights)
+    stages = own.stages(firsts)
     return Split(stages, find_ties(stages))
 
 
@@ -127,15 +154,6 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
 
 
 # -- layers -----------------------------------------------------------------------------------------------
-
-
-def _sequential_layers(model: nn.Module) -> Layers:
-    if not isinstance(model, nn.Sequential):
-        raise ScheduleError(
-            f"a {type(model).__name__} does not say in which order its layers run. Give it a method pipeline_layers() "
-            "that returns them (or their names) in that order, or pass an nn.Sequential or a list of your own stages."
-        )
-    return list(_flat(model, ""))
 
 
 def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -201,9 +219,8 @@ def _attach(root: nn.Module, name: str, layer: nn.Module) -> None:
 # -- where to cut -----------------------------------------------------------------------------------------
 
 
-def _given_cuts(layers: Layers, at: Sequence[str], num_stages: int | None) -> list[int]:
+def _given_cuts(names: Sequence[str], at: Sequence[str], num_stages: int | None) -> list[int]:
     """The index of the first layer of each stage."""
-    names = [name for name, _ in layers]
     firsts = [0]
     for cut in at:
         index = next((i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")), None)
@@ -222,13 +239,12 @@ def _given_cuts(layers: Layers, at: Sequence[str], num_stages: int | None) -> li
     return firsts
 
 
-def _balanced_cuts(layers: Layers, num_stages: int | None, weights: Sequence[float]) -> list[int]:
+def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequence[float]) -> list[int]:
     if num_stages is None:
         raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
-    if not 1 <= num_stages <= len(layers):
+    if not 1 <= num_stages <= len(names):
         raise ScheduleError(
-            f"{len(layers)} layers cannot make {num_stages} stages: every stage has at least one. Layers: "
-            f"{listed(name for name, _ in layers)}"
+            f"{len(names)} layers cannot make {num_stages} stages: every stage has at least one. Layers: {listed(names)}"
         )
     return balanced(weights, num_stages)
 

@@ -11,9 +11,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ContextError, PlacementError
+from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
+from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
 from colonnade.plans.match import Entry, Plan, Target, resolve
 from colonnade.plans.stages import make_stages
@@ -34,13 +36,25 @@ def parallelize(
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
     check_mode(context)
+    adapters = Adapters(model, context)
+    try:
+        stages = _cut(adapters.base, plan, context, adapters)
+    except BaseException:
+        adapters.undo()
+        raise
+    return model if stages is None else stages
+
+
+def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
+    """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
     entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
     check_entries(entries, model, context)
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
         _apply(stage, entries, context, parts)
-    return model if stages is None else stages
+        adapters.put_back(stage, entries, parts)
+    return stages
 
 
 def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:

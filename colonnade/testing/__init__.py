@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colonnade.testing.double import in_double as in_double
     from colonnade.testing.gpu import cuda_mps as cuda_mps
     from colonnade.testing.outcome import Outcome as Outcome
     from colonnade.testing.outcome import WorldError as WorldError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "colonnade.testing.double": "in_double",
         "colonnade.testing.gpu": "cuda_mps",
         "colonnade.testing.outcome": "Outcome WorldError WorldResult",
         "colonnade.testing.truth": "Comparison compare gather_gradients gather_weights plain_gradients",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from colonnade.checkpoint.format.values import is_stateful
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
+from colonnade.hf.loss import IGNORED
 from colonnade.trainer.data import NO_BATCH, Lengths, read_lengths
 from colonnade.trainer.exchange import gather_values, speaks
 from colonnade.trainer.records import weigh
@@ -55,14 +57,17 @@ def predict(trainer: Trainer, loader: Iterable[Any]) -> Any:
     lengths = read_lengths(loader, trainer.context)
     indices = _indices(loader)
     pieces: list[Any] = []
+    own = trainer.engine.own_loss
+    fit = join if own is None else _join_padded
     with _evaluating(trainer.engine):
         for batch in _batches_of(trainer, loader, lengths):
             output, _, _ = trainer.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
             if output is not None:
+                output = own.predictions(output) if own is not None else output
                 pieces.append(tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output))
     trainer.agree()
-    mine = {"indices": indices, "output": join(pieces) if pieces else None}
-    return _ordered(gather_values(mine, bool(pieces) and speaks(trainer.context), trainer.context))
+    mine = {"indices": indices, "output": fit(pieces) if pieces else None}
+    return _ordered(gather_values(mine, bool(pieces) and speaks(trainer.context), trainer.context), fit)
 
 
 @contextmanager
@@ -109,6 +114,24 @@ def _check_even(trainer: Trainer, has_batch: bool) -> None:
         )
 
 
+def _join_padded(pieces: list[Any]) -> Any:
+    """Outputs for batches that were padded to unequal lengths, filled up with -100 as transformers' own trainer does."""
+    flat = [tree_flatten(piece) for piece in pieces]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return join(pieces)
+    columns = [_filled(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return join([tree_unflatten([column[at] for column in columns], spec) for at, (_, spec) in enumerate(flat)])
+
+
+def _filled(tensors: Sequence[Any]) -> Sequence[Any]:
+    if not all(isinstance(each, Tensor) and each.dim() == tensors[0].dim() > 1 for each in tensors):
+        return tensors
+    sizes = [max(column) for column in zip(*(each.shape[1:] for each in tensors), strict=True)]
+    missing = [[size - has for size, has in zip(sizes, each.shape[1:], strict=True)] for each in tensors]
+    fills = [[side for size in reversed(one) for side in (0, size)] for one in missing]
+    return [F.pad(each, fill, value=IGNORED) if any(fill) else each for each, fill in zip(tensors, fills, strict=True)]
+
+
 def _indices(loader: Iterable[Any]) -> Tensor | None:
     """The samples that a loader is going to give, if it can be told beforehand."""
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
@@ -122,10 +145,10 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
     return torch.tensor(flat) if all(isinstance(index, int) for index in flat) else None
 
 
-def _ordered(found: list[dict[str, Any]]) -> Any:
+def _ordered(found: list[dict[str, Any]], fit: Callable[[list[Any]], Any]) -> Any:
     if not found:
         return None
-    output = join([part["output"] for part in found])
+    output = fit([part["output"] for part in found])
     if any(part["indices"] is None for part in found):
         return output
     indices = torch.cat([part["indices"] for part in found])

@@ -35,6 +35,9 @@ class BaseSchedule(ABC):
     loss_count: Count | None = None
     """What the loss of the last batch is a mean over, where the criterion gave (sum, count) and this rank knows."""
 
+    _take_dict_apart: Callable[[Mapping[str, Any]], tuple[Any, Any]] | None = None
+    """How a model that makes its own loss wants a dict taken apart, at the ends of a pipeline."""
+
     _label_keys: tuple[str, ...] = ()
     """Which entry of a dict is its label."""
 
@@ -57,6 +60,8 @@ class BaseSchedule(ABC):
         self.device = engine.context.device
         takes_label = len(required_arguments(getattr(engine, "criterion", None))) > 1
         needed = required_arguments(getattr(engine, "model", None))
+        own = getattr(engine, "own_loss", None)
+        self._take_dict_apart = own.take_apart if own is not None and engine.criterion is not None else None
         self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
         self._same_batch = getattr(engine, "same_batch", None)  # not the engine: it would never go
 
@@ -94,6 +99,8 @@ class BaseSchedule(ABC):
         if isinstance(batch, (list, tuple)) and len(batch) == 2:
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
+            if self._take_dict_apart is not None:
+                return self._take_dict_apart(batch)
             key = next((key for key in self._label_keys if key in batch), None)
             data = {name: value for name, value in batch.items() if name != key}
             return data, None if key is None else batch[key]

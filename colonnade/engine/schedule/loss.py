@@ -43,7 +43,7 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
             )
         return _scalar(loss[0]), _checked_count(loss[1])
     mean = _scalar(loss)
-    counted = (getattr(mean, "sum_and_count", None) or _counted_mean(mean)) if implicit else None
+    counted = (_counted_mean(mean) or getattr(mean, "sum_and_count", None)) if implicit else None
     return counted if counted is not None else (mean, None)
 
 

@@ -31,6 +31,8 @@ class NonPipelineSchedule(BaseSchedule):
         return_output_label: bool = True,
     ) -> StepResult:
         data, label = self.load_batch(data_iter)
+        if label is None and engine.criterion is None and isinstance(data, dict):
+            label = data.get("labels")  # a model that makes its own loss takes them; hooks may want to see them
         with torch.set_grad_enabled(not forward_only):
             output = call_layer(engine, data)
             loss = call_criterion(engine.criterion, output, label) if return_loss or not forward_only else None
@@ -54,7 +56,8 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
         if loss is None:
             raise ScheduleError(
                 f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
-                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...)"
+                f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A model of "
+                f"transformers makes it where the batch is a dict with 'labels'"
             )
         return loss
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():

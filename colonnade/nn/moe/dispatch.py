@@ -17,7 +17,6 @@ from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.logging import get_dist_logger
-from colonnade.nn.moe.router import Routing
 from colonnade.parallel.collectives import all_to_all, linear_map
 
 
@@ -46,22 +45,26 @@ class Order:
         return Order(self.rows[:count], self.places.clamp(max=count), count)
 
 
-def order(routing: Routing) -> Order:
-    """Where each assignment goes. Nothing here waits for the device."""
-    experts, limits = routing.experts.flatten(), routing.limits
+def order(choices: Tensor, chosen: Tensor, limits: Tensor | None = None) -> Order:
+    """Where each assignment goes. Nothing here waits for the device.
+
+    `choices`: (choices, tokens), the experts. `chosen`: for each expert, how many assignments chose it. `limits`: how
+    many of them it takes, the first ones; None: all.
+    """
+    experts = choices.flatten()
     row = torch.arange(len(experts), device=experts.device)
     # Few bits are sorted in few passes.
-    rows = torch.argsort(experts.to(torch.int16 if len(routing.chosen) < 2**15 else torch.int64), stable=True)
+    rows = torch.argsort(experts.to(torch.int16 if len(chosen) < 2**15 else torch.int64), stable=True)
     if limits is None or not len(experts):
         places, spare = torch.empty_like(rows).scatter_(0, rows, row), None
     else:
         sorted_experts, spare = experts[rows], len(experts)
-        within = row - (routing.chosen.cumsum(0) - routing.chosen)[sorted_experts]
+        within = row - (chosen.cumsum(0) - chosen)[sorted_experts]
         row = (limits.cumsum(0) - limits)[sorted_experts] + within
         row = torch.where(within < limits[sorted_experts], row, spare)
         places = torch.empty_like(rows).scatter_(0, rows, row)
         rows = rows.new_zeros(len(rows) + 1).scatter_(0, row, rows)
-    return Order(rows, places.view_as(routing.experts).T.contiguous(), spare)
+    return Order(rows, places.view_as(choices).T.contiguous(), spare)
 
 
 class Traffic:
@@ -87,6 +90,12 @@ class Traffic:
             return experts(arrived, self._arriving.sum(0))
         there, back = self.turns(len(arrived))
         return permute(experts(permute(arrived, there, back), self._arriving.sum(0)), back, there)
+
+    def experts_of(self, count: int) -> Tensor:
+        """The expert here that each of the `count` rows that arrived is for."""
+        ranks, here = self._arriving.shape
+        each = torch.arange(here, device=self._arriving.device).repeat(ranks)
+        return torch.repeat_interleave(each, self._arriving.flatten(), output_size=count)
 
     def turns(self, count: int) -> tuple[Tensor, Tensor]:
         """(where each row by expert is among the `count` that arrived, and the other way round)"""
@@ -124,6 +133,25 @@ def _summed(rows: Tensor, order: Order) -> Tensor:
 def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     """The rows that came back -> (tokens, hidden): for each token the sum of its rows, weighted: (tokens, choices)."""
     return _Combined.apply(rows, weights, order)
+
+
+def exchange(
+    tokens: Tensor,
+    weights: Tensor,
+    order: Order,
+    traffic: Traffic,
+    experts: Callable[[Tensor], Tensor],
+    context: ParallelContext,
+) -> Tensor:
+    """The weighted sums of what the experts of all ranks make of the tokens here; `experts` are those of this rank.
+
+    They take the rows that arrived, and give as many, in the order in which these came.
+    """
+    send, receive = traffic.sizes()
+    order = order.cut(sum(send))
+    there = all_to_all(dispatch(tokens, order), ParallelMode.EXPERT, send, receive, context=context)
+    rows = all_to_all(experts(there), ParallelMode.EXPERT, receive, send, context=context)
+    return combine(rows, weights.to(rows.dtype), order)
 
 
 class _Combined(Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import overload
 
 import torch
@@ -14,11 +15,11 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ScheduleError
 from colonnade.nn.layer import arrange, gather_output, partition_input
-from colonnade.nn.moe.dispatch import Order, Traffic, combine, dispatch, order
+from colonnade.nn.moe.dispatch import Order, Traffic, combine, dispatch, exchange, order
 from colonnade.nn.moe.experts import Experts
 from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter, joined, loss_of
 from colonnade.nn.moe.scope import Scope
-from colonnade.parallel.collectives import all_to_all, copy, gather, reduce, scatter, split_sizes
+from colonnade.parallel.collectives import copy, gather, reduce, scatter, split_sizes
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         traffic = Traffic(routing.kept, scope.expert, scope.context) if scope.expert > 1 else None
         # All this is under way before the host waits for the sizes of the traffic.
-        sent, sums = order(routing), self.router.sums(routing)
+        sent = order(routing.experts, routing.chosen, routing.limits)
+        sums = self.router.sums(routing)
         shared = None if self.shared is None else self.shared(x)
         self.statistics = Statistics(routing.chosen, routing.chosen.sum() - routing.kept.sum())
         out = self._mixed(tokens, routing, sent, traffic)
@@ -108,13 +110,10 @@ class MoE(nn.Module):
             weights = copy(weights, ParallelMode.TENSOR, context=context)
         if traffic is None:
             rows = self.experts(dispatch(tokens, sent), routing.kept)
+            out = combine(rows, weights.T.to(rows.dtype), sent)
         else:
-            send, receive = traffic.sizes()
-            sent = sent.cut(sum(send))
-            there = all_to_all(dispatch(tokens, sent), ParallelMode.EXPERT, send, receive, context=context)
-            made = traffic.by_expert(there, self.experts)
-            rows = all_to_all(made, ParallelMode.EXPERT, receive, send, context=context)
-        out = combine(rows, weights.T.to(rows.dtype), sent)
+            made = partial(traffic.by_expert, experts=self.experts)
+            out = exchange(tokens, weights.T, sent, traffic, made, context)
         return reduce(out, ParallelMode.TENSOR, context=context) if self.experts.splits_inner else out
 
     def _added(self, loss: Tensor, sums: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from colonnade.parallel.meta.tape import Tape, memory_of
 
 _ATTRIBUTE = "_colonnade_start"
 _WHOLE = "_colonnade_cut_from"
+_SOURCE = "_colonnade_values"
+
+
+class Source(Protocol):
+    """Where the values of a whole parameter are kept, such as a file; its text says where."""
+
+    def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
+        """Give `target` the elements of the whole from `offset` on."""
 
 
 class Start(NamedTuple):
@@ -44,12 +52,24 @@ def keep_start(part: Tensor, whole: Tensor) -> None:
         version = part._version if start.version == whole._version else -1
         setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
     elif whole.is_meta:  # meta_init() is still on, and notes how parameters start at its end
-        setattr(part, _WHOLE, (whole.detach(), part._version))
+        source, version = vars(whole).get(_WHOLE, (whole, whole._version))
+        setattr(part, _WHOLE, ((source if version == whole._version else whole).detach(), part._version))
+
+
+def give_source(parameter: Tensor, source: Source) -> None:
+    """A parameter on the meta device gets its values from there in `initialize`: on each rank those that it holds."""
+    setattr(parameter, _SOURCE, source)
+
+
+def source_of(parameter: Tensor) -> Source | None:
+    """What `give_source` was told."""
+    return getattr(parameter, _SOURCE, None)
 
 
 def forget_start(parameter: Tensor) -> None:
     """It has its values now."""
     vars(parameter).pop(_ATTRIBUTE, None)
+    vars(parameter).pop(_SOURCE, None)
 
 
 @contextmanager

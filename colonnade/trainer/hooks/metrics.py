@@ -102,7 +102,8 @@ class AccuracyHook(_NeedsOutput):
     """The part of predictions that are right.
 
     `accuracy_func(output, label)` returns how many are right, out of the rows of the label, or (right, count). By
-    default the largest of the last dimension is the prediction, for every label.
+    default the largest of the last dimension is the prediction, for every label; of a model of transformers, for every
+    label that its loss counts.
     """
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Any] | None = None, priority: int = 0) -> None:
@@ -117,6 +118,8 @@ class AccuracyHook(_NeedsOutput):
         if output is None:
             return
         if self._function is None:
+            if trainer.engine.own_loss is not None:
+                output, label = trainer.engine.own_loss.compared(output, label)
             metric.update((output.argmax(dim=-1) == label).sum(), label.numel())
         else:
             found = self._function(output, label)

@@ -8,7 +8,6 @@ import torch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss
 from colonnade.nn.moe.dispatch import combine, order
-from colonnade.nn.moe.router import Routing
 from colonnade.nn.moe.scope import counted
 from colonnade.testing import run_world
 from tests.nn.moe.test_dispatch import by_limits, check_rows
@@ -31,8 +30,7 @@ def test_kernels_give_what_plain_operators_do():
     """In half precision, with many choices; also where gradients are differentiated again."""
     experts = torch.stack([torch.randperm(16, device="cuda")[:8] for _ in range(70)], 1)
     counts = counted(experts, 16)
-    none = torch.empty(0)
-    sends = order(Routing(experts, none, counts, counts.sum(0), None, none, none))
+    sends = order(experts, counts.sum(0))
     rows, weights = torch.randn(560, 96, device="cuda"), torch.rand(70, 8, device="cuda")
     gradient = torch.randn(70, 96, device="cuda")
     results = []

@@ -1,0 +1,241 @@
+"""One forward pass without memory or arithmetic of the weights, and what it shows: the calls, and what they hand on.
+
+Parameters are fake tensors; what is computed from inputs alone is computed. Every tensor that comes from a parameter, or
+from the result of a call, is known by two times: when it was made, and when the oldest of the results that went into it was.
+A time is the number of calls that had begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from colonnade.comm.torch_versions import fake_mode
+from colonnade.errors import ScheduleError
+from colonnade.parallel.own_forward.calls import WATCHER, catch_calls
+from colonnade.parallel.own_forward.tree import copy_tree
+
+_PLAIN = (type(None), bool, int, float, str)
+_BY_SHAPE_ALONE = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros"}
+_BY_SHAPE_ALONE |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the pass that depends on parameters."""
+
+    number: int
+    """The same for the same tensor, wherever it is met."""
+    made: int
+    oldest: int
+
+
+@dataclass
+class Call:
+    """A call of a unit."""
+
+    name: str
+    time: int
+    inputs: dict[str, Value] = field(default_factory=dict)
+    """By place in (args, kwargs): what it is given that depends on parameters."""
+    outputs: list[Value | None] = field(default_factory=list)
+    """Those of the tensors among the leaves of its result; None for a leaf that is none."""
+    form: TreeSpec | None = None
+    """The form of its result; None where that depends on no parameter, so that every stage can call the unit itself."""
+
+
+@dataclass
+class Recording:
+    """What one pass showed."""
+
+    calls: list[Call]
+    results: list[Value]
+    """What the model returned."""
+    uses: dict[str, set[int]]
+    """Parameters and buffers that were used outside of calls, by name, and when."""
+    twins: dict[str, nn.Module]
+    """The units, with the parameters that they had in the pass: they have shapes and no memory."""
+
+
+def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Module], Any]) -> Recording:
+    """Watch `run(copy of the model)`, a forward pass. The model is left as it is."""
+    recorder = _Recorder()
+    memo: dict[int, nn.Module] = {}
+    for unit in units.values():
+        if any(True for _ in unit.parameters()):
+            copy_tree(unit, memo, recorder.fake)
+    twin = copy_tree(model, memo, recorder.stand_in)
+    twins = {name: memo[id(unit)] for name, unit in units.items()}
+    for name, unit in twins.items():
+        catch_calls(name, unit)
+    for name, tensor in [*twin.named_parameters(remove_duplicate=False), *twin.named_buffers(remove_duplicate=False)]:
+        recorder.names.setdefault(id(tensor), []).append(name)
+    token = WATCHER.set(recorder)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
+            result = run(twin)
+    except ScheduleError:
+        raise
+    except Exception as error:
+        last = recorder.calls[-1].name if recorder.calls else None
+        where = f"{'in' if recorder.inside else 'after'} {last!r}" if last else "before its first layer"
+        raise ScheduleError(
+            f"the forward pass of {type(model).__name__} cannot be followed without its weights, so it cannot be cut into "
+            f"pipeline stages: {where} came {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        WATCHER.reset(token)
+    results = [value for leaf in tree_leaves(result) if (value := recorder.value_of(leaf)) is not None]
+    apart = {call.name for call in recorder.calls if call.form is not None}
+    return Recording([call for call in recorder.calls if call.name in apart], results, recorder.uses, twins)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation of the pass, and every call of a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.uses: dict[str, set[int]] = {}
+        self.names: dict[int, list[str]] = {}
+        self.inside = False
+        self._fakes = fake_mode()
+        self._stand_ins: dict[int, Tensor] = {}
+        self._alive: list[Any] = []  # ids are only good for what lives
+        self._made: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._oldest: dict[int, int] = {}
+        self._written: dict[int, int] = {}
+
+    # -- tensors of the model ------------------------------------------------------------------------------
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape without memory."""
+        if id(tensor) not in self._stand_ins:
+            with self._fakes:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self._stand_ins[id(tensor)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+        return self._stand_ins[id(tensor)]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """A parameter's fake; a buffer has its values, which masks and positions come from."""
+        if isinstance(tensor, nn.Parameter):
+            return self.fake(tensor)
+        if id(tensor) not in self._stand_ins:
+            data = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+            self._stand_ins[id(tensor)] = data
+        return self._stand_ins[id(tensor)]
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket.__name__ in _BY_SHAPE_ALONE:
+            device = {**kwargs, "device": torch.device("cpu")}
+            shape = torch.zeros((), dtype=args[0].dtype).expand(args[0].shape)
+            return func(shape, *args[1:], **device)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        oldest = [time for tensor in given if (time := self._oldest_of(tensor)) is not None]
+        self._note_uses(given)
+        result = self._guessed(func, args) if self.inside and oldest else NotImplemented
+        if result is NotImplemented:
+            result = func(*args, **kwargs)
+        if oldest:
+            for argument, tensor in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(tensor, Tensor):
+                    self._mark(tensor, min(oldest))
+                    self._written[_memory(tensor)] = self._time
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._mark(leaf, min(oldest))
+                    self._made.setdefault(id(leaf), self._time)
+        return result
+
+    def _guessed(self, func: Any, args: Any) -> Any:
+        """For what depends on values, inside a call: only the form of its result counts. No token goes to any expert."""
+        name = func._overloadpacket.__name__
+        if name == "nonzero":
+            return torch.zeros(0, args[0].dim(), dtype=torch.int64)
+        return 0 if name == "_local_scalar_dense" else NotImplemented
+
+    @property
+    def _time(self) -> int:
+        return self.calls[-1].time if self.calls else -1
+
+    def _note_uses(self, tensors: Iterable[Tensor]) -> None:
+        if not self.inside:
+            for tensor in tensors:
+                for name in self.names.get(id(tensor), ()):
+                    self.uses.setdefault(name, set()).add(self._time)
+
+    def _oldest_of(self, tensor: Tensor) -> int | None:
+        if isinstance(tensor, nn.Parameter) and id(tensor) in self.names:
+            return self._time
+        return self._oldest.get(_memory(tensor))
+
+    def _mark(self, tensor: Tensor, oldest: int) -> None:
+        self._alive.append(tensor)
+        memory = _memory(tensor)
+        self._oldest[memory] = min(oldest, self._oldest.get(memory, oldest))
+
+    def value_of(self, leaf: Any) -> Value | None:
+        """What is known of a tensor; None for what does not depend on parameters."""
+        oldest = self._oldest_of(leaf) if isinstance(leaf, Tensor) else None
+        if oldest is None:
+            return None
+        self._alive.append(leaf)
+        made = max(self._made.get(id(leaf), self._time), self._written.get(_memory(leaf), -1))
+        return Value(self._numbers.setdefault(id(leaf), len(self._numbers)), made, oldest)
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the unit; its result is new, whatever it did to what it was given."""
+        if self.inside:
+            return own(*args, **kwargs)
+        call = Call(name, self._time + 1)
+        for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+            if (value := self.value_of(leaf)) is not None:
+                call.inputs[keystr(path)] = value
+            elif not isinstance(leaf, (*_PLAIN, Tensor)) and self._hides_value(leaf):
+                raise ScheduleError(f"{name!r} is given a {type(leaf).__name__}, which cannot go from stage to stage")
+        self.calls.append(call)
+        self.inside = True
+        result = own(*args, **kwargs)
+        self.inside = False
+        leaves, form = tree_flatten(result)
+        has_weights = any(isinstance(tensor, nn.Parameter) for tensor in own.__self__.parameters())  # type: ignore[attr-defined]
+        if not has_weights and all(self.value_of(leaf) is None for leaf in leaves):
+            return result
+        call.form = form
+        fresh = [self._fresh(leaf, name) for leaf in leaves]
+        call.outputs = [self.value_of(leaf) for leaf in fresh]
+        return tree_unflatten(fresh, form)
+
+    def _fresh(self, leaf: Any, name: str) -> Any:
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, _PLAIN):
+                raise ScheduleError(
+                    f"{name!r} returns a {type(leaf).__name__}, which cannot go from stage to stage: tensors, numbers, strings "
+                    f"and None can"
+                )
+            return leaf
+        with self._fakes:
+            made = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self._made[id(made)] = self._time
+        self._mark(made, self._time)
+        return made
+
+    def _hides_value(self, leaf: Any) -> bool:
+        return any(self.value_of(item) is not None for item in tree_leaves(dict(getattr(leaf, "__dict__", {}))))
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

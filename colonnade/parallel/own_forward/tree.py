@@ -1,0 +1,89 @@
+"""The tree of a model's modules: which of its calls can lie in a stage each, and copies of the tree."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+Tensors = Callable[[Tensor], Tensor]
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose calls a forward pass is made of, by name: blocks, and what stands beside the lists of them.
+
+    Blocks are members of the outermost nn.ModuleLists, and of nn.Sequentials of like members, that have layers inside.
+    What has blocks inside (the model itself, its decoder) is none, nor is a list. Empty if there are no blocks.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for name, unit in _units(model, ""):
+        if id(unit) not in seen:
+            seen.add(id(unit))
+            found[name] = unit
+    return found if _has_blocks(model) else {}
+
+
+def _units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if _has_blocks(child) and (_is_list(child) or not _is_block_list(module)):
+            yield from _units(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Whether it is a list of blocks, or has one inside that is not itself inside a block."""
+    if _is_block_list(module):
+        return True
+    return any(_has_blocks(child) for child in module.children())
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    kinds = Counter(type(member) for member in module.children() if _is_block(member))
+    least = 1 if isinstance(module, nn.ModuleList) else 2
+    return _is_list(module) and any(count >= least for count in kinds.values())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential))
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have units inside, with their names. `units`: their ids."""
+    yield name, module
+    for key, child in module.named_children():
+        if id(child) not in units:
+            yield from outside(child, units, f"{name}.{key}" if name else key)
+
+
+def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -> nn.Module:
+    """A copy of a module and of those inside it, with `tensors` of its parameters and buffers; the rest it shares.
+
+    `memo`, by id, has what stands for a module and is not copied, and gets the copies.
+    """
+    if id(module) in memo:
+        return memo[id(module)]
+    copied: Any = object.__new__(type(module))
+    memo[id(module)] = copied
+    own = vars(copied)
+    own.update(vars(module))
+    for key, value in vars(nn.Module()).items():
+        if isinstance(value, (dict, set)):  # parameters, modules, hooks
+            own[key] = copy.copy(vars(module)[key])
+    for group in (copied._parameters, copied._buffers):
+        group.update({name: tensors(tensor) for name, tensor in group.items() if tensor is not None})
+    for name, child in copied._modules.items():
+        copied._modules[name] = None if child is None else copy_tree(child, memo, tensors)
+    forward = own.get("forward")
+    if getattr(forward, "__self__", None) is module:
+        own["forward"] = MethodType(forward.__func__, copied)
+    return copied

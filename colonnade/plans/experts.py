@@ -1,0 +1,250 @@
+"""Styles for experts that a model keeps in stacked parameters, dimension 0 the expert, and calls with a router's choices.
+
+Their module's own forward pass computes them, whatever it makes of gates and activations: on this rank's part of each
+expert, on the rows that came for this rank's experts, or both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import LayoutError, PlacementError, listed
+from colonnade.nn.layer.linear import own
+from colonnade.nn.moe.dispatch import Traffic, exchange, order
+from colonnade.nn.moe.scope import Scope, counted
+from colonnade.parallel.collectives import all_to_all, copy, gather, reduce, scatter, split_sizes
+from colonnade.parallel.meta import keep_start
+from colonnade.parallel.placement import Replicate, Shard, place, placement_of
+from colonnade.plans.cut import set_forward
+from colonnade.plans.match import Target
+from colonnade.plans.styles import style, style_of
+
+_TENSOR, _EXPERT = ParallelMode.TENSOR, ParallelMode.EXPERT
+
+
+@style("moe_tp_experts")
+def moe_tp_experts(target: Target) -> None:
+    """Experts whose inside other entries of the plan cut: what the ranks make of the tokens is summed over them."""
+    _mix(target)
+
+
+@style("grouped_gemm", mode=_EXPERT)
+def grouped_gemm(target: Target) -> None:
+    """This rank's experts of a stacked parameter. The tokens of all ranks of the expert group come to them."""
+    if target.parameter is None:
+        raise PlacementError(f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module")
+    _inside(target)
+    scope = Scope.of(target.context)
+    part: nn.Parameter = getattr(target.module, target.parameter)
+    placed = placement_of(part)
+    if len(part) % scope.expert:
+        raise LayoutError(
+            f"{target.name!r}: {len(part)} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use an "
+            f"expert size among {listed(size for size in range(1, len(part) + 1) if len(part) % size == 0)}"
+        )
+    here = len(part) // scope.expert
+    modes = {_EXPERT: Shard(0), **placed.modes}
+    if scope.shares_tokens:
+        _check_routed(target)
+        modes[_TENSOR] = Replicate(owes="sum")
+    rows = part.detach().narrow(0, here * scope.expert_place, here)
+    mine = own(rows, modes, placed.shape or tuple(part.shape), part)
+    keep_start(mine, part)
+    setattr(target.module, target.parameter, mine)
+    if hasattr(target.module, "num_experts"):
+        target.module.num_experts = here  # type: ignore[assignment]
+    _mix(target)
+
+
+@style("ep_dispatch_experts", mode=_EXPERT)
+def ep_dispatch_experts(target: Target) -> None:
+    """Experts whose parameters other entries of the plan cut by `grouped_gemm`: tokens go to the ranks that have them."""
+    _mix(target)
+
+
+@style("ep_router", mode=_EXPERT)
+def ep_router(target: Target) -> None:
+    """A router stays whole: tokens go to the experts that it chose, and not its choices to the ranks."""
+
+
+@style("moe_identity_expert")
+def moe_identity_expert(target: Target) -> None:
+    """An expert that gives back what it is given, beside others of which the ranks give parts that are summed."""
+    ranks = target.context.get_world_size(_TENSOR)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x / ranks
+
+    set_forward(target, forward)
+
+
+@style("megamoe_router", "megamoe_experts", mode=_EXPERT)
+def megamoe(target: Target) -> None:
+    """Refused: a kernel for inference on one kind of GPU."""
+    raise PlacementError(
+        f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel that has no backward pass, so "
+        f"nothing can be trained with it; use 'ep_router' and 'ep_dispatch_experts'"
+    )
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """How the experts of one module lie on the ranks."""
+
+    scope: Scope
+    experts: int
+    """Of all ranks."""
+    splits_experts: bool
+    splits_inner: bool
+    biases: tuple[str, ...]
+    """Parameters that every tensor rank adds whole to its part of what the experts give."""
+
+    def __deepcopy__(self, memo: Any) -> _Mixture:
+        return self
+
+
+def _inside(target: Target) -> None:
+    """Cut each expert over the tensor ranks first, where the plan names a style for that too."""
+    name = target.options.get("tensor")
+    scope = Scope.of(target.context)
+    if name is not None and scope.tensor > 1 and not scope.shares_tokens:
+        style_of(name, target.name)[0](target)
+
+
+def _mix(target: Target) -> None:
+    """Give the module of the target a forward pass for its parameters as they lie now."""
+    module, scope = target.module, Scope.of(target.context)
+    name = target.name if target.parameter is None else target.name.rpartition(".")[0]
+    placed = {each: placement_of(parameter) for each, parameter in module.named_parameters(recurse=False)}
+    by_expert = [each for each, placement in placed.items() if _EXPERT in placement.shards]
+    by_inner = [each for each, placement in placed.items() if _TENSOR in placement.shards]
+    biases = [each for each in placed if by_inner and each not in by_inner and _is_output_bias(each, module)]
+    for each in biases:
+        place(getattr(module, each), {**placed[each].modes, _TENSOR: Replicate(owes="sum")}, placed[each].shape)
+    if target.parameter is None:
+        _check(name, module, placed, [by_expert, [*by_inner, *biases]])
+        if by_inner:
+            _check_gate(name, module)
+    stacked = next(iter(module.parameters(recurse=False)))
+    whole = placement_of(stacked).shape or stacked.shape
+    module.mixture = _Mixture(scope, whole[0], bool(by_expert), bool(by_inner), tuple(biases))  # type: ignore[assignment]
+    set_forward(target, _forward)
+
+
+def _forward(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+    """`routing`: the chosen experts and their weights, (tokens, choices), where the module takes them."""
+    mixture: _Mixture = self.mixture
+    if not mixture.splits_experts:
+        return _summed(self, hidden, *routing)
+    scope, tokens = mixture.scope, hidden.reshape(-1, hidden.size(-1))
+    if not scope.shares_tokens:
+        return _summed(self, tokens, *routing).view_as(hidden)
+    index, weights = routing
+    shares = split_sizes(len(tokens), _TENSOR, context=scope.context)
+    tokens, weights = (scatter(x, _TENSOR, 0, shares, context=scope.context) for x in (tokens, weights))
+    index = index.split(shares)[scope.context.get_local_rank(_TENSOR)]
+    return gather(_exchanged(self, tokens, index, weights), _TENSOR, 0, shares, context=scope.context).view_as(hidden)
+
+
+def _summed(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+    """What all tensor ranks' parts of the experts make of the tokens."""
+    mixture, run = self.mixture, _exchanged if self.mixture.splits_experts else _here
+    if not mixture.splits_inner:
+        return run(self, hidden, *routing)
+    context = mixture.scope.context
+    # The weights too: what is multiplied by them is a part of the sum, so their gradient is one.
+    hidden, *routing = (_copied(x, context) for x in (hidden, *routing))  # type: ignore[assignment]
+    return reduce(run(self, hidden, *routing), _TENSOR, context=context)
+
+
+def _exchanged(self: Any, tokens: Tensor, *routing: Any) -> Tensor:
+    """What the experts of all ranks of the expert group make of the tokens here."""
+    if not routing:
+        return _all_exchanged(self, tokens)
+    index, weights = routing
+    scope, choices = self.mixture.scope, index.T
+    chosen = counted(choices.reshape(1, -1), self.mixture.experts)[0]
+    traffic = Traffic(chosen, scope.expert, scope.context)
+
+    def experts(rows: Tensor) -> Tensor:
+        return _here(self, rows, traffic.experts_of(len(rows)).unsqueeze(1), rows.new_ones(len(rows), 1))
+
+    return exchange(tokens, weights, order(choices, chosen), traffic, experts, scope.context).to(tokens.dtype)
+
+
+def _all_exchanged(self: Any, rows: Tensor) -> Tensor:
+    """The same where every expert is given every token: rows by expert, as many for each."""
+    scope, experts = self.mixture.scope, self.mixture.experts
+    traffic = Traffic(torch.full((experts,), len(rows) // experts, device=rows.device), scope.expert, scope.context)
+    send, receive = traffic.sizes()
+    there = all_to_all(rows, _EXPERT, send, receive, context=scope.context)
+    made = traffic.by_expert(there, lambda by_expert, counts: _here(self, by_expert))
+    return all_to_all(made, _EXPERT, receive, send, context=scope.context)
+
+
+def _here(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+    """What this rank's experts make of rows, by the module's own forward pass."""
+    if not hidden.numel():  # in the graph all the same: other ranks wait for this one in backward too
+        return hidden + sum(parameter.flatten()[:0].sum() for parameter in self.parameters())
+    out: Tensor = type(self).forward(self, hidden, *routing)
+    for name in self.mixture.biases:
+        index, weights = routing
+        bias, ranks = getattr(self, name), self.mixture.scope.tensor
+        shares = weights.new_zeros(len(hidden), len(bias)).scatter_add(1, index, weights)
+        out = out - (shares.to(out.dtype) @ bias) * (1 - 1 / ranks)  # each has added all of it
+    return out
+
+
+def _copied(x: Any, context: Any) -> Any:
+    return copy(x, _TENSOR, context=context) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _is_output_bias(name: str, module: nn.Module) -> bool:
+    """Whether it is added to what the experts give: (experts, hidden), beside a last weight of the same name."""
+    weight, bias = getattr(module, name.removesuffix("_bias"), None), getattr(module, name)
+    return name.endswith("_bias") and weight is not None and bias.dim() == 2 and name.startswith("down")
+
+
+def _check(name: str, module: nn.Module, placed: dict[str, Any], cuts: list[list[str]]) -> None:
+    """Refuse experts of which some parameters are cut and others are not."""
+    for mode, cut in zip((_EXPERT, _TENSOR), cuts, strict=True):
+        whole = [each for each in placed if each not in cut]
+        if cut and whole:
+            raise PlacementError(
+                f"{name!r}: the plan cuts {listed(cut)} over {mode}, and leaves {listed(whole)} whole; name all of the "
+                f"experts' parameters"
+            )
+    if cuts[1] and getattr(module, "has_post_expert_norm", False):
+        raise PlacementError(
+            f"{name!r} has a norm behind each expert, which parts of experts cannot be given; leave the inside of its "
+            f"experts out of the tensor plan, and use parallel.expert"
+        )
+
+
+def _check_routed(target: Target) -> None:
+    """Refuse, where tensor ranks share the tokens, experts that are not told which tokens they are for."""
+    if len(inspect.signature(type(target.module).forward).parameters) < 4:
+        raise LayoutError(
+            f"{target.name!r}: a {type(target.module).__name__} is given every token for every expert, and expert groups that "
+            f"reach over tensor ranks cannot share those; let parallel.expert lie over data alone"
+        )
+
+
+def _check_gate(name: str, module: nn.Module) -> None:
+    """Refuse a packed gate and up projection that is cut so that a rank's part is not half of each."""
+    weight = getattr(module, "gate_up_proj", None)
+    if weight is None or not getattr(module, "is_concatenated", False):
+        return
+    shard = placement_of(weight).shards[_TENSOR]
+    if not getattr(shard, "sections", (1, 1)):
+        raise PlacementError(
+            f"{name + '.gate_up_proj'!r} has the gate and the up projection one after the other, and the plan cuts it as if "
+            f"it were one: a rank would hold the gate of some and the up projection of others. Use 'packed_colwise' (or "
+            f"'packed_rowwise', where the last dimension is the packed one)"
+        )

@@ -1,0 +1,148 @@
+"""What the ranks do: an architecture trained under a layout, beside what one process made of the same rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import colonnade
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ColonnadeError, ParityError
+from colonnade.testing import compare, gather_gradients, gather_weights, in_double
+from tests.hf.zoo import BY_NAME, EPS, STEPS, Architecture, batch_of, loss_of, rows_of
+
+RTOL = 1e-9
+MICRO_BATCHES = 3
+"""Passes of a step, whose labels are uneven in number: accumulated, or in flight in a pipeline."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a world is divided. What is left of the ranks is data parallel."""
+
+    name: str
+    ranks: int
+    parallel: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    tied: bool | None = None
+
+    def fits(self, architecture: Architecture) -> bool:
+        """Whether there is something to show: experts to spread, an embedding to tie."""
+        return (architecture.experts or "expert" not in self.parallel) and (self.tied is None or bool(architecture.tie))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        piped = "pipeline" in self.parallel
+        passes = (
+            {"schedule": {"type": "OneFOneB", "num_microbatches": MICRO_BATCHES}}
+            if piped
+            else {"gradient_accumulation": MICRO_BATCHES}
+        )
+        return {"parallel": self.parallel, "clip_grad_norm": 1.0, **passes, **self.settings}
+
+
+TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
+LAYOUTS = (
+    Layout("tensor 2", 2, TENSOR),
+    Layout("pipeline 2", 2, {"pipeline": 2}),
+    Layout("tensor 2 x pipeline 2", 4, {"pipeline": 2, **TENSOR}),
+    Layout("expert 2", 2, {"expert": 2}),
+    Layout("sequence 2", 2, {"sequence": 2}),
+    Layout("ZeRO 3", 2, {}, {"zero": 3}),
+    Layout("tied", 4, {"pipeline": 2, **TENSOR}, tied=True),
+)
+
+
+def run_all(layout: Layout, names: list[str], folder: str) -> None:
+    """On each rank: every architecture in turn. Rank 0 writes a line for each as soon as it is done."""
+    with colonnade.launch(layout.config, context=ParallelContext(), verbose=False) as gpc:
+        for name in names:
+            cell = run_one(BY_NAME[name], layout, gpc, torch.load(truth_file(folder, name, layout.tied)))
+            if gpc.get_global_rank() == 0:
+                with Path(folder, f"{layout.name}.jsonl").open("a") as file:
+                    file.write(json.dumps([name, cell]) + "\n")
+
+
+def truth_file(folder: str, name: str, tied: bool | None) -> Path:
+    return Path(folder, f"{name}{' tied' if tied else ''}.pt")
+
+
+def run_one(architecture: Architecture, layout: Layout, gpc: ParallelContext, truth: dict[str, Any]) -> str:
+    """ "ok", or why not: refused before the first step, or how it differs."""
+    engine, reason, seen = None, "", []
+
+    def criterion(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = loss_of(architecture.kind, output if isinstance(output, Tensor) else output.logits, labels)
+        seen.append(torch.stack([loss[0].detach(), loss[1].double()]))
+        return loss
+
+    try:
+        model: Any = architecture.build(layout.tied)
+        if layout.parallel:
+            with in_double():
+                model = colonnade.parallelize(model, context=gpc)
+        engine = colonnade.initialize(model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), criterion, context=gpc)[
+            0
+        ]
+    except ColonnadeError as error:
+        reason = f"refused: {error}"
+    reasons: list[Any] = [None] * gpc.world_size
+    dist.all_gather_object(reasons, reason)
+    if engine is None or any(reasons):
+        if not all(reasons):
+            raise RuntimeError(f"only some ranks refused {architecture.name}: {reasons}")
+        return reasons[0]
+    try:
+        for step in range(STEPS):
+            _step(engine, architecture, gpc, step, truth, seen)
+        compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
+    except ParityError as error:
+        return f"wrong: {error}"
+    finally:
+        engine.close()
+    return "ok"
+
+
+def _step(
+    engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: dict[str, Any], seen: list[Tensor]
+) -> None:
+    data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
+    first = gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0
+    mine = rows_of(batch_of(architecture.kind, step), slice(first, None, data))
+    rows = len(mine["labels"])
+    count = 1 if gpc.pipeline_parallel_size > 1 else MICRO_BATCHES
+    seen.clear()
+    engine.zero_grad()
+    for at in range(count):
+        micro = rows_of(mine, slice(at * rows // count, (at + 1) * rows // count))
+        with in_double():
+            engine.execute_schedule(iter([micro]), return_output_label=False)
+    total = torch.stack(seen).sum(0) if seen else torch.zeros(2, dtype=torch.float64)
+    dist.all_reduce(total)
+    _close("loss", total[0].item() / total[1].item(), truth["losses"][step], step)
+    engine._reduce()
+    _compare_gradients(truth["gradients"][step], gather_gradients(engine.model, gpc), truth["norms"][step])
+    engine._stepper.step()  # what engine.step() does after _reduce()
+    engine._end_step()
+    _close("norm", engine.grad_norm.item(), truth["norms"][step], step)
+
+
+def _compare_gradients(truth: dict[str, Tensor], found: dict[str, Tensor], norm: float) -> None:
+    """Those that are zero but for rounding, as of biases on keys, must be that on the ranks too."""
+    zero = {name for name, gradient in truth.items() if gradient.norm() <= 1e-13 * norm}
+    for name in zero & found.keys():
+        if found[name].norm() > RTOL * norm:
+            raise ParityError(f"the gradient of {name} is zero in one process, and {found[name].norm():.2e} long here")
+    compare({name: gradient for name, gradient in truth.items() if name not in zero}, found, RTOL)
+
+
+def _close(what: str, found: float, truth: float, step: int) -> None:
+    if not abs(found - truth) <= RTOL * abs(truth):
+        raise ParityError(f"{what} of step {step} is {found!r}, and {truth!r} in one process")
