@@ -158,7 +158,7 @@ class Model(nn.Module):
         self,
         attention: Callable[[], nn.Module] = Attention,
         mlp: Callable[[], nn.Module] = MLP,
-        layers: int = 2,
+        layers: int = 1,
         tied: bool = False,
         embedding: type[nn.Embedding] = nn.Embedding,
     ) -> None:
