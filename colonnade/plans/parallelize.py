@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ContextError, PlacementError
+from colonnade.hf.attention import prepare_sequence
 from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
@@ -30,7 +31,7 @@ def parallelize(
     `plan` says how each layer is cut, by its name: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. Left out, it
     is the one that the model brings along, as those of Hugging Face do. The model is changed in place, and is the
     same, built alike, on every rank; it may be on the meta device. Without tensor parallelism in the launched
-    config nothing is cut. Give what is returned to `initialize`.
+    config nothing is cut. With sequence parallelism a model of Hugging Face's takes its part of each batch. Give what is returned to `initialize`.
     """
     context = given_or_global(context)
     if not context.is_launched:
@@ -49,6 +50,7 @@ def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters
     """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
     entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
     check_entries(entries, model, context)
+    prepare_sequence(model, context)
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
