@@ -13,7 +13,6 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.errors import PlacementError
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double, run_world
 from tests.hf.zoo import BY_NAME, EPS, batch_of, rows_of
 
