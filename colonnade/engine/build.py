@@ -36,11 +36,11 @@ from colonnade.optim.scattered import can_scatter
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
+from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
 from colonnade.reduce.options import SyncOptions
-from colonnade.registry import ORDERS, SCHEDULE
 
 Initialized = tuple[Engine, Any, Any, Any]
 """(engine, train_dataloader, test_dataloader, lr_scheduler)"""
@@ -70,7 +70,7 @@ def initialize(
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
         scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
-        schedule = _build_schedule(context)
+        schedule: BaseSchedule = build_schedule(context)
         built, start = _build_model(model, context, schedule)
         criterion, own_loss = _losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
@@ -240,36 +240,3 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
 def _named_handlers(context: ParallelContext) -> list[Any]:
     config = context.config
     return list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
-
-
-def _build_schedule(context: ParallelContext) -> BaseSchedule:
-    wanted = context.config.get("schedule") or _default_schedule(context)
-    settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
-    name = settings.pop("type")
-    if name in ORDERS:
-        name, settings = "PipelineSchedule", {"order": name, **settings}
-    schedule = SCHEDULE.get_module(name)
-    try:
-        built = schedule(**settings)
-    except TypeError as error:
-        raise ConfigError(f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}") from error
-    if not callable(getattr(built, "forward_back_step", None)):
-        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
-    return built
-
-
-def _default_schedule(context: ParallelContext) -> dict[str, Any]:
-    """Without a `schedule` key: none of a pipeline, or one by `num_microbatches` and `model.num_chunks`."""
-    config = context.config
-    if context.pipeline_parallel_size == 1:
-        return {"type": "NonPipelineSchedule"}
-    if config.get("num_microbatches") is None:
-        raise ConfigError(
-            f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one"
-        )
-    chunks = (config.get("model") or {}).get("num_chunks")
-    shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
-    if chunks:
-        return {"type": "Interleaved1F1B", "num_microbatches": config.num_microbatches, "num_chunks": chunks, **shape}
-    return {"type": "OneFOneB", "num_microbatches": config.num_microbatches, **shape}

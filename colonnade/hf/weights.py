@@ -58,6 +58,7 @@ def from_pretrained(
         config = _config(path_or_config, path)
         with meta_init():
             whole = _build(model_class, config, dtype, options)
+        _compute_buffers(whole)
         sources: dict[str, Source] = {}
         if path is not None:
             sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
@@ -123,6 +124,14 @@ def _keep_wide(model: Any, dtype: torch.dtype | None) -> None:
                 if isinstance(value, nn.Parameter):
                     kept = nn.Parameter(kept, value.requires_grad)
                 setattr(model.get_submodule(owner), last, kept)
+
+
+@torch.no_grad()
+def _compute_buffers(model: Any) -> None:
+    """What is in no folder, as transformers' own from_pretrained computes it: in torch's default type, not the model's."""
+    for module in model.modules():
+        if module._non_persistent_buffers_set and not module._parameters:
+            model._init_weights(module)
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel.own_forward.calls import catch_calls, derived
+from colonnade.parallel.own_forward.calls import catch_calls
 from colonnade.parallel.own_forward.cuts import Part, parts_of, possible_cuts, why_no_cut
 from colonnade.parallel.own_forward.recorder import record
-from colonnade.parallel.own_forward.stage import Absent, ModelStage, result_of, take_out
-from colonnade.parallel.own_forward.tree import copy_tree, units_of
+from colonnade.parallel.own_forward.stage import Absent, result_of, stage_class, take_out
+from colonnade.parallel.own_forward.tree import copy_tree, outside, units_of
 
 Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
@@ -64,7 +64,11 @@ class OwnForward:
         for name in dict.fromkeys(last.names):
             if type(self._units[name]) in watched:
                 catch_calls(name, self._units[name])
-        return [self._stage(part, units) for part, units in zip(parts, self._placed(parts), strict=True)]
+        placed = self._placed(parts)
+        return [
+            self._stage(part, units, set().union(*placed[:at]))
+            for at, (part, units) in enumerate(zip(parts, placed, strict=True))
+        ]
 
     # -- one stage -----------------------------------------------------------------------------------------
 
@@ -85,17 +89,19 @@ class OwnForward:
         here = any(part.first <= at < part.stop or part.forms[at] is None for at in calls)
         return here or any(self._has_tensor(part, key) for key in used)
 
-    def _stage(self, part: Part, units: set[str]) -> nn.Module:
+    def _stage(self, part: Part, units: set[str], before: set[str]) -> nn.Module:
+        """The stage with these units; those that a stage before it has too are copied, and share their weights."""
         memo: dict[int, nn.Module] = {}
         for name, unit in self._units.items():
-            memo[id(unit)] = unit if name in units else Absent(name, self._recording.twins[name])
+            here = copy_tree(unit, {}, lambda tensor: tensor) if name in units & before else unit
+            memo[id(unit)] = here if name in units else Absent(name, self._recording.twins[name])
+        units_here = {id(unit) for unit in memo.values()}
         stage: Any = copy_tree(self._model, memo, lambda tensor: tensor)
-        for owner_name, owner in list(stage.named_modules()):
-            if id(owner) not in {id(unit) for unit in self._units.values()}:
-                self._leave_out(part, owner_name, owner)
+        for owner_name, owner in list(outside(stage, units_here)):
+            self._leave_out(part, owner_name, owner)
         own = vars(stage).pop("forward", None)
         vars(stage).update(_colonnade_part=part, _colonnade_settings=self._settings, _colonnade_own_forward=own)
-        stage.__class__ = derived(ModelStage, type(stage))
+        stage.__class__ = stage_class(type(stage))
         return stage
 
     def _leave_out(self, part: Part, name: str, owner: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,6 +163,19 @@ class ModelStage(nn.Module):
     def _colonnade_forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).get("_colonnade_own_forward")
         return super().forward(*args, **kwargs) if own is None else own(*args, **kwargs)
+
+
+def stage_class(kind: type) -> Any:
+    """The class of the stages of a model. Who unwraps its forward pass finds the model's."""
+    made = derived(ModelStage, kind)
+    if "forward" not in vars(made):
+
+        def forward(self: ModelStage, *args: Any, **kwargs: Any) -> Any:
+            return ModelStage.forward(self, *args, **kwargs)
+
+        vars(forward).update(__signature__=inspect.signature(forward), __wrapped__=kind.forward)  # type: ignore[attr-defined]
+        made.forward = forward
+    return made
 
 
 def result_of(output: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import MethodType
 from typing import Any
 
@@ -55,6 +55,14 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_block(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have units inside, with their names. `units`: their ids."""
+    yield name, module
+    for key, child in module.named_children():
+        if id(child) not in units:
+            yield from outside(child, units, f"{name}.{key}" if name else key)
 
 
 def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -> nn.Module:
