@@ -52,8 +52,7 @@ def keep_start(part: Tensor, whole: Tensor) -> None:
         version = part._version if start.version == whole._version else -1
         setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
     elif whole.is_meta:  # meta_init() is still on, and notes how parameters start at its end
-        source, version = vars(whole).get(_WHOLE, (whole, whole._version))
-        setattr(part, _WHOLE, ((source if version == whole._version else whole).detach(), part._version))
+        setattr(part, _WHOLE, (whole.detach(), part._version))
 
 
 def give_source(parameter: Tensor, source: Source) -> None:
