@@ -68,16 +68,11 @@ def replicate(target: Target, name: str, owes: bool) -> None:
     place(parameter, {**before.modes, ParallelMode.TENSOR: spec}, before.shape)
 
 
-def set_forward(target: Target, forward: Callable[..., Any]) -> None:
-    """Give the target's module another forward pass, a function of the module and its arguments.
+def set_forward(target: Target, forward: Callable[..., Any], here: Arrangement | None = None) -> None:
+    """Give the target's module another forward pass: a function of the module, its forward pass so far, and the arguments.
 
     Bound as a method, so that a deep copy of the model computes with its own weights.
     """
-    target.module.forward = MethodType(forward, target.module)
-
-
-def wrap_forward(target: Target, forward: Callable[..., Any], here: Arrangement | None = None) -> None:
-    """As `set_forward`, with a function of the module, its forward pass so far, and its arguments."""
     module: Any = target.module
     given: Any = module.forward
     before = getattr(given, "__func__", None) or (lambda self, *args, **kwargs: given(*args, **kwargs))
@@ -87,7 +82,7 @@ def wrap_forward(target: Target, forward: Callable[..., Any], here: Arrangement 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, before, *args, **kwargs)
 
-    set_forward(target, run)
+    module.forward = MethodType(run, module)
 
 
 def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from colonnade.nn.layer.first_pass import gives, takes
 from colonnade.nn.layer.spread import Spread, Width, gather, respread
 from colonnade.nn.layer.spread import cut as cut_sizes
 from colonnade.parallel import collectives
-from colonnade.plans.cut import cut, replicate, sections_of, wrap_forward
+from colonnade.plans.cut import cut, replicate, sections_of, set_forward
 from colonnade.plans.match import Target
 
 Style = Callable[[Target], None]
@@ -145,7 +145,7 @@ def _linear(target: Target, split: Split, whole: bool = False, packed: int = 1) 
             else gives(self, here, y, here.inner)
         )
 
-    wrap_forward(target, forward, here)
+    set_forward(target, forward, here)
 
 
 def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
@@ -182,7 +182,7 @@ def embedding_rowwise(target: Target) -> None:
         found = before(self, local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0.0)
         return gives(self, here, _summed(found, here), here.outer)
 
-    wrap_forward(target, forward, here)
+    set_forward(target, forward, here)
 
 
 @style("embedding_colwise")
@@ -202,7 +202,7 @@ def _embed_part(target: Target, join: bool) -> None:
             return gives(self, here, part, here.inner)
         return gives(self, here, gather(part, here.inner, here.context, width=Width(features, uneven=True)), Spread())
 
-    wrap_forward(target, forward, here)
+    set_forward(target, forward, here)
 
 
 def _embedding(target: Target) -> nn.Embedding:
@@ -265,7 +265,7 @@ def all_reduce(target: Target) -> None:
         output = before(self, *given, **{name: _entering(value, context) for name, value in kwargs.items()})
         return collectives.reduce(output, _TENSOR, context=context)
 
-    wrap_forward(target, forward)
+    set_forward(target, forward)
 
 
 @style("mla_kv_a_proj")
@@ -287,7 +287,7 @@ def mla_kv_a_proj(target: Target) -> None:
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
         return collectives.linear_map(before(self, x), lambda y: y.view_as(y), summed_last)
 
-    wrap_forward(target, forward)
+    set_forward(target, forward)
 
 
 def _entering(value: Any, context: ParallelContext) -> Any:
