@@ -81,6 +81,16 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     return {name: found[name] for name in (*parameters, *modules) if name in found}
 
 
+def note_plan(model: nn.Module) -> None:
+    """Remember that a plan has cut the model, or a stage of it."""
+    model._colonnade_plan = True  # type: ignore[assignment]
+
+
+def is_cut_by_plan(model: nn.Module) -> bool:
+    """Whether the model has in it what `note_plan` was told of."""
+    return any("_colonnade_plan" in vars(module) for module in model.modules())
+
+
 def fits(pattern: str, name: str) -> bool:
     """Whether a name fits a pattern, part by part."""
     wanted, parts = pattern.split("."), name.split(".")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers", reason="needs transformers")
-
 from colonnade.hf.own_plans import OWN_PLANS
 from colonnade.hf.plans import tensor_plan
 from colonnade.plans.match import fits
 from colonnade.plans.styles import STYLES
 from tests.hf.zoo import ARCHITECTURES, BY_NAME, Architecture
+
+pytest.importorskip("transformers", reason="needs transformers")
 
 MODELS = {name: architecture.build() for name, architecture in BY_NAME.items()}
 
