@@ -64,7 +64,7 @@ def from_pretrained(
             sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
             _read_buffers(whole, sources)
             _read_generation_config(whole, path)
-        names = {name: _all_names(whole)[id(value)] for name, value in whole.state_dict(keep_vars=True).items()}
+        names = {name: group for group in _all_names(whole).values() for name in group}
     model = parallelize(whole, plan, context=context)
     for stage in list(model) if isinstance(model, Split) else [model]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
