@@ -26,7 +26,7 @@ _SPLIT = ("colwise", "packed_colwise")
 def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     """What `parallelize` does to the model where no plan is given; empty if there is none.
 
-    Where there is expert parallelism, what the expert plan names is no longer the tensor plan's.
+    Where there is expert parallelism, what the expert plan names is the expert plan's first.
     """
     plan = tensor_plan(model)
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
@@ -38,8 +38,14 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
             f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
             f"`expert` out of `parallel`, or give parallelize() a plan"
         )
-    kept = {name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in own)}
-    return {**kept, **own}
+    # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
+    own = {name: style for name, style in own.items() if style != "replicated_with_grad_allreduce"}
+    return {**plan, **{name: _both(style, plan.get(name)) for name, style in own.items()}}
+
+
+def _both(expert: str, tensor: Any) -> Any:
+    """What the expert plan says of a name, and beside it what the tensor plan says, where both have parts to cut."""
+    return expert if tensor in (None, expert) else {"style": expert, "tensor": tensor}
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def tensor_plan(model: nn.Module) -> dict[str, Any]:
         prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
         plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
     plan = _present(plan, model)
-    return {**plan, **_inside_attention(model, plan)}
+    return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -83,6 +89,23 @@ def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
                     continue
                 each = parameter.dim() == 1 and path != "sinks"
                 found[pattern] = "replicated_with_grad_allreduce" if each else "colwise"
+    return found
+
+
+def _inside_experts(model: nn.Module) -> dict[str, Any]:
+    """How stacked experts are cut, read from how they lie: upstream leaves some whole (gpt_oss) and cuts some wrong (inkling)."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        experts: Any = module
+        if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
+            continue
+        inner, outer = ("rowwise", "colwise") if experts.is_transposed else ("colwise", "rowwise")
+        packed = "packed_" if experts.has_gate and experts.is_concatenated else ""
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        styles = {first: packed + inner, f"{first}_bias": f"{packed}rowwise", "down_proj": outer}
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        found |= {f"{pattern}.{key}": style for key, style in styles.items() if getattr(module, key, None) is not None}
+        found[pattern] = "moe_tp_experts"
     return found
 
 

@@ -128,7 +128,7 @@ def main() -> int:
     cells = make(chosen, layouts, arguments.data)
     for (name, layout), cell in cells.items():
         if cell != "ok":
-            print(f"--- {name}, {layout}: {cell[-1500:]}")
+            print(f"--- {name}, {layout}: {cell if len(cell) < 1500 else cell[:300] + ' ... ' + cell[-1200:]}")
     for layout in layouts:
         mine = [cell for (_, where), cell in cells.items() if where == layout.name]
         print(f"{layout.name}: {mine.count('ok')} of {len(mine)} ok")

@@ -141,7 +141,7 @@ def _data_parallel() -> None:
     for name in ("llama", "bert", "t5", "vit"):
         architecture = BY_NAME[name]
         batch = batch_of(architecture.kind, 0)
-        rows = [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5), slice(5, 6), slice(6, 6)]
+        rows = [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5), slice(5, ROWS), slice(ROWS, ROWS)]
         expected_loss, expected = gradients_of_one_process(name, batch)
         with in_double(), engine_of(architecture.build(), gradient_accumulation=3) as engine:
             assert engine.criterion is None
@@ -219,7 +219,7 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
     model.config.output_router_logits = True
     with in_double(), engine_of(model, gradient_accumulation=2) as engine:
         weighted, counts = 0.0, 0.0
-        for rows in (slice(0, 2), slice(2, 6)):
+        for rows in (slice(0, 2), slice(2, ROWS)):
             engine.zero_grad()
             loss = engine(**rows_of(batch, rows)).loss
             count = split_loss(loss)[1]
@@ -231,8 +231,8 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
     one = BY_NAME["mixtral"].build()
     one.config.output_router_logits = True
     with in_double():
-        losses = [one(**rows_of(batch, rows)).loss for rows in (slice(0, 2), slice(2, 6))]
-        parts = [(batch["labels"][rows, 1:] != -100).sum() for rows in (slice(0, 2), slice(2, 6))]
+        losses = [one(**rows_of(batch, rows)).loss for rows in (slice(0, 2), slice(2, ROWS))]
+        parts = [(batch["labels"][rows, 1:] != -100).sum() for rows in (slice(0, 2), slice(2, ROWS))]
         (sum(loss * part for loss, part in zip(losses, parts, strict=True)) / counts).backward()
     compare(gradients(one), found, RTOL)
 
@@ -250,7 +250,7 @@ def _trainer() -> None:
             BatchEncoding(rows_of(batch, slice(0, 2))),
             BatchEncoding({key: value[2:3, : 12 - 3] for key, value in batch.items()}),
         ],
-        [BatchEncoding(rows_of(batch, slice(3, 4))), BatchEncoding(rows_of(batch, slice(4, 6)))],
+        [BatchEncoding(rows_of(batch, slice(3, 4))), BatchEncoding(rows_of(batch, slice(4, ROWS)))],
     )
     expected_loss, _ = gradients_of_one_process("llama", batch)
     with in_double():

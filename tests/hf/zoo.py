@@ -359,7 +359,7 @@ def batch_of(kind: Kind, step: int) -> Batch:
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    return {name: value[rows] for name, value in batch.items()}
+    return {name: value[rows].contiguous() for name, value in batch.items()}
 
 
 def loss_of(kind: Kind, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -158,7 +158,7 @@ class Model(nn.Module):
         self,
         attention: Callable[[], nn.Module] = Attention,
         mlp: Callable[[], nn.Module] = MLP,
-        layers: int = 2,
+        layers: int = 1,
         tied: bool = False,
         embedding: type[nn.Embedding] = nn.Embedding,
     ) -> None:
@@ -243,6 +243,37 @@ SEQUENCE_SPLIT: dict[str, Any] = {
     "norm": "sequence_parallel",
     "head": "colwise_gather_output",
 }
+
+
+def torch_plan(sequence: bool) -> dict[str, Any]:
+    """In the words of torch's parallelize_module; with `sequence`, as models are split along it there."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("attention.[qkv]_proj", "mlp.up")}
+    if not sequence:
+        rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "mlp.down")}
+        ends = {
+            "embedding": ColwiseParallel(output_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
+        return {**columns, **rows, **ends}
+    split, whole = (Shard(1),), (Replicate(),)
+    return {
+        **columns,
+        **{f"blocks.*.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down")},
+        "blocks.*.norm?": SequenceParallel(),
+        "blocks.*.attention": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "blocks.*.mlp": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
 
 
 def build(made: Callable[[], nn.Module] = Model, seed: int = 0) -> nn.Module:

@@ -22,6 +22,7 @@ from colonnade.parallel.meta.tape import Tape, memory_of
 
 _ATTRIBUTE = "_colonnade_start"
 _SOURCE = "_colonnade_values"
+_WHOLE = "_colonnade_cut_from"
 
 
 class Source(Protocol):
@@ -45,11 +46,13 @@ def start_of(parameter: Tensor) -> Start | None:
 
 
 def keep_start(part: Tensor, whole: Tensor) -> None:
-    """A part of a parameter of the meta device that is cut after meta_init() starts as its elements of the whole do."""
+    """A part of a parameter of the meta device starts as its elements of the whole do, unless it is changed later."""
     start = start_of(whole)
     if start is not None:
         version = part._version if start.version == whole._version else -1
         setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
+    elif whole.is_meta:  # meta_init() is still on, and notes how parameters start at its end
+        setattr(part, _WHOLE, (whole.detach(), part._version))
 
 
 def give_source(parameter: Tensor, source: Source) -> None:
@@ -114,7 +117,9 @@ def meta_init() -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         for parameter in parameters:
-            setattr(parameter, _ATTRIBUTE, Start(tape, parameter.detach(), parameter._version))
+            whole, version = vars(parameter).pop(_WHOLE, (parameter, parameter._version))
+            tensor = whole if version == parameter._version else parameter
+            setattr(parameter, _ATTRIBUTE, Start(tape, tensor.detach(), parameter._version))
 
 
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__
