@@ -162,7 +162,7 @@ OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "hunyuan_v1_dense": _llama,
-    "nemotron": _nemotron,  # upstream's own from 5.18 on
+    "nemotron": _nemotron,  # has one of its own in later versions than 5.17
     "opt": _opt,
     "roberta": _bert,
     "stablelm": _stablelm,
