@@ -19,7 +19,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ParityError
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double
-from tests.hf.zoo import BY_NAME, EPS, STEPS, Architecture, batch_of, rows_of
+from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, batch_of, rows_of
 
 RTOL = 1e-9
 MICRO_BATCHES = 3
@@ -50,7 +50,7 @@ class Layout:
             if piped
             else {"gradient_accumulation": MICRO_BATCHES}
         )
-        return {"parallel": self.parallel, "clip_grad_norm": 1.0, **passes, **self.settings}
+        return {"parallel": self.parallel, "clip_grad_norm": MAX_NORM, **passes, **self.settings}
 
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
