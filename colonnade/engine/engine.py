@@ -390,7 +390,7 @@ class Engine(WholeWeights):
         self._sync.set_scale(self._book.factor(self._stepper.scaler, self._sync.world))
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
-        self._watch.unsummed = False
+        self._watch.end_sums(complete=not self._failed)
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 
     def _end_step(self) -> None:

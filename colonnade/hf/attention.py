@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import LayoutError, listed
+from colonnade.errors import ConfigError, LayoutError, listed
 from colonnade.hf.sequence_rules import IGNORED, check_model, label_kind, parameters_of
 from colonnade.nn.sequence.parts import Parts, sequence_place
 from colonnade.nn.sequence.ring import ring_attention
@@ -86,20 +86,17 @@ class _Running:
     now: SplitSequence | None = None
 
 
-def prepare_sequence(model: nn.Module, context: ParallelContext, over: Over | None = None) -> None:
+def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
     """Let a model of transformers run on this rank's part of each sequence; in place. Refuses those that cannot.
 
-    `over`: "ring", the default, or "ulysses". Does nothing without a sequence group, and to a model that is not of
-    transformers.
+    By ring attention, or as `parallel = dict(sequence=dict(size=2, attention="ulysses"))` says. Does nothing without a
+    sequence group, and to a model that is not of transformers.
     """
     size, _ = sequence_place(context)
     if size == 1 or not hasattr(model, "set_attn_implementation"):
         return
     chosen: Any = model
-    before = chosen.config._attn_implementation
-    over = over or ("ulysses" if before == "colonnade_ulysses" else "ring")
-    if over not in ("ring", "ulysses"):
-        raise LayoutError(f"attention over a split sequence: {over!r} is not known; it is 'ring' or 'ulysses'")
+    over = _over(context)
     check_model(model, size, over, context)
     _register()
     chosen.set_attn_implementation(f"colonnade_{over}")
@@ -107,6 +104,16 @@ def prepare_sequence(model: nn.Module, context: ParallelContext, over: Over | No
     how = _How(over, over == "ring" and causal, context, tuple(parameters_of(model)), label_kind(model))
     model.split_sequences = how  # type: ignore[assignment]
     model.forward = MethodType(_forward, model)
+
+
+def _over(context: ParallelContext) -> Over:
+    sections: Any = (context.config.get("parallel") or {}).values()
+    found = [section["attention"] for section in sections if hasattr(section, "get") and "attention" in section]
+    over: Any = found[0] if found else "ring"
+    if over not in ("ring", "ulysses"):
+        raise ConfigError(f"parallel.sequence.attention={over!r}: allowed are 'ring' and 'ulysses'")
+    chosen: Over = over
+    return chosen
 
 
 def _register() -> None:

@@ -38,7 +38,8 @@ def check_model(model: Any, size: int, over: str, context: ParallelContext) -> N
     kinds = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
     heads = getattr(config, "num_attention_heads", None) or 0
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    shared = [count for count in (heads, kv_heads) if count // context.tensor_parallel_size % size]
+    tensor = context.tensor_parallel_size
+    uneven = [count for count in (heads, kv_heads) if count // tensor % size]
     problems = [
         (context.pipeline_parallel_size > 1, "it would lie on the stages of a pipeline as well; use one of the two"),
         (getattr(config, "is_encoder_decoder", False), "it has an encoder and a decoder, which attend to each other"),
@@ -67,8 +68,8 @@ def check_model(model: Any, size: int, over: str, context: ParallelContext) -> N
             "output_router_logits=True: the auxiliary loss is not linear in the tokens, and would be of each rank's alone",
         ),
         (
-            over == "ulysses" and bool(shared),
-            f"{shared} heads cannot be shared by {size} ranks, which 'ulysses' has to; use 'ring'",
+            over == "ulysses" and bool(uneven),
+            f"{listed(uneven)} heads on {tensor} tensor ranks cannot be shared evenly, as attention='ulysses' has to; use 'ring'",
         ),
     ]
     for wrong, reason in problems:

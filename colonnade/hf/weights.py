@@ -66,7 +66,7 @@ def from_pretrained(
             sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
             _read_buffers(whole, sources)
             _read_generation_config(whole, path)
-        names = {name: _all_names(whole)[id(value)] for name, value in whole.state_dict(keep_vars=True).items()}
+        names = {name: group for group in _all_names(whole).values() for name in group}
         if adapters is not None:
             from peft import get_peft_model
 

@@ -6,7 +6,8 @@ What forward does between two layers (a scale, an addition, a dropout) would be 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +21,17 @@ Layers = Sequence[tuple[str, nn.Module]]
 """Layers in the order in which they are called, with their names in the model."""
 
 
-def compare_with_stages(model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any]) -> None:
+BETWEEN = "Put what its forward() does between the layers into one of them."
+
+
+def compare_with_stages(
+    model: nn.Module, stages: nn.Module, run: Callable[[nn.Module], Any], advice: str = BETWEEN
+) -> None:
     """Refuse stages that give another result than the model, from the same random state, in the mode it is in.
 
     Random state and buffers stay as they were.
     """
     what = f"the layers of {type(model).__name__}, one after another, give another result than its forward pass"
-    advice = "Put what its forward() does between the layers into one of them."
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
     results = []
@@ -60,6 +65,19 @@ def in_modes(model: nn.Module, check: Callable[[], None]) -> None:
             check()
     finally:
         model.training = before
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside, they and all that they hold are in evaluation mode; then each as before."""
+    modes = [(each, each.training) for module in modules for each in module.modules()]
+    try:
+        for each, _ in modes:
+            each.training = False
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
 
 
 def cloned(sample: Any) -> Any:

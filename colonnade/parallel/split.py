@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colonnade.errors import ScheduleError, did_you_mean, listed
-from colonnade.parallel.chain import Layers, cloned, compare_with_stages, in_modes, require_chain, runs_in_order
+from colonnade.parallel.chain import (
+    Layers,
+    cloned,
+    compare_with_stages,
+    evaluating,
+    in_modes,
+    require_chain,
+    runs_in_order,
+)
 from colonnade.parallel.own_forward.make import OwnForward
+from colonnade.parallel.own_forward.stage import result_of
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -89,8 +98,12 @@ def split(
     stage but the first. `balance="time"` measures forward and backward of each layer on `sample`, a batch's data.
     A list of modules is taken as stages that you made yourself. No parameter is copied.
 
-    What the model's forward() does between its layers is in no stage. With a `sample` the stages must give what the
-    model gives; without one the model must be seen to call its layers one after another, or it is refused.
+    What forward() does between these layers is in no stage. With a `sample` the stages must give what the model gives;
+    without one the model must be seen to call its layers one after another, or it is refused.
+
+    Any other model with its blocks in an nn.ModuleList is cut by its own forward pass: each stage runs it, and does its
+    part of it. The pass is followed once, without weights, on `sample`; models of transformers need none. What layers are
+    given beside what the layer before returned goes along; a cut at which it cannot is refused.
     """
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         stages = list(model)
@@ -140,6 +153,11 @@ def _split_by_forward(
     else:
         firsts = _balanced_cuts(names, num_stages, weights)
     stages = own.stages(firsts)
+    if sample is not None and not any(parameter.is_meta for parameter in model.parameters()):
+        chain = Stage([(str(at), stage) for at, stage in enumerate(stages)], takes_one_value=False)
+        hidden = "A layer seems to leave something for another beside what it returns; hand it on as an argument."
+        with evaluating(model, chain):
+            compare_with_stages(model, chain, lambda each: result_of(call_layer(each, cloned(sample))), hidden)
     return Split(stages, find_ties(stages))
 
 
@@ -289,16 +307,11 @@ def _measured(layers: Layers, sample: Any, one_value: bool) -> list[float]:
     devices = {leaf.device for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.is_cuda}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         for _, layer in layers:
-            modes = {module: module.training for module in layer.modules()}
-            layer.eval()
-            try:
+            with evaluating(layer):
                 value = tree_map(_fresh, value)
                 seconds.append(min(_seconds(layer, value, alone) for _ in range(3)))
                 with torch.no_grad():
                     value = call_layer(layer, value, alone)
-            finally:
-                for module, training in modes.items():
-                    module.training = training
             alone = one_value
     return seconds
 

@@ -245,6 +245,37 @@ SEQUENCE_SPLIT: dict[str, Any] = {
 }
 
 
+def torch_plan(sequence: bool) -> dict[str, Any]:
+    """In the words of torch's parallelize_module; with `sequence`, as models are split along it there."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    columns = {f"blocks.*.{name}": ColwiseParallel() for name in ("attention.[qkv]_proj", "mlp.up")}
+    if not sequence:
+        rows = {f"blocks.*.{name}": RowwiseParallel() for name in ("attention.o_proj", "mlp.down")}
+        ends = {
+            "embedding": ColwiseParallel(output_layouts=Replicate()),
+            "head": RowwiseParallel(input_layouts=Replicate()),
+        }
+        return {**columns, **rows, **ends}
+    split, whole = (Shard(1),), (Replicate(),)
+    return {
+        **columns,
+        **{f"blocks.*.{name}": RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o_proj", "mlp.down")},
+        "blocks.*.norm?": SequenceParallel(),
+        "blocks.*.attention": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "blocks.*.mlp": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
 def build(made: Callable[[], nn.Module] = Model, seed: int = 0) -> nn.Module:
     """The same on every rank, in fp64, with biases and norms that are not at their start."""
     torch.manual_seed(seed)

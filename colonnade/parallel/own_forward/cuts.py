@@ -33,6 +33,9 @@ class Part:
     keeps_outputs: dict[int, dict[int, int]] = field(default_factory=dict)
     """By call: which leaves of its result the next stage takes."""
 
+    def __deepcopy__(self, memo: object) -> Part:
+        return self
+
 
 def possible_cuts(recording: Recording) -> list[int]:
     """The calls that a stage can begin with; the first is 0."""

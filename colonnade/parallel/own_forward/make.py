@@ -59,11 +59,8 @@ class OwnForward:
     def stages(self, firsts: Sequence[int]) -> list[nn.Module]:
         """The stages that begin with these of the `layers`. They share the model's modules, which are not copied."""
         parts = parts_of(self._recording, [self._cuts[at] for at in firsts])
-        last = parts[-1]
-        watched = {type(self._units[name]) for name in last.names[: max([last.first, *last.reads]) + 1]}
-        for name in dict.fromkeys(last.names):
-            if type(self._units[name]) in watched:
-                catch_calls(name, self._units[name])
+        for name in self._caught(parts[-1]):
+            catch_calls(name, self._units[name])
         placed = self._placed(parts)
         return [
             self._stage(part, units, set().union(*placed[:at]))
@@ -71,6 +68,15 @@ class OwnForward:
         ]
 
     # -- one stage -----------------------------------------------------------------------------------------
+
+    def _caught(self, last: Part) -> set[str]:
+        """The units whose calls must be seen. Not those of one class that come after all others: a head stays an nn.Linear."""
+        kinds = [type(self._units[name]) for name in last.names]
+        stop, seen = max([last.first, *last.reads]) + 1, 0
+        while stop > seen:
+            seen = stop
+            stop = max(at for at, kind in enumerate(kinds) if kind in kinds[:seen]) + 1
+        return set(last.names[:stop])
 
     def _placed(self, parts: Sequence[Part]) -> list[set[str]]:
         """The units that each stage has. One that was not called is where its weights are, if it shares them, else in the last."""

@@ -35,6 +35,9 @@ class Absent(nn.Module):
         """What forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
         return getattr(vars(self)["_twin"], name)
 
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
 
 class _Leave(BaseException):
     """Ends the forward pass of a stage; no Exception, which a model may catch."""
@@ -187,32 +190,54 @@ def result_of(output: Any) -> Any:
 
 
 class _Members:
-    """A list some members of which are absent: they are iterated over, but are no modules of it."""
+    """A list or a dict some members of which are absent: they are iterated over, but are no modules of it."""
 
-    _colonnade_members: tuple[str, ...]
-    _colonnade_absent: dict[str, Absent]
+    _colonnade_members: dict[str, Absent | None]
     _modules: dict[str, nn.Module]
 
-    def _all(self) -> list[nn.Module]:
-        absent = self._colonnade_absent
-        return [absent[name] if name in absent else self._modules[name] for name in self._colonnade_members]
+    def _all(self) -> dict[str, nn.Module]:
+        return {
+            name: self._modules[name] if absent is None else absent for name, absent in self._colonnade_members.items()
+        }
 
     def __len__(self) -> int:
         return len(self._colonnade_members)
 
+
+class _List(_Members):
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._all())
+        return iter(self._all().values())
 
     def __getitem__(self, index: Any) -> Any:
-        return self._all()[index]
+        return [*self._all().values()][index]
+
+
+class _Dict(_Members):
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return self._all()[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._colonnade_members
+
+    def keys(self) -> Any:
+        return self._all().keys()
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def items(self) -> Any:
+        return self._all().items()
 
 
 def take_out(owner: nn.Module, absent: dict[str, Absent]) -> None:
     """Have these children of a module be no modules of it, though its forward pass still finds them."""
-    if isinstance(owner, (nn.ModuleList, nn.Sequential)):
-        vars(owner).update(_colonnade_members=tuple(owner._modules), _colonnade_absent=absent)
-        owner.__class__ = derived(_Members, type(owner))
-    else:
+    if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
+        owner.__class__ = derived(_Dict if isinstance(owner, nn.ModuleDict) else _List, type(owner))
+    if not isinstance(owner, (nn.ModuleList, nn.Sequential)):
         vars(owner).update(absent)
     for name in absent:
         del owner._modules[name]

@@ -17,7 +17,8 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose calls a forward pass is made of, by name: blocks, and what stands beside the lists of them.
 
     Blocks are members of the outermost nn.ModuleLists, and of nn.Sequentials of like members, that have layers inside.
-    What has blocks inside (the model itself, its decoder) is none, nor is a list. Empty if there are no blocks.
+    What has blocks inside (the model itself, its decoder) is none, nor is a list or a dict of modules. Empty if there are
+    no blocks.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -30,7 +31,8 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        if _has_blocks(child) and (_is_list(child) or not _is_block_list(module)):
+        cannot_run = type(child).forward is nn.Module.forward  # nn.ModuleList, nn.ModuleDict
+        if cannot_run or (_has_blocks(child) and (_is_list(child) or not _is_block_list(module))):
             yield from _units(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
@@ -66,7 +68,7 @@ def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterato
 
 
 def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -> nn.Module:
-    """A copy of a module and of those inside it, with `tensors` of its parameters and buffers; the rest it shares.
+    """A copy of a module and of those inside it, with `tensors` of its parameters, buffers and others; the rest it shares.
 
     `memo`, by id, has what stands for a module and is not copied, and gets the copies.
     """
@@ -75,7 +77,7 @@ def copy_tree(module: nn.Module, memo: dict[int, nn.Module], tensors: Tensors) -
     copied: Any = object.__new__(type(module))
     memo[id(module)] = copied
     own = vars(copied)
-    own.update(vars(module))
+    own.update((key, tensors(value) if isinstance(value, Tensor) else value) for key, value in vars(module).items())
     for key, value in vars(nn.Module()).items():
         if isinstance(value, (dict, set)):  # parameters, modules, hooks
             own[key] = copy.copy(vars(module)[key])

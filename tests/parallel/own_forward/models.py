@@ -1,0 +1,137 @@
+"""Plain models, not written for pipelines, whose forward passes do this and that between their layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, WORDS, LENGTH = 8, 11, 5
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str = "full") -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.kind = kind
+
+    def forward(self, x: Tensor, mask: Tensor, gain: float = 1.0) -> Tensor:
+        mixed = torch.where(mask, self.norm(x), 0.0).mean(1, keepdim=True)
+        return x + gain * self.down(F.gelu(self.up(self.norm(x) + mixed)))
+
+
+class Decoder(nn.Module):
+    """Positions are a parameter of the model itself, the embedding is scaled, and each kind of layer has a mask of its own."""
+
+    def __init__(self, blocks: int = 4, tied: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.register_buffer("seen", torch.zeros(()))
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block("near" if at % 2 else "full") for at in range(blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        x = self.words(ids) * math.sqrt(WIDTH) + self.positions[: ids.shape[1]]
+        x = self.drop(x)
+        full = torch.ones_like(x, dtype=torch.bool) if padding is None else padding[..., None].expand_as(x)
+        masks = {"full": full, "near": full & (torch.arange(ids.shape[1]) > 1)[:, None]}
+        for at, block in enumerate(self.blocks):
+            x = block(x, masks[block.kind], gain=1.0 / (at + 1))
+        return self.head(self.norm(x) * 2)
+
+
+class Outer(nn.Module):
+    """A model around a model, which hands on the first embedding and pairs, and uses the embedding as its head."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, pair: tuple[Tensor, Tensor | None], first: Tensor) -> tuple[Tensor, Tensor]:
+            x, before = pair
+            y = self.inner(x) + 0.1 * first
+            return y, y if before is None else before + y
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict(dict(layers=nn.ModuleList(self.Layer() for _ in range(layers))))
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.table(ids)
+        pair: tuple[Tensor, Tensor | None] = (first, None)
+        for layer in self.body["layers"]:
+            pair = layer(pair, first)
+            pair = (pair[0] * 0.5, pair[1])
+        return F.linear(pair[1], self.table.weight)  # type: ignore[arg-type]
+
+
+class Net(nn.Module):
+    """Layers that also get what others returned long before, as in a U."""
+
+    def __init__(self, in_forward: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+        self.up = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+        self.join = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(2))
+        self.in_forward = in_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+        for layer, join in zip(self.up, self.join, strict=True):
+            x = layer(x)
+            x = x + kept.pop() if self.in_forward else join(x, kept.pop())
+        return x
+
+
+class Telling(nn.Module):
+    """Layers of which one leaves something for another behind the forward pass's back."""
+
+    class Layer(nn.Module):
+        def __init__(self, notes: dict[str, Tensor]) -> None:
+            super().__init__()
+            self.inner, self.notes = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), notes
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x) + self.notes.get("last", 0.0)
+            self.notes["last"] = y.detach()
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, Tensor] = {}
+        self.layers = nn.ModuleList(self.Layer(self.notes) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run_all(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """The stages one after another."""
+    first, *others = stages
+    value = first(*args, **kwargs)
+    for stage in others:
+        value = stage(**value)
+    return value
+
+
+def ids(rows: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.arange(rows * length).view(rows, length) % WORDS

@@ -1,0 +1,193 @@
+"""A model is cut by its own forward pass: its stages, one after another, give what it gives, and its gradients."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade.errors import ScheduleError
+from colonnade.parallel.own_forward.make import OwnForward
+from colonnade.parallel.split import find_ties, split
+from tests.parallel.own_forward.models import WIDTH, Block, Decoder, Net, Outer, Telling, ids, run_all
+
+
+def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    output.square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(model: nn.Module, stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
+    """Results, gradients, names of parameters and buffers."""
+    expected = model(*args, **kwargs)
+    truth = gradients(model, expected)
+    found = run_all(stages, *args, **kwargs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model, found), truth, rtol=1e-12, atol=1e-14)
+    keys = [set(stage.state_dict()) for stage in stages]
+    assert set().union(*keys) == set(model.state_dict())
+    own = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    held = [id(parameter) for stage in stages for parameter in stage.parameters()]
+    assert set(held) == set(own)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_cut_of_a_decoder(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = Decoder(tied=tied).double()
+    own = OwnForward(model, lambda run: run(ids()))
+    assert [name for name, _ in own.layers] == ["words", "drop", *(f"blocks.{at}" for at in range(4)), "norm", "head"]
+    padding = torch.tensor([[True, True, False], [True, True, True]])
+    for count in (1, 7):
+        for firsts in combinations(range(1, 8), count):
+            stages = own.stages([0, *firsts])
+            assert_same(model, stages, ids())
+            assert_same(model, stages, ids(2, 3), padding=padding)
+            assert find_ties(stages) == ([(("words.weight", 0), ("head.weight", count))] if tied else [])
+
+
+def held(stage: nn.Module) -> set[str]:
+    return {".".join(name.split(".")[:2]) for name, _ in stage.named_parameters()}
+
+
+def test_what_a_stage_has_and_has_not() -> None:
+    model = Decoder()
+    first, second = split(model, at="blocks.2", sample=ids())
+    assert isinstance(second, Decoder)
+    assert held(first) == {"words.weight", "positions", "blocks.0", "blocks.1"}
+    assert held(second) == {"blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
+    assert [name for name, module in second.named_modules() if isinstance(module, Block)] == ["blocks.2", "blocks.3"]
+    assert [block.kind for block in second.blocks] == ["full", "near", "full", "near"]
+    assert second.get_submodule("blocks.3") is model.blocks[3]
+    assert list(second.blocks)[2:] == list(model.blocks)[2:] == second.blocks[2:]
+    # a buffer that nobody uses is kept in one place
+    assert ["seen" in stage.state_dict() for stage in (first, second)] == [False, True]
+    with pytest.raises(ScheduleError, match=r"'words' is in another pipeline stage"):
+        second.words(ids())
+    # the model is as it was, and runs
+    assert model(ids()).shape == (3, 5, 11)
+
+
+def test_balance_counts_embedding_and_head() -> None:
+    model = Decoder(tied=False)
+    first, _, last = split(model, num_stages=3, sample=ids())
+    counts = [sum(p.numel() for p in stage.parameters()) for stage in (first, last)]
+    assert max(counts) <= sum(p.numel() for p in model.parameters()) * 0.45
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_values_go_along_and_a_weight_is_used_without_its_layer(num_stages: int) -> None:
+    torch.manual_seed(0)
+    model = Outer().double()
+    stages = split(model, num_stages=num_stages, sample=ids())
+    assert_same(model, stages.stages, ids())
+    assert_same(model, stages.stages, ids(1, 4))
+    assert [name for name, _ in stages.ties[0]] == ["table.weight", "table.weight"]
+    # "unused" is called nowhere: the last stage keeps it
+    assert "unused.weight" in stages[-1].state_dict()
+    assert all("unused.weight" not in stage.state_dict() for stage in stages.stages[:-1])
+
+
+def test_results_of_long_before_go_along() -> None:
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    for at in (["down.0"], ["down.1", "up.1"], ["up.0", "join.0", "up.1", "join.1"]):
+        assert_same(model, split(model, at=at, sample=x).stages, x)
+
+
+def test_a_cut_that_forward_reaches_across_is_refused_by_name() -> None:
+    model, x = Net(in_forward=True), torch.randn(3, WIDTH)
+    with pytest.raises(
+        ScheduleError, match=r"no stage can begin with 'up\.0': .*'up\.1' uses more of what comes before 'up\.0'"
+    ):
+        split(model, at="up.0", sample=x)
+    with pytest.raises(ScheduleError, match=r"2 layers cannot make 4 stages.*stem, down\.0$"):
+        split(model, num_stages=4, sample=x)
+    assert_same(model.double(), split(model, at="down.0", sample=x.double()).stages, x.double())
+    with pytest.raises(ScheduleError, match="no layer 'nowhere' to cut at; layers: words, drop, blocks"):
+        split(Decoder(), at="nowhere", sample=ids())
+
+
+def test_what_cannot_be_cut_says_what_to_do() -> None:
+    with pytest.raises(ScheduleError, match=r"Decoder is cut into stages by its forward pass.*pass sample="):
+        split(Decoder(), num_stages=2)
+    with pytest.raises(ScheduleError, match=r"does not say in which order its layers run.*nn\.ModuleList"):
+        split(nn.Bilinear(2, 2, 2), num_stages=2)
+    with pytest.raises(ScheduleError, match=r"balance='time' is for an nn\.Sequential"):
+        split(Decoder(), num_stages=2, balance="time", sample=ids())
+    with pytest.raises(ScheduleError, match=r"layers of Telling.*give another result.*hand it on as an argument"):
+        split(Telling(), num_stages=2, sample=torch.ones(2, WIDTH))
+    hooked = Decoder()
+    hooked.register_forward_hook(lambda module, args, result: None)
+    with pytest.raises(ScheduleError, match="Decoder has hooks"):
+        split(hooked, num_stages=2, sample=ids())
+
+    class Choosing(Decoder):
+        def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+            x = self.words(ids)
+            return super().forward(ids) if x.sum() > 0 else x
+
+    with pytest.raises(ScheduleError, match=r"cannot be followed without its weights.*after 'words'"):
+        split(Choosing(), num_stages=2, sample=ids())
+
+
+def test_another_order_of_calls_is_an_error_by_name() -> None:
+    class Skipping(Decoder):
+        skips = False
+
+        def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+            x = self.words(ids)
+            for at, block in enumerate(self.blocks):
+                if not (self.skips and at == 1):
+                    x = block(x, torch.ones_like(x, dtype=torch.bool))
+            return self.head(x)
+
+    stages = split(Skipping(), num_stages=2, sample=ids())
+    for stage in stages:
+        stage.skips = True
+    with pytest.raises(ScheduleError, match=r"calls 'blocks\.2' where 'blocks\.1' was to come"):
+        run_all(stages.stages, ids())
+
+
+def test_on_the_meta_device_and_under_a_copy() -> None:
+    torch.manual_seed(0)
+    real = Decoder().double()
+    with torch.device("meta"):
+        model = Decoder().double()
+    stages = split(model, num_stages=3, sample=ids())
+    assert all(parameter.is_meta for stage in stages for parameter in stage.parameters())
+    assert stages.ties == split(real, num_stages=3, sample=ids()).ties
+    state = real.state_dict()
+    for stage in stages:
+        stage.to_empty(device="cpu")
+        stage.load_state_dict({key: state[key] for key in stage.state_dict()})
+    torch.testing.assert_close(run_all(stages.stages, ids()), real(ids()), rtol=0, atol=0)
+    copies = [copy.deepcopy(stage) for stage in stages]
+    torch.testing.assert_close(run_all(copies, ids()), real(ids()), rtol=0, atol=0)
+
+
+def test_dropout_is_drawn_once() -> None:
+    model = Decoder(dropout=0.5).double()
+    stages = split(model, num_stages=3, sample=ids())
+    torch.manual_seed(1)
+    expected = model(ids())
+    torch.manual_seed(1)
+    torch.testing.assert_close(run_all(stages.stages, ids()), expected, rtol=0, atol=0)
+
+
+def test_a_stage_keeps_no_weight_of_another_alive() -> None:
+    model = Decoder(tied=False)
+    other = weakref.ref(model.blocks[0].up.weight)
+    last = split(model, num_stages=2, sample=ids())[-1]
+    del model
+    gc.collect()
+    assert other() is None
+    assert last.head.weight.numel()
