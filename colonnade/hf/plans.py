@@ -32,7 +32,7 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
     if experts == 1:
         return plan
-    own = _present(dict(getattr(model, "ep_plan", None) or {}), model)
+    own = _present(_expert_plan(model), model)
     if not own:
         raise PlacementError(
             f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
@@ -48,17 +48,29 @@ def _both(expert: str, tensor: Any) -> Any:
     return expert if tensor in (None, expert) else {"style": expert, "tensor": tensor}
 
 
+def _expert_plan(model: nn.Module) -> dict[str, Any]:
+    found = getattr(model, "ep_plan", None)
+    if found is None:  # transformers 5.17 has it in the config alone
+        return _of_base(model, getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {})
+    return dict(found)
+
+
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
     ours = OWN_PLANS.get(getattr(config, "model_type", ""))
     plan = dict(getattr(model, "tp_plan", None) or {})
     if ours is not None and not getattr(config, "base_model_tp_plan", None):
-        base = getattr(model, "base_model", model)
-        prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
-        plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
+        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **plan}
     plan = _present(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
+
+
+def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan for the base model, by the names that the model has for its layers."""
+    base = getattr(model, "base_model", model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
+    return {prefix + name: style for name, style in plan.items()}
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
