@@ -7,13 +7,23 @@ matrix of an adapter has the style of its layer, the other is whole, and no othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Set
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from colonnade.checkpoint.collective import agreed
+from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError, listed
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout
@@ -61,9 +71,9 @@ class Adapters:
     def _draw(self, name: str, layer: Any) -> None:
         """Adapters that peft has put on the meta device, as it does where the model is: drawn as it draws them."""
         for adapter in [*layer.lora_A, *layer.lora_embedding_A]:
-            matrices = [held for held in (layer.lora_A, layer.lora_B) if adapter in held]
-            matrices += [held for held in (layer.lora_embedding_A, layer.lora_embedding_B) if adapter in held]
-            if not any(parameter.is_meta for held in matrices for parameter in held.parameters()):
+            matrices = [layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B]
+            holders = [held for held in matrices if adapter in held]
+            if not any(parameter.is_meta for held in holders for parameter in held.parameters()):
                 continue
             start = self._configs[adapter].init_lora_weights if adapter in self._configs else True
             if isinstance(start, str) and start != "gaussian":
@@ -71,9 +81,15 @@ class Adapters:
                     f"{name!r}: init_lora_weights={start!r} needs the weights of the model, which is on the meta device; "
                     f"load it first, or leave init_lora_weights=True"
                 )
-            for held in matrices:
-                held.to_empty(device="cpu")
-            layer.reset_lora_parameters(adapter, start)
+            for held in holders:
+                made = held[adapter]
+                empty = (
+                    made.to_empty(device="cpu") if isinstance(made, nn.Module) else torch.empty_like(made, device="cpu")
+                )
+                held[adapter] = empty if isinstance(empty, nn.Module) else nn.Parameter(empty, made.requires_grad)
+            with torch.random.fork_rng(devices=()):  # the same on every rank, of any layout
+                torch.manual_seed(derive_seed(self._context.seed, name, adapter))
+                layer.reset_lora_parameters(adapter, start)
 
     def _cut(self, name: str, layer: Any, stage: nn.Module, entries: Mapping[str, Entry], parts: Any) -> None:
         cut = {at: entry for at, entry in entries.items() if f"{at}.".startswith(f"{name}.") and self._cuts(at, entry)}
@@ -124,6 +140,47 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if hasattr(module, "base_layer") and hasattr(module, "lora_A") and not (last and name.startswith(f"{last}.")):
             last = name
             yield name, module
+
+
+def save_adapters(
+    model: nn.Module, folder: str | Path, context: ParallelContext, dtype: torch.dtype | None = None
+) -> Path:
+    """Write the folder that peft's `PeftModel.from_pretrained` loads: what was trained, and the config. Collective.
+
+    The adapter "default" lies in the folder itself, others in folders of their names, as peft has it.
+    """
+    from colonnade.checkpoint.pretrained import save_full  # needs safetensors
+
+    base: Any = base_model(model[-1] if isinstance(model, nn.ModuleList) else model)
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or base.peft_config
+    for adapter, config in configs.items():
+        target = Path(folder) / ("" if adapter == "default" else adapter)
+        whole = WholeTensors(model, context, keep=partial(_is_saved, others=configs.keys() - {adapter}))
+        whole.records = tuple(replace(each, names=(_file_name(each.label, adapter),)) for each in whole.records)
+        save_full(whole, target / "adapter_model.safetensors", context, dtype)
+        with agreed(context, f"saving to {target}"):
+            if context.get_global_rank() == 0:
+                kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
+                mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+                told = copy(config)
+                told.inference_mode = True
+                told.base_model_name_or_path = told.base_model_name_or_path or getattr(base, "name_or_path", "") or None
+                told.save_pretrained(target, auto_mapping_dict=None if told.task_type else mapping)
+    return Path(folder)
+
+
+def _is_saved(tensor: LocalTensor, others: Set[str]) -> bool:
+    """Whether peft saves a tensor beside the adapters of these names: it is of an adapter, or was trained."""
+    parts = tensor.names[0].split(".")
+    adapted = tensor.tensor.requires_grad or any(part.startswith("lora_") for part in parts)
+    return (adapted or "modules_to_save" in parts) and others.isdisjoint(parts)
+
+
+def _file_name(name: str, adapter: str) -> str:
+    """A name as peft has it in a file: without that of the adapter, and with what its wrapper puts before all."""
+    plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
+    plain = plain.replace(f".modules_to_save.{adapter}.", ".").removeprefix("base_model.model.")
+    return f"base_model.model.{plain}"
 
 
 def base_model(model: Any) -> nn.Module:

@@ -97,6 +97,10 @@ def _llama(config: Any) -> Plan:
     return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
 
 
+def _nemotron(config: Any) -> Plan:
+    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_split("layers.*.mlp", ("up_proj",), "down_proj")}
+
+
 def _gpt_oss(config: Any) -> Plan:
     return _split("layers.*.self_attn", _QKV, "o_proj")
 
@@ -158,6 +162,7 @@ OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "hunyuan_v1_dense": _llama,
+    "nemotron": _nemotron,  # has one of its own in later versions than 5.17
     "opt": _opt,
     "roberta": _bert,
     "stablelm": _stablelm,

@@ -32,6 +32,7 @@ def from_pretrained(
     *,
     model_class: Any = None,
     dtype: torch.dtype | None = None,
+    adapters: Any = None,
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     trust: bool = False,
@@ -44,7 +45,8 @@ def from_pretrained(
     config, for weights that are drawn as transformers draws them, the same on every layout. The model is built on the
     meta device and takes no memory until `initialize`. `model_class` is a class of transformers, or one of its Auto classes; left out, it
     is the one that the config names. `plan` is as in `parallelize`, `dtype` that of the weights (else as the config says),
-    `options` go to the model's class (attn_implementation="sdpa").
+    `options` go to the model's class (attn_implementation="sdpa"). `adapters` is a config of peft: the model gets them, and
+    they alone are trained.
 
     Every rank raises where the folder does not fit the model: names that are missing (except those that `allow_missing` has
     patterns for, which are drawn), names that the model does not have (`allow_unexpected`), other shapes. Pickled
@@ -64,11 +66,16 @@ def from_pretrained(
             sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
             _read_buffers(whole, sources)
             _read_generation_config(whole, path)
-        names = {name: _all_names(whole)[id(value)] for name, value in whole.state_dict(keep_vars=True).items()}
+        names = {name: group for group in _all_names(whole).values() for name in group}
+        if adapters is not None:
+            from peft import get_peft_model
+
+            whole = get_peft_model(whole, adapters)
     model = parallelize(whole, plan, context=context)
     for stage in list(model) if isinstance(model, Split) else [model]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
-            source = next((sources[other] for other in names.get(name, [name]) if other in sources), None)
+            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")  # as it was before peft
+            source = next((sources[other] for other in names.get(plain, [plain]) if other in sources), None)
             if source is not None:
                 give_source(parameter, source)
     return model

@@ -127,9 +127,11 @@ def write(path: Path, cells: Cells) -> None:
 
 
 def short(cell: str) -> str:
-    """A reason in one line."""
+    """A reason in one sentence, the same for all models that it holds of."""
     line = next(line for line in cell.splitlines() if line.strip()).strip()
-    return line if len(line) <= 300 else line[:297] + "..."
+    sentence = re.split(r"\. (?=[A-Z])", line)[0]
+    sentence = re.sub(r"\b[A-Z]\w*(For[A-Z]\w+|LMHeadModel)\b", "the model", sentence)
+    return sentence if len(sentence) <= 300 else sentence[:297] + "..."
 
 
 def main() -> int:

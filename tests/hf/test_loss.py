@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
@@ -167,9 +168,25 @@ def _data_parallel() -> None:
             compare(expected, gather_gradients(engine.model, engine.context), RTOL)
 
 
-@pytest.mark.slow
-def test_uneven_labels_over_ranks_and_passes_are_those_of_one_process():
-    run_world(2, _data_parallel)
+def _pipeline() -> None:
+    """The labels of a collator's batch go to the last stage, whose loss is the model's own."""
+    config = {"parallel": {"pipeline": 2}, "schedule": {"type": "OneFOneB", "num_microbatches": 3}, "flat_step": False}
+    for name in ("llama", "bert", "t5"):
+        architecture = BY_NAME[name]
+        batch = batch_of(architecture.kind, 0)
+        expected_loss, expected = gradients_of_one_process(name, batch)
+        with in_double(), launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = colonnade.parallelize(architecture.build(), context=gpc)
+            engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)
+            loss = engine.execute_schedule(iter([batch]))[2]
+            engine.step()
+            torch.testing.assert_close(loss, expected_loss, rtol=RTOL, atol=0)
+            compare(expected, gather_gradients(engine.model, engine.context), RTOL)
+            if name == "llama":
+                trainer = Trainer(engine)
+                assert trainer.evaluate([batch]) == {"Loss": pytest.approx(expected_loss.item(), rel=RTOL)}
+                assert trainer.predict([batch]).shape == (ROWS, 12, 96)
+            engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit", "bart"])
@@ -272,9 +289,15 @@ def _trainer() -> None:
             }
 
 
+def _on_two_ranks() -> None:
+    _data_parallel()
+    _pipeline()
+    _trainer()
+
+
 @pytest.mark.slow
-def test_the_trainer_takes_batches_of_collators_and_no_criterion():
-    run_world(2, _trainer)
+def test_batches_of_collators_without_a_criterion_on_two_ranks_are_those_of_one_process():
+    run_world(2, _on_two_ranks, timeout=120)
 
 
 def test_a_batch_without_labels_is_said_to_have_no_loss():

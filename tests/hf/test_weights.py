@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,12 @@ from torch import Tensor
 
 import colonnade
 from colonnade.checkpoint import fault
+from colonnade.checkpoint.format.slices import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.hf.sources import Converted, Pieces
 from colonnade.hf.weights import from_pretrained
+from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import source_of
 from colonnade.testing import run_world
 from tests.hf.zoo import BY_NAME
@@ -84,7 +89,8 @@ def started(model: Any, gpc: ParallelContext) -> Any:
 
 def round_trip(folder: Path, truth: dict[str, Tensor]) -> list[tuple[int, list[str]]]:
     """On each rank: every case's weights, whole, are those of the folder; they are saved again."""
-    wrong = []
+    wrong: list[Any] = []
+    check_memory(folder / "large")
     for parallel, rest in (({**PIPELINE, **TENSOR}, STAGED), ({}, {"zero": 3})):
         with colonnade.launch({"parallel": parallel, **rest}, context=ParallelContext(), verbose=False) as gpc:
             assert same(drawn(gpc), truth) == []
@@ -107,6 +113,52 @@ def check_refused(folder: Path, gpc: ParallelContext) -> None:
         from_pretrained(path, context=gpc)
 
 
+def anonymous() -> int:
+    """The bytes of this process's own memory that are in use."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def check_memory(path: Path) -> None:
+    """At its peak a rank holds its share, one tensor, and a little that does not depend on the size."""
+    largest, little = 8192 * 1024 * 4, 24 << 20
+    # Without flat steps, for which `initialize` makes memory for the gradients too.
+    for config in ({"parallel": {"tensor": {"size": 4, "mode": "1d"}}, "flat_step": False}, {"zero": 3}):
+        with colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # else memory that was freed before is used again, and not seen
+            before, done, peak = anonymous(), threading.Event(), [0]
+
+            def watch(before: int = before, done: threading.Event = done, peak: list[int] = peak) -> None:
+                while not done.wait(0.001):
+                    peak[0] = max(peak[0], anonymous() - before)
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            engine = started(from_pretrained(path, context=gpc), gpc)
+            done.set()
+            watcher.join()
+            share = sum(local_part(parameter).nbytes for parameter in engine.model.parameters())
+            whole = sum(tensor.size for tensor in tensors_in(path).values())
+            assert whole > 240 << 20
+            assert share < 1.01 * whole / 4
+            assert share < peak[0] < share + largest + little, (config, share >> 20, peak[0] >> 20)
+            engine.close()
+
+
+def write_large(path: Path) -> None:
+    """A Llama of 256 MiB, all zeros."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="float32")
+    config.save_pretrained(path)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in LlamaForCausalLM(config).state_dict().items()}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path / "model.safetensors")
+
+
 def alone() -> Any:
     return colonnade.launch({}, context=ParallelContext(), verbose=False)
 
@@ -125,6 +177,7 @@ def folders(tmp_path_factory: Any) -> Path:
 def test_weights_survive_every_layout_to_the_bit(folders: Path) -> None:
     import transformers
 
+    write_large(folders / "large")
     with alone() as gpc:
         truth = drawn(gpc)
     for found in run_world(4, round_trip, folders, truth, timeout=240).values:
