@@ -65,31 +65,19 @@ def tensor_plan(model: nn.Module) -> dict[str, Any]:
     kind = getattr(config, "model_type", "")
     ours = OWN_PLANS.get(kind)
     plan = dict(getattr(model, "tp_plan", None) or {})
-<<<<<<< HEAD
-    if ours is not None and (kind in INSTEAD or not getattr(config, "base_model_tp_plan", None)):
-        prefix = _prefix(model)
-        plan = {name: style for name, style in plan.items() if not (prefix and name.startswith(prefix))}
-        plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
-=======
-    if ours is not None and not getattr(config, "base_model_tp_plan", None):
-        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **plan}
->>>>>>> h-moe
+    upstream = getattr(config, "base_model_tp_plan", None) or {}
+    if ours is not None and (kind in INSTEAD or not upstream):
+        heads = {name: style for name, style in plan.items() if name not in _of_base(model, upstream)}
+        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **heads}
     plan = _present(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
 
-<<<<<<< HEAD
-def _prefix(model: nn.Module) -> str:
-    """What the names of the base model's layers begin with."""
-    base = getattr(model, "base_model", model)
-    return next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
-=======
 def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     """A plan for the base model, by the names that the model has for its layers."""
     base = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
     return {prefix + name: style for name, style in plan.items()}
->>>>>>> h-moe
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
