@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from colonnade.context.parallel_mode import ParallelMode as ParallelMode
     from colonnade.engine.build import initialize as initialize
     from colonnade.engine.engine import Engine as Engine
+    from colonnade.hf.weights import from_pretrained as from_pretrained
     from colonnade.logging import get_dist_logger as get_dist_logger
     from colonnade.optim.clip import clip_grad_norm_ as clip_grad_norm_
     from colonnade.optim.clip import grad_norm as grad_norm
@@ -41,6 +42,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.context.parallel_mode": "ParallelMode",
         "colonnade.engine.build": "initialize",
         "colonnade.engine.engine": "Engine",
+        "colonnade.hf.weights": "from_pretrained",
         "colonnade.logging": "get_dist_logger",
         "colonnade.optim.clip": "clip_grad_norm_ grad_norm",
         "colonnade.parallel.meta": "meta_init",

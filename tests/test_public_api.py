@@ -19,6 +19,7 @@ TOP = [
     "Tied",
     "Trainer",
     "clip_grad_norm_",
+    "from_pretrained",
     "get_default_parser",
     "get_dist_logger",
     "grad_norm",

@@ -1,17 +1,30 @@
-"""Checkpoints made into other files, in one process without a process group: a full file for plain torch."""
+"""Checkpoints made into other files and out of them, in one process without a process group."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from colonnade.checkpoint.collective import as_checkpoint_errors
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.manifest import MANIFEST, TensorRecord
+from colonnade.checkpoint.folders import write_folder
+from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
+from colonnade.checkpoint.format.entries import Entry, name_of
+from colonnade.checkpoint.format.manifest import MANIFEST, ItemRecord, TensorRecord
+from colonnade.checkpoint.format.slices import tensors_in
 from colonnade.checkpoint.format.tensors import TensorReader, write_tensors
-from colonnade.checkpoint.storage.folder import check_space, saving_name, step_of, sync_folder, told_of_space
+from colonnade.checkpoint.format.values import decode
+from colonnade.checkpoint.storage.folder import (
+    check_space,
+    clean_beside,
+    saving_name,
+    step_of,
+    sync_folder,
+    told_of_space,
+)
 from colonnade.checkpoint.storage.verify import newest_good, verify
-from colonnade.errors import CheckpointError
+from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.shards import MASTER
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
@@ -24,6 +37,98 @@ def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
         wanted = f" of step {step}" if step is not None else ""
         raise CheckpointError("\n  ".join([f"{path} has no good checkpoint{wanted}", *problems]))
     return found.path
+
+
+FORMATS = ("safetensors", "hf", "dcp")
+
+
+def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: int = 0, *, trust: bool = False) -> Path:
+    """Make the checkpoint of `step` of the run in `folder` out of a file or folder of another format; returns its path.
+
+    `kind` is "safetensors" (a file), "hf" (a folder as transformers writes it: weights alone) or "dcp" (a folder of
+    torch.distributed.checkpoint: weights and, where it has one, the optimizer). Names stay as they are. Pickles are read only
+    with `trust`. One whole tensor is in memory at a time.
+    """
+    path = Path(source)
+    with as_checkpoint_errors(f"importing {path}"):
+        _check_format(kind)
+        if kind == "dcp":
+            from colonnade.checkpoint.dcp import read_dcp  # which needs a part of torch that takes two seconds
+
+            state = read_dcp(path, trust)
+        else:
+            if kind == "safetensors" and not path.is_file():
+                raise CheckpointError(f"{path} is no file; give a safetensors file, or say --format hf for a folder")
+            found = tensors_in(path, trust)
+            state = ForeignState(
+                {key: Entry(key, name_of(one.dtype), one.shape, one.read) for key, one in found.items()}
+            )
+        return write_checkpoint(state, Path(folder), step)
+
+
+def export_checkpoint(
+    checkpoint: str | Path, target: str | Path, kind: str, step: int | None = None, config: str | Path | None = None
+) -> Path:
+    """Make a file or folder of another format out of a checkpoint; returns it. `kind` is as in `import_checkpoint`.
+
+    "hf" takes config.json, and what else is no file of weights, from the folder `config`. A checkpoint is verified first.
+    """
+    with as_checkpoint_errors(f"exporting {checkpoint}"):
+        _check_format(kind)
+        if config is not None and (kind != "hf" or not (Path(config) / "config.json").is_file()):
+            raise CheckpointError(f"config={str(config)!r}: give a folder with config.json, and format hf")
+        source = find_checkpoint(checkpoint, step)
+        if kind == "safetensors":
+            return export_full(source, target)
+        state = _state_of(source, under_all_names=kind == "dcp")
+        needed = sum(entry.size for entry in state.weights.values())
+        out = Path(target)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        clean_beside(out)
+        check_space(out.parent, needed)
+        with told_of_space(out.parent, needed):
+            if kind == "dcp":
+                from colonnade.checkpoint.dcp import write_dcp  # as above
+
+                write_dcp(state, out)
+            else:
+                write_folder(list(state.weights.values()), out, Path(config) if config is not None else None)
+        return out
+
+
+def _check_format(kind: str) -> None:
+    if kind not in FORMATS:
+        raise CheckpointError(f"the format is one of {listed(FORMATS)}, not {kind!r}")
+
+
+def _state_of(source: Path, under_all_names: bool) -> ForeignState:
+    """All of a checkpoint that other formats know; a tied weight under its first name, or under all."""
+    manifest = verify(source)
+    reader = TensorReader(source, manifest)
+    values = {item.name: item for item in manifest.items}
+    weights: dict[str, Entry] = {}
+    names: dict[str, str] = {}
+    for record in (record for record in manifest.tensors if not record.state_name):
+        names[record.label] = record.names[0]
+        weights |= {name: _entry(name, record, reader) for name in record.names[: None if under_all_names else 1]}
+    kept: dict[str, dict[str, Any]] = {}
+    for record in manifest.tensors:
+        if record.state_name and record.state_name != MASTER:
+            own = kept.setdefault(names[record.label], {})
+            own[record.state_name] = _entry(record.state_name, record, reader)
+
+    def decoded(item: ItemRecord) -> Any:
+        return decode(item.value, lambda at: reader.entry(item.file or "", item.entry(at)))
+
+    for item in values.values():
+        kind, _, rest = item.name.partition("/")
+        state_name, _, label = rest.partition("/")
+        if kind == "optimizer" and label in names:
+            kept.setdefault(names[label], {})[state_name] = decoded(item)
+    merged: dict[int, tuple[list[str], dict[str, Any]]] = {}
+    for group in manifest.groups or ():
+        merged.setdefault(group.index, ([], decoded(group.options)))[0].extend(names[label] for label in group.names)
+    return ForeignState(weights, kept, None if manifest.groups is None else [merged[at] for at in sorted(merged)])
 
 
 def export_full(checkpoint: str | Path, file: str | Path) -> Path:

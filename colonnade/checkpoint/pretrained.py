@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.checkpoint.collective import agreed, gather_json
-from colonnade.checkpoint.fault import fault_point
+from colonnade.checkpoint.folders import LARGEST, files_of, publish_folder
 from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of
 from colonnade.checkpoint.format.manifest import WIDTHS, TensorRecord
 from colonnade.checkpoint.format.tensors import write_tensors
 from colonnade.checkpoint.storage.folder import (
     check_space,
     clean_beside,
-    replace_folder,
     saving_name,
     sync_folder,
     told_of_space,
@@ -33,11 +31,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
 
-INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_LARGEST, _SMALLEST = 5 * 10**9, 1 << 26
-"""Bytes of a file where the size is left to us: no more than the first, and not divided among ranks below the second."""
+_SMALLEST = 1 << 26
+"""Bytes of a file below which it is not divided among ranks, where the size is left to us."""
 
 Content = Sequence[tuple[str, TensorRecord]]
 """The keys and tensors of a file."""
@@ -86,8 +82,9 @@ def save_pretrained(
     content = [(_file_name(record, model), record) for record in whole.records]
     total = sum(_size(record, dtype) for _, record in content)
     if limit is None:
-        limit = min(_LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
-    shards = _shards(content, limit, dtype)
+        limit = min(LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
+    files = files_of(((key, _size(record, dtype)) for key, record in content), limit)
+    records = dict(content)
     staged = target.with_name(gather_json(saving_name(target), context)[0])
     first = context.get_global_rank() == 0
     try:
@@ -95,38 +92,17 @@ def save_pretrained(
             with agreed(context, f"saving to {target}"):
                 if first:
                     staged.mkdir()
-            _write(whole, [(staged / name, inside) for name, inside in shards.items()], dtype, context)
+            named = [(staged / name, [(key, records[key]) for key in keys]) for name, keys in files.items()]
+            _write(whole, named, dtype, context)
             with agreed(context, f"saving to {target}"):
                 if first:
-                    _finish(staged, target, shards, total, model, config, dtype)
+                    _write_configs(staged, model, config, dtype)
+                    publish_folder(staged, target, files, total)
     finally:
         if first:
             shutil.rmtree(staged, ignore_errors=True)
-    get_dist_logger().info(f"saved {len(content)} tensors to {target} in {len(shards)} files", ranks=[0])
+    get_dist_logger().info(f"saved {len(content)} tensors to {target} in {len(files)} files", ranks=[0])
     return target
-
-
-def _finish(
-    staged: Path,
-    target: Path,
-    shards: dict[str, Content],
-    total: int,
-    model: Any,
-    config: Any,
-    dtype: torch.dtype | None,
-) -> None:
-    """The index and the configs, then the name. On the first rank, when all files are on disk."""
-    if len(shards) > 1:
-        weight_map = {key: name for name, inside in shards.items() for key, _ in inside}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (staged / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    if config is not None:
-        _write_configs(staged, model, config, dtype)
-    for file in staged.iterdir():
-        with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
-    fault_point("files written")
-    replace_folder(staged, target, lambda name: not _WEIGHTS.fullmatch(name))
 
 
 def _write_configs(staged: Path, model: Any, config: Any, dtype: torch.dtype | None) -> None:
@@ -165,22 +141,6 @@ def _file_name(record: TensorRecord, model: Any) -> str:
     """The one name under which transformers writes a weight that has several: not one that is tied to another."""
     tied = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     return next((name for name in record.names if name not in tied), record.names[0])
-
-
-def _shards(content: Content, limit: int, dtype: torch.dtype | None) -> dict[str, Content]:
-    """The names of the files, and what goes into each: in order, a new one where a tensor does not fit."""
-    files: list[list[tuple[str, TensorRecord]]] = [[]]
-    taken = 0
-    for key, record in content:
-        size = _size(record, dtype)
-        if files[-1] and taken + size > limit:
-            files.append([])
-            taken = 0
-        files[-1].append((key, record))
-        taken += size
-    if len(files) == 1:
-        return {"model.safetensors": files[0]}
-    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": inside for at, inside in enumerate(files, 1)}
 
 
 def _bytes_of(size: int | str) -> int:

@@ -7,7 +7,7 @@ the pieces then travel between ranks instead of lying in files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
 from colonnade.checkpoint.plan.pieces import SavePlan, plan_weight
 from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors
 from colonnade.comm.messages import message_device
+from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
+
+_CPU = torch.device("cpu")
 
 
 class WholeTensors:
@@ -64,7 +67,7 @@ class WholeTensors:
             if owner == self._rank:
                 here.copy_(self._mine[key].read())
             if self._context.world_size > 1:
-                sent = self._raw(here)
+                sent = _raw(here, message_device(self._context.device))
                 dist.broadcast(sent, src=owner)
                 _take(here, sent)
         return whole
@@ -88,9 +91,9 @@ class WholeTensors:
                     piece = self._mine[key].read()
                     if copy is not None:
                         works.pop().wait()
-                    raw = self._raw(piece)
+                    raw = _raw(piece)
                     copy = raw if raw.data_ptr() != piece.data_ptr() else None
-                    works.append(dist.isend(raw, dst=to))
+                    works.append(self._wires.send([raw], to, 0))
         for work in works:
             work.wait()
         return whole
@@ -99,8 +102,8 @@ class WholeTensors:
         if owner == self._rank:
             here.copy_(self._mine[key].read())
             return
-        raw = self._raw(here, empty=True)
-        dist.recv(raw, src=owner)
+        raw = here.view(-1).view(torch.uint8) if here.is_contiguous() else _raw(torch.empty_like(here))
+        self._wires.recv([raw], owner, 0).wait()
         _take(here, raw)
 
     def _blocks(self, record: TensorRecord) -> Iterator[tuple[int, str, Box]]:
@@ -109,12 +112,15 @@ class WholeTensors:
             for block in self._pieces.blocks(part, part.box):
                 yield self._owners[block.file], block.key, block.box
 
-    def _raw(self, tensor: Tensor, empty: bool = False) -> Tensor:
-        """Its bytes where messages can be sent from, a copy only where they must be; or room for as many."""
-        device = message_device(self._context.device)
-        if empty and not (tensor.is_contiguous() and tensor.device == device):
-            return torch.empty(prod(tensor.shape) * tensor.element_size(), dtype=torch.uint8, device=device)
-        return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    @cached_property
+    def _wires(self) -> Any:
+        """Between any two ranks. Of their own: messages of two ranks would be missed among those of all others."""
+        return own_gloo()
+
+
+def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:
+    """Its bytes on a device, a copy only where they are elsewhere or out of order."""
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
 def _take(target: Tensor, raw: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""`colonnade ckpt`: list, verify and export checkpoints, in one process and without the code that made them."""
+"""`colonnade ckpt`: list, verify, import and export checkpoints, in one process and without the code that made them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,57 @@ class Action(str, Enum):
     ls = "ls"
     verify = "verify"
     export = "export"
+    import_ = "import"
+
+
+class Format(str, Enum):
+    """What is read or written beside our own checkpoints."""
+
+    safetensors = "safetensors"
+    hf = "hf"
+    dcp = "dcp"
 
 
 def ckpt(
-    action: Annotated[Action, typer.Argument(help="ls, verify or export.")],
-    path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it.")],
+    action: Annotated[Action, typer.Argument(help="ls, verify, export or import.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it; import: what to read.")],
     step: Annotated[
         int | None,
-        typer.Option(help="The checkpoint of this step; without it all (ls, verify), or the newest good one."),
+        typer.Option(
+            help="The checkpoint of this step; else all (ls, verify), the newest good one, or step 0 (import)."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="export: the file to write.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="export: the file or folder to write; import: the run's folder.")
+    ] = None,
+    kind: Annotated[
+        Format, typer.Option("--format", help="Of the other side: a file, a folder of transformers, or torch's DCP.")
+    ] = Format.safetensors,
+    config: Annotated[
+        Path | None, typer.Option(help="export --format hf: the folder to take config.json and its like from.")
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="import: read pickles (DCP's metadata, .bin files), which can run code.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="ls, verify: print JSON instead of a table.")] = False,
 ) -> None:
-    """List, verify or export checkpoints.
+    """List, verify, export or import checkpoints.
 
     ls checks the manifest and the sizes of the files; verify reads every byte. Both exit with 1 if one is not ok.
-    export writes all weights into one safetensors file, which plain torch loads.
+    export writes all weights into one safetensors file, which plain torch loads; or with --format a folder that transformers
+    or torch.distributed.checkpoint loads. import makes a checkpoint of such a file or folder.
     """
     if action in (Action.ls, Action.verify):
         raise typer.Exit(_show(_rows(path, step, content=action is Action.verify), as_json))
     if out is None:
-        raise CheckpointError("export needs --out: a file")
-    from colonnade.checkpoint.convert import export_full, find_checkpoint
+        raise CheckpointError(f"{action.value} needs --out: a file or folder")
+    from colonnade.checkpoint.convert import export_checkpoint, find_checkpoint, import_checkpoint
 
+    if action is Action.import_:
+        typer.echo(f"{path} -> {import_checkpoint(path, out, kind.value, step or 0, trust=trust)}")
+        return
     source = find_checkpoint(path, step)
-    typer.echo(f"{source} -> {export_full(source, out)}")
+    typer.echo(f"{source} -> {export_checkpoint(source, out, kind.value, config=config)}")
 
 
 def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:

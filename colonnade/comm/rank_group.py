@@ -142,12 +142,17 @@ class RankGroup:
             ) from error
 
 
-def gloo_beside(group: dist.ProcessGroup) -> Gather:
-    """A flat all-gather of CPU tensors, by connections of its own between the ranks of `group`. Collective."""
-    tokens: list[Any] = [None] * group.size()
+def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
+    """Connections for CPU tensors, of their own, between the ranks of `group`, or of the world. Collective."""
+    tokens: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
     store = PrefixStore(f"colonnade/{tokens[0]}", default_store())
-    gloo = dist.ProcessGroupGloo(store, dist.get_group_rank(group, dist.get_rank()), group.size(), timeout_of(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
+
+
+def gloo_beside(group: dist.ProcessGroup) -> Gather:
+    """A flat all-gather of CPU tensors, by connections of its own between the ranks of `group`. Collective."""
+    gloo = own_gloo(group)
     return lambda received, own: gloo_all_gather(gloo, received, own)
 
 

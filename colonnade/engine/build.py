@@ -26,6 +26,7 @@ from colonnade.engine.start_up import alike_optimizer, check_tied, numeric_setti
 from colonnade.engine.stepper import Stepper
 from colonnade.engine.zero import shard_optimizer, shard_parameters
 from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.hf.lora import check_adapters
 from colonnade.hf.loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
@@ -190,6 +191,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     complete = len(whole) > 1 or context.pipeline_parallel_size == 1
     ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
+    check_adapters(built)
     warn_of_batch_norm(built, context)
     warn_of_repeated_work(built, context)
     device = context.device

@@ -51,8 +51,7 @@ class Engine(WholeWeights):
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._forward = own_loss.run if own_loss is not None and criterion is None else model
-        self.own_loss = own_loss
-        """The loss that a model of transformers makes itself, where the user has given no criterion."""
+        self.own_loss = own_loss  # that of a model of transformers, where the user has given no criterion
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
         self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
         self.same_batch = SameBatch(context)
@@ -391,7 +390,7 @@ class Engine(WholeWeights):
         self._sync.set_scale(self._book.factor(self._stepper.scaler, self._sync.world))
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
-        self._watch.unsummed = False
+        self._watch.end_sums(complete=not self._failed)
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 
     def _end_step(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.same_gradients import SameGradients
 from colonnade.errors import GradientError
 from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.first_pass import FirstPass
@@ -26,6 +27,7 @@ class LoopWatch:
     def __init__(self, model: nn.Module, optimizer: Any, context: ParallelContext) -> None:
         self.unsummed = False
         self._first_pass = FirstPass(model, context)
+        self._same_gradients = SameGradients(model, context)
         self._model = weakref.ref(model)
         named = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in named}
@@ -38,6 +40,12 @@ class LoopWatch:
         self._handles = [model.register_load_state_dict_post_hook(lambda *_: _look(watch))]
         if isinstance(optimizer, Optimizer):
             self._handles.append(optimizer.register_step_pre_hook(_StepGuard(watch)))
+
+    def end_sums(self, complete: bool) -> None:
+        """Gradients are summed now. `complete`: this rank has made all passes of the step."""
+        self.unsummed = False
+        if self._same_gradients.is_due:
+            self._same_gradients.check(complete)
 
     def end_step(self) -> None:
         """A step was made: now and then, see that the model still has its parameters."""
@@ -59,6 +67,7 @@ class LoopWatch:
 
     def close(self) -> None:
         self._first_pass.close()
+        self._same_gradients.close()
         for handle in self._handles:
             handle.remove()
         self._kept = []

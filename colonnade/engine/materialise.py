@@ -16,11 +16,11 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import forget_start
-from colonnade.parallel.meta.recipe import Recipe, recipes_of
+from colonnade.parallel.meta.recipe import Reading, Recipe, recipes_of
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split
 
-Recipes = dict[int, Recipe]
+Recipes = dict[int, Recipe | Reading]
 
 
 def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
@@ -71,7 +71,7 @@ class MetaStart:
                     refresh_shards(module)
 
 
-def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe, device: torch.device, seed: int) -> None:
+def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe | Reading, device: torch.device, seed: int) -> None:
     part = local_part(parameter)
     local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
     first = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()

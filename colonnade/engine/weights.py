@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.hf.lora import lora_layers, save_adapters
 
 
 class WholeWeights:
@@ -54,10 +55,13 @@ class WholeWeights:
         All ranks write, each some of the files, and none holds more than one whole tensor at a time. The folder appears when
         all of it is on disk, or takes the place of an earlier one, whose other files (a tokenizer's, say) stay.
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
+        Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
         from colonnade.checkpoint.pretrained import save_pretrained
 
         self._wait()
+        if any(True for _ in lora_layers(self.model)):
+            return save_adapters(self.model, folder, self.context, dtype)
         return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def _whole_tensors(self) -> WholeTensors:

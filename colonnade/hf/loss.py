@@ -66,7 +66,8 @@ class ModelLoss:
         output: Any = self._model(*args, **kwargs)
         loss = output[0] if isinstance(output, tuple) else _entry(output, "loss")
         count = self.count(kwargs)
-        if isinstance(loss, Tensor) and count is not None:
+        # Where a sequence lies on several ranks, the forward pass knows how many of its labels are here.
+        if isinstance(loss, Tensor) and count is not None and not hasattr(loss, "sum_and_count"):
             loss.sum_and_count = _times(loss, count), count  # type: ignore[attr-defined]
         return output
 

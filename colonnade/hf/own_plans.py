@@ -97,6 +97,10 @@ def _llama(config: Any) -> Plan:
     return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
 
 
+def _nemotron(config: Any) -> Plan:
+    return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_split("layers.*.mlp", ("up_proj",), "down_proj")}
+
+
 def _gpt_oss(config: Any) -> Plan:
     return _split("layers.*.self_attn", _QKV, "o_proj")
 
@@ -131,7 +135,7 @@ def _t5(config: Any) -> Plan:
         for attention in ("SelfAttention", "EncDecAttention"):
             where = f"{layer}.{attention}"
             plan |= {**_split(where, ("q", "k", "v"), "o"), **_local(where, "n_heads", "inner_dim")}
-            plan[f"{where}.relative_attention_bias.weight"] = "rowwise"  # a column for each head
+        plan[f"{layer}.SelfAttention.relative_attention_bias.weight"] = "rowwise"  # a column for each head
         plan |= _split(f"{layer}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo")
     return plan
 
@@ -158,6 +162,7 @@ OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
     "gpt_oss": _gpt_oss,
     "gptj": _gptj,
     "hunyuan_v1_dense": _llama,
+    "nemotron": _nemotron,  # has one of its own in later versions than 5.17
     "opt": _opt,
     "roberta": _bert,
     "stablelm": _stablelm,

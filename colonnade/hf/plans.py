@@ -6,7 +6,6 @@ Nothing of transformers is imported: what is read are attributes of the model an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -27,46 +26,60 @@ _SPLIT = ("colwise", "packed_colwise")
 def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     """What `parallelize` does to the model where no plan is given; empty if there is none.
 
-    Where there is expert parallelism, what the expert plan names is no longer the tensor plan's.
+    Where there is expert parallelism, what the expert plan names is the expert plan's first.
     """
-    plan = tensor_plan(model, context.tensor_parallel_size)
+    plan = tensor_plan(model)
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
     if experts == 1:
         return plan
-    own = _present(dict(getattr(model, "ep_plan", None) or {}), model)
+    own = _present(_expert_plan(model), model)
     if not own:
         raise PlacementError(
             f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
             f"`expert` out of `parallel`, or give parallelize() a plan"
         )
-    kept = {name: style for name, style in plan.items() if not any(f"{name}.".startswith(f"{other}.") for other in own)}
-    return {**kept, **own}
+    # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
+    own = {name: style for name, style in own.items() if style != "replicated_with_grad_allreduce"}
+    return {**plan, **{name: _both(style, plan.get(name)) for name, style in own.items()}}
 
 
-def tensor_plan(model: nn.Module, ranks: int) -> dict[str, Any]:
-    """The plan for so many tensor ranks; refuses a model of which they cannot have whole heads."""
+def _both(expert: str, tensor: Any) -> Any:
+    """What the expert plan says of a name, and beside it what the tensor plan says, where both have parts to cut."""
+    return expert if tensor in (None, expert) else {"style": expert, "tensor": tensor}
+
+
+def _expert_plan(model: nn.Module) -> dict[str, Any]:
+    found = getattr(model, "ep_plan", None)
+    if found is None:  # transformers 5.17 has it in the config alone
+        return _of_base(model, getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {})
+    return dict(found)
+
+
+def tensor_plan(model: nn.Module) -> dict[str, Any]:
+    """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
     ours = OWN_PLANS.get(getattr(config, "model_type", ""))
     plan = dict(getattr(model, "tp_plan", None) or {})
     if ours is not None and not getattr(config, "base_model_tp_plan", None):
-        base = getattr(model, "base_model", model)
-        prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
-        plan = {**{prefix + name: style for name, style in ours(config).items()}, **plan}
-    elif not plan:
-        return {}
+        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **plan}
     plan = _present(plan, model)
-    plan |= _inside_attention(model, plan)
-    _check_heads(model, plan, ranks)
-    return _with_vocabulary(model, plan, ranks)
+    return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
+
+
+def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan for the base model, by the names that the model has for its layers."""
+    base = getattr(model, "base_model", model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
+    return {prefix + name: style for name, style in plan.items()}
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A plan is written for all configs of an architecture: what it says of layers that this model lacks is left out."""
-    names = [*_module_names(model), *(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    known = {_pattern(name) for name in names}
-    return {
-        pattern: style for pattern, style in plan.items() if pattern in known or any(fits(pattern, it) for it in names)
+    modules, parameters = model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
+    names = {
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in (*modules, *parameters)
     }
+    return {pattern: style for pattern, style in plan.items() if any(fits(pattern, name) for name in names)}
 
 
 def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
@@ -91,64 +104,37 @@ def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _inside_experts(model: nn.Module) -> dict[str, Any]:
+    """How stacked experts are cut, read from how they lie: upstream leaves some whole (gpt_oss) and cuts some wrong (inkling)."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        experts: Any = module
+        if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
+            continue
+        inner, outer = ("rowwise", "colwise") if experts.is_transposed else ("colwise", "rowwise")
+        packed = "packed_" if experts.has_gate and experts.is_concatenated else ""
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        styles = {first: packed + inner, f"{first}_bias": f"{packed}rowwise", "down_proj": outer}
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        found |= {f"{pattern}.{key}": style for key, style in styles.items() if getattr(module, key, None) is not None}
+        found[pattern] = "moe_tp_experts"
+    return found
+
+
 def _is_heads(name: str, style: Any) -> bool:
     kind = style.get("style") if isinstance(style, dict) else style
     return kind in _SPLIT and _HEADS.search(name.rpartition(".")[2]) is not None
 
 
-def _check_heads(model: nn.Module, plan: dict[str, Any], ranks: int) -> None:
-    if not any(_is_heads(name, style) for name, style in plan.items()):
-        return
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key in ("num_attention_heads", "num_key_value_heads", "num_kv_heads"):
-        heads = getattr(config, key, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise PlacementError(
-                f"{type(model).__name__} has {key}={heads}, which a tensor size of {ranks} does not divide: a rank has whole "
-                f"heads. Choose a tensor size that divides {heads}, or give parallelize() a plan that leaves attention whole"
-            )
-
-
-def _with_vocabulary(model: nn.Module, plan: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Embedding and head are cut along the vocabulary, both or, where they share weights or it does not divide, neither.
-
-    Upstream's plan names the head of every causal model, and the embedding of those alone that have `embed_tokens` and a
-    plan for the base model: of the others (gpt_oss, hunyuan_v1_dense) a tie would be cut.
-    """
-    shared = dict(_embeddings(model))
-    kept = {name: style for name, style in plan.items() if name not in shared}
-    if any(module.weight.shape[0] % ranks for module in shared.values()):
-        return kept
-    for name, module in shared.items():
-        if isinstance(module, nn.Embedding):
-            kept[name] = "embedding_rowwise"
-        else:
-            kept[name] = "colwise_gather_output"
-            kept |= {
-                other: "colwise" for other in _names_of(model, getattr(module, "bias", None)) if other != f"{name}.bias"
-            }
-    return kept
-
-
-def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The embedding of tokens and the head, with every module that shares the weight of either."""
+def _vocabulary(model: nn.Module) -> dict[str, Any]:
+    """Embedding and head are cut along the vocabulary; a bias of the head that has another name, under that too."""
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    weights = {id(end.weight) for end in ends if hasattr(end, "weight")}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (nn.Embedding, nn.Linear)) and id(module.weight) in weights:
-            yield name, module
-
-
-def _names_of(model: nn.Module, parameter: Any) -> Iterable[str]:
-    if parameter is None:
-        return []
-    return [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
-
-
-def _module_names(model: nn.Module) -> Iterator[str]:
-    return (name for name, _ in model.named_modules(remove_duplicate=False) if name)
-
-
-def _pattern(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    biases = [end.bias for end in ends if isinstance(end, nn.Linear) and end.bias is not None]
+    plan: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if any(module is end for end in ends) and isinstance(module, (nn.Embedding, nn.Linear)):
+            plan[name] = "embedding_rowwise" if isinstance(module, nn.Embedding) else "colwise_gather_output"
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(parameter is bias for bias in biases) and name.rpartition(".")[0] not in plan:
+            plan[name] = "colwise"
+    return plan

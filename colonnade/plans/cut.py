@@ -15,7 +15,7 @@ from colonnade.nn.layer.arrangement import Arrangement
 from colonnade.nn.layer.linear import own
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.meta import keep_start
-from colonnade.parallel.placement import Replicate, Shard, Spec, is_placed, place, placement_of
+from colonnade.parallel.placement import Replicate, Shard, Spec, place, placement_of
 from colonnade.parallel.shards import section_runs
 from colonnade.plans.match import Target
 
@@ -31,20 +31,22 @@ def cut(
 ) -> nn.Parameter:
     """Replace the parameter `name` of the target's module by this rank's part of it along `dim`, placed so.
 
-    `sections` are the lengths of several weights that lie one after another along `dim`; each is cut. Two layers that
-    share a parameter share its part, and must cut it alike.
+    `sections` are the lengths of several weights that lie one after another along `dim`; each is cut. One that lies on
+    another mode already, along another dimension, is cut further. Two layers that share a parameter share its part, and
+    must cut it alike.
     """
     whole: Any = getattr(target.module, name)
     part = target.parts.get(whole)
     spec = Shard(dim % whole.dim(), sections=tuple(sections) if len(sections) > 1 else ())
     if part is None:
-        if is_placed(whole):
+        before = placement_of(whole)
+        if mode in before.modes or any(shard.dim == spec.dim for shard in before.shards.values()):
             raise PlacementError(
-                f"the plan cuts {target.name!r}, whose {name!r} is placed already ({placement_of(whole)}); let one pattern "
+                f"the plan cuts {target.name!r}, whose {name!r} is placed already ({before}); let one pattern "
                 f"name it, and parallelize a model once"
             )
         block = _block(whole, spec, target, name, mode, uneven)
-        part = own(block, {mode: spec}, tuple(whole.shape), whole)
+        part = own(block, {mode: spec, **before.modes}, before.shape or tuple(whole.shape), whole)
         keep_start(part, whole)
         target.parts[whole] = part
     elif placement_of(part).shards != {mode: spec}:

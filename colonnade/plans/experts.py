@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, PlacementError, listed
-from colonnade.nn.layer.linear import own
 from colonnade.nn.moe.dispatch import Traffic, exchange, order
 from colonnade.nn.moe.scope import Scope, counted
 from colonnade.parallel.collectives import all_to_all, copy, gather, reduce, scatter, split_sizes
-from colonnade.parallel.placement import Replicate, Shard, place, placement_of
+from colonnade.parallel.placement import Replicate, place, placement_of
+from colonnade.plans.cut import cut, set_forward
 from colonnade.plans.match import Target
-from colonnade.plans.styles import set_forward, style, style_of
+from colonnade.plans.styles import style, style_of
 
 _TENSOR, _EXPERT = ParallelMode.TENSOR, ParallelMode.EXPERT
 
@@ -37,24 +37,22 @@ def grouped_gemm(target: Target) -> None:
     """This rank's experts of a stacked parameter. The tokens of all ranks of the expert group come to them."""
     if target.parameter is None:
         raise PlacementError(f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module")
-    _inside(target)
     scope = Scope.of(target.context)
-    part: nn.Parameter = getattr(target.module, target.parameter)
-    placed = placement_of(part)
-    if len(part) % scope.expert:
+    experts = len(getattr(target.module, target.parameter))
+    if experts % scope.expert:
         raise LayoutError(
-            f"{target.name!r}: {len(part)} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use an "
-            f"expert size among {listed(size for size in range(1, len(part) + 1) if len(part) % size == 0)}"
+            f"{target.name!r}: {experts} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use an "
+            f"expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}"
         )
-    here = len(part) // scope.expert
-    modes = {_EXPERT: Shard(0), **placed.modes}
+    inside = target.options.get("tensor")
+    if inside is not None and scope.tensor > 1 and not scope.shares_tokens:
+        style_of(inside, target.name)[0](target)
+    part = cut(target, target.parameter, 0, mode=_EXPERT)
     if scope.shares_tokens:
         _check_routed(target)
-        modes[_TENSOR] = Replicate(owes="sum")
-    rows = part.detach().narrow(0, here * scope.expert_place, here)
-    setattr(target.module, target.parameter, own(rows, modes, placed.shape or tuple(part.shape), part))
+        place(part, {**placement_of(part).modes, _TENSOR: Replicate(owes="sum")}, placement_of(part).shape)
     if hasattr(target.module, "num_experts"):
-        target.module.num_experts = here  # type: ignore[assignment]
+        target.module.num_experts = len(part)  # type: ignore[assignment]
     _mix(target)
 
 
@@ -74,8 +72,8 @@ def moe_identity_expert(target: Target) -> None:
     """An expert that gives back what it is given, beside others of which the ranks give parts that are summed."""
     ranks = target.context.get_world_size(_TENSOR)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return x / ranks
+    def forward(self: Any, before: Any, x: Tensor) -> Tensor:
+        return before(self, x) / ranks
 
     set_forward(target, forward)
 
@@ -105,17 +103,14 @@ class _Mixture:
         return self
 
 
-def _inside(target: Target) -> None:
-    """Cut each expert over the tensor ranks first, where the plan names a style for that too."""
-    name = target.options.get("tensor")
-    scope = Scope.of(target.context)
-    if name is not None and scope.tensor > 1 and not scope.shares_tokens:
-        style_of(name, target.name)[0](target)
-
-
 def _mix(target: Target) -> None:
     """Give the module of the target a forward pass for its parameters as they lie now."""
     module, scope = target.module, Scope.of(target.context)
+    if scope.tensor > 1 and target.arrangement.sequence_split:
+        raise LayoutError(
+            f"{target.name!r}: sequence_split=True gives each tensor rank tokens of its own between blocks, which experts under a "
+            f"plan cannot take; leave sequence_split out of parallel.tensor"
+        )
     name = target.name if target.parameter is None else target.name.rpartition(".")[0]
     placed = {each: placement_of(parameter) for each, parameter in module.named_parameters(recurse=False)}
     by_expert = [each for each, placement in placed.items() if _EXPERT in placement.shards]
@@ -129,66 +124,69 @@ def _mix(target: Target) -> None:
             _check_gate(name, module)
     stacked = next(iter(module.parameters(recurse=False)))
     whole = placement_of(stacked).shape or stacked.shape
+    is_new = not hasattr(module, "mixture")
     module.mixture = _Mixture(scope, whole[0], bool(by_expert), bool(by_inner), tuple(biases))  # type: ignore[assignment]
-    set_forward(target, _forward)
+    if is_new:
+        set_forward(target, _forward)
 
 
-def _forward(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+def _forward(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
     """`routing`: the chosen experts and their weights, (tokens, choices), where the module takes them."""
     mixture: _Mixture = self.mixture
     if not mixture.splits_experts:
-        return _summed(self, hidden, *routing)
+        return _summed(self, before, hidden, *routing)
     scope, tokens = mixture.scope, hidden.reshape(-1, hidden.size(-1))
     if not scope.shares_tokens:
-        return _summed(self, tokens, *routing).view_as(hidden)
+        return _summed(self, before, tokens, *routing).view_as(hidden)
     index, weights = routing
     shares = split_sizes(len(tokens), _TENSOR, context=scope.context)
     tokens, weights = (scatter(x, _TENSOR, 0, shares, context=scope.context) for x in (tokens, weights))
     index = index.split(shares)[scope.context.get_local_rank(_TENSOR)]
-    return gather(_exchanged(self, tokens, index, weights), _TENSOR, 0, shares, context=scope.context).view_as(hidden)
+    out = _exchanged(self, before, tokens, index, weights)
+    return gather(out, _TENSOR, 0, shares, context=scope.context).view_as(hidden)
 
 
-def _summed(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+def _summed(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
     """What all tensor ranks' parts of the experts make of the tokens."""
     mixture, run = self.mixture, _exchanged if self.mixture.splits_experts else _here
     if not mixture.splits_inner:
-        return run(self, hidden, *routing)
+        return run(self, before, hidden, *routing)
     context = mixture.scope.context
     # The weights too: what is multiplied by them is a part of the sum, so their gradient is one.
     hidden, *routing = (_copied(x, context) for x in (hidden, *routing))  # type: ignore[assignment]
-    return reduce(run(self, hidden, *routing), _TENSOR, context=context)
+    return reduce(run(self, before, hidden, *routing), _TENSOR, context=context)
 
 
-def _exchanged(self: Any, tokens: Tensor, *routing: Any) -> Tensor:
+def _exchanged(self: Any, before: Any, tokens: Tensor, *routing: Any) -> Tensor:
     """What the experts of all ranks of the expert group make of the tokens here."""
     if not routing:
-        return _all_exchanged(self, tokens)
+        return _all_exchanged(self, before, tokens)
     index, weights = routing
     scope, choices = self.mixture.scope, index.T
     chosen = counted(choices.reshape(1, -1), self.mixture.experts)[0]
     traffic = Traffic(chosen, scope.expert, scope.context)
 
     def experts(rows: Tensor) -> Tensor:
-        return _here(self, rows, traffic.experts_of(len(rows)).unsqueeze(1), rows.new_ones(len(rows), 1))
+        return _here(self, before, rows, traffic.experts_of(len(rows)).unsqueeze(1), rows.new_ones(len(rows), 1))
 
     return exchange(tokens, weights, order(choices, chosen), traffic, experts, scope.context).to(tokens.dtype)
 
 
-def _all_exchanged(self: Any, rows: Tensor) -> Tensor:
+def _all_exchanged(self: Any, before: Any, rows: Tensor) -> Tensor:
     """The same where every expert is given every token: rows by expert, as many for each."""
     scope, experts = self.mixture.scope, self.mixture.experts
     traffic = Traffic(torch.full((experts,), len(rows) // experts, device=rows.device), scope.expert, scope.context)
     send, receive = traffic.sizes()
     there = all_to_all(rows, _EXPERT, send, receive, context=scope.context)
-    made = traffic.by_expert(there, lambda by_expert, counts: _here(self, by_expert))
+    made = traffic.by_expert(there, lambda by_expert, counts: _here(self, before, by_expert))
     return all_to_all(made, _EXPERT, receive, send, context=scope.context)
 
 
-def _here(self: Any, hidden: Tensor, *routing: Any) -> Tensor:
+def _here(self: Any, before: Any, hidden: Tensor, *routing: Any) -> Tensor:
     """What this rank's experts make of rows, by the module's own forward pass."""
     if not hidden.numel():  # in the graph all the same: other ranks wait for this one in backward too
         return hidden + sum(parameter.flatten()[:0].sum() for parameter in self.parameters())
-    out: Tensor = type(self).forward(self, hidden, *routing)
+    out: Tensor = before(self, hidden, *routing)
     for name in self.mixture.biases:
         index, weights = routing
         bias, ranks = getattr(self, name), self.mixture.scope.tensor
@@ -209,11 +207,11 @@ def _is_output_bias(name: str, module: nn.Module) -> bool:
 
 def _check(name: str, module: nn.Module, placed: dict[str, Any], cuts: list[list[str]]) -> None:
     """Refuse experts of which some parameters are cut and others are not."""
-    for mode, cut in zip((_EXPERT, _TENSOR), cuts, strict=True):
-        whole = [each for each in placed if each not in cut]
-        if cut and whole:
+    for mode, parts in zip((_EXPERT, _TENSOR), cuts, strict=True):
+        whole = [each for each in placed if each not in parts]
+        if parts and whole:
             raise PlacementError(
-                f"{name!r}: the plan cuts {listed(cut)} over {mode}, and leaves {listed(whole)} whole; name all of the "
+                f"{name!r}: the plan cuts {listed(parts)} over {mode}, and leaves {listed(whole)} whole; name all of the "
                 f"experts' parameters"
             )
     if cuts[1] and getattr(module, "has_post_expert_norm", False):

@@ -13,12 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import PlacementError, did_you_mean, listed
 from colonnade.nn.layer.arrangement import Arrangement, arrange
+from colonnade.plans.torch_styles import from_torch, is_torch_style
 
 Plan = Mapping[str, Any]
 """Pattern -> style. `*` stands for one part of a name between dots: "blocks.*.fc1".
 
-A style is a name, or a mapping with the name under "style" and options of the style beside it; "divide" lists
-attributes of the module (number of heads, width) that are divided by the tensor size. It may stand without a style.
+A style is a name, or one of torch's (`ColwiseParallel()`), or a mapping with the name under "style" and options of the
+style beside it; "divide" lists attributes of the module (number of heads, width) that are divided by the tensor size.
+It may stand without a style.
 """
 
 
@@ -43,7 +45,7 @@ class Target:
     @property
     def arrangement(self) -> Arrangement:
         """How activations lie, and how a linear layer multiplies them."""
-        return arrange(self.context)
+        return arrange(self.context, self.options.get("sequence"))
 
     @property
     def parent(self) -> nn.Module | None:
@@ -63,15 +65,17 @@ class Entry:
 
 def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     """Each module and parameter that the plan names, with what it says of it. Parameters come before modules."""
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    if not isinstance(plan, Mapping):
+        raise PlacementError(f"a plan is a mapping of patterns to styles, not {plan!r}")
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, Entry] = {}
     for pattern, value in plan.items():
-        entry = _entry(pattern, value)
         names = [name for name in (*parameters, *modules) if fits(pattern, name)]
         if not names:
             raise PlacementError(_matches_nothing(pattern, (*modules, *parameters)))
         for name in names:
+            entry = _entry(pattern, value, name, modules.get(name))
             other = found.setdefault(name, entry)
             if (other.style, dict(other.options)) != (entry.style, dict(entry.options)):
                 raise PlacementError(
@@ -81,16 +85,28 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     return {name: found[name] for name in (*parameters, *modules) if name in found}
 
 
+def note_plan(model: nn.Module) -> None:
+    """Remember that a plan has cut the model, or a stage of it."""
+    model._colonnade_plan = True  # type: ignore[assignment]
+
+
+def is_cut_by_plan(model: nn.Module) -> bool:
+    """Whether the model has in it what `note_plan` was told of."""
+    return any("_colonnade_plan" in vars(module) for module in model.modules())
+
+
 def fits(pattern: str, name: str) -> bool:
     """Whether a name fits a pattern, part by part."""
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
 
-def _entry(pattern: str, value: Any) -> Entry:
+def _entry(pattern: str, value: Any, name: str, module: nn.Module | None) -> Entry:
     if isinstance(value, Mapping):
         options = dict(value)
         return Entry(pattern, options.pop("style", None), options)
+    if is_torch_style(value) and module is not None:
+        return Entry(pattern, *from_torch(value, module, name))
     return Entry(pattern, value, {})
 
 

@@ -11,12 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ContextError, PlacementError
+from colonnade.hf.attention import prepare_sequence
+from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
 from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
-from colonnade.plans.match import Entry, Plan, Target, resolve
+from colonnade.plans.match import Entry, Plan, Target, note_plan, resolve
 from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
 
@@ -29,19 +31,35 @@ def parallelize(
     `plan` says how each layer is cut, by its name: {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}. Left out, it
     is the one that the model brings along, as those of Hugging Face do. The model is changed in place, and is the
     same, built alike, on every rank; it may be on the meta device. Without tensor parallelism in the launched
-    config nothing is cut. Give what is returned to `initialize`.
+    config nothing is cut. With sequence parallelism a model of Hugging Face's takes its part of each batch. Give what is
+    returned to `initialize`.
     """
     context = given_or_global(context)
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
     check_mode(context)
-    entries = with_ties(resolve(_own_plan(model, context) if plan is None else plan, model), model)
+    adapters = Adapters(model, context)
+    try:
+        stages = _cut(adapters.base, plan, context, adapters)
+    except BaseException:
+        adapters.undo()
+        raise
+    return model if stages is None else stages
+
+
+def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
+    """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
+    entries = resolve(_own_plan(model, context) if plan is None else plan, model)
+    entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
     check_entries(entries, model, context)
+    prepare_sequence(model, context)
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
+        note_plan(stage)
         _apply(stage, entries, context, parts)
-    return model if stages is None else stages
+        adapters.put_back(stage, entries, parts)
+    return stages
 
 
 def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:

@@ -129,7 +129,11 @@ def _linear(target: Target, split: Split, whole: bool = False, packed: int = 1) 
     cut(target, "weight", dim, sections=sections, uneven=uneven)
     if split == "column" and module.bias is not None:
         cut(target, "bias", 0, sections=sections, uneven=uneven)
+    elif module.bias is not None and here.sequence_split:
+        replicate(target, "bias", owes=True)  # each rank adds it to its part of the sequence
     width = Width(inside, uneven=uneven)
+    if isinstance(target.parent, nn.TransformerEncoderLayer):
+        target.parent.activation_relu_or_gelu = 0  # else it evaluates by a kernel that takes the weights for whole ones
 
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
         weight = self.weight.t() if transposed else self.weight
@@ -247,6 +251,29 @@ def sequence_parallel(target: Target) -> None:
     replicated_with_grad_allreduce(target)
 
 
+@style("gather_sequence")
+def gather_sequence(target: Target) -> None:
+    """A module whose `inputs` (places and names of arguments) come split along the sequence, and are made whole for it.
+
+    What it computes with them must be the same on every rank, as `colwise` layers see to.
+    """
+    context, wanted = target.context, tuple(target.options.get("inputs", (0,)))
+    ranks = context.get_world_size(_TENSOR)
+
+    def whole(key: Any, value: Any) -> Any:
+        return (
+            collectives.gather(value, _TENSOR, -2, (value.shape[-2],) * ranks, context=context)
+            if key in wanted
+            else value
+        )
+
+    def forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [whole(at, value) for at, value in enumerate(args)]
+        return before(self, *given, **{name: whole(name, value) for name, value in kwargs.items()})
+
+    set_forward(target, forward)
+
+
 @style("replicate")
 def keep_whole(target: Target) -> None:
     """Whole parameters that every rank uses alike; nothing is done."""
@@ -280,10 +307,12 @@ def mla_kv_a_proj(target: Target) -> None:
         raise PlacementError(f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it")
     context = target.context
 
+    def summed_last(gradient: Tensor) -> Tensor:
+        rest, rotary = gradient.split([gradient.shape[-1] - rope, rope], dim=-1)
+        return torch.cat([rest, collectives.reduce(rotary, _TENSOR, context=context)], dim=-1)
+
     def forward(self: Any, before: Any, x: Tensor) -> Tensor:
-        y = before(self, x)
-        rest, rotary = y.split([y.shape[-1] - rope, rope], dim=-1)
-        return torch.cat([rest, collectives.copy(rotary, _TENSOR, context=context)], dim=-1)
+        return collectives.linear_map(before(self, x), lambda y: y.view_as(y), summed_last)
 
     set_forward(target, forward)
 

@@ -120,7 +120,7 @@ def _check_holders(
     mine = {tensor.label: [str(tensor.places), Encoded(0, (exact(tensor),)).digest()] for tensor in tensors}
     first: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, found in enumerate(gather_json(mine, context)):
-        for name, (box, digest) in found.items():
-            other, expected = first.setdefault((name, box), (rank, digest))
+        for name, (places, digest) in found.items():
+            other, expected = first.setdefault((name, places), (rank, digest))
             if digest != expected:
                 raise ParityError(f"{name}: ranks {other} and {rank} hold the same part with different values")

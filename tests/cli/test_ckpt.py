@@ -89,12 +89,30 @@ def test_export_takes_the_newest_good_one(ckpt, run, tmp_path):
     assert torch.equal(load_file(tmp_path / "full.safetensors")["weight"], torch.full((2, 3), 2.0))
 
 
+def test_folders_of_others_go_out_and_come_in(ckpt, run, tmp_path):
+    for kind, more in (("dcp", ["--trust"]), ("hf", [])):
+        done = ckpt("export", run, "--step", 2, "--format", kind, "--out", tmp_path / kind)
+        assert done.returncode == 0, done.stderr
+        done = ckpt("import", tmp_path / kind, "--format", kind, "--step", 4, "--out", tmp_path / f"{kind} run", *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{tmp_path / kind} -> {tmp_path / f'{kind} run' / 'step-00000004'}\n"
+        assert ckpt("verify", tmp_path / f"{kind} run").returncode == 0
+        ckpt("export", tmp_path / f"{kind} run", "--out", tmp_path / f"{kind}.safetensors")
+        assert torch.equal(load_file(tmp_path / f"{kind}.safetensors")["weight"], torch.full((2, 3), 2.0))
+    done = ckpt("import", tmp_path / "dcp", "--format", "dcp", "--out", tmp_path / "never")
+    assert done.returncode == 2
+    assert "is a pickle" in done.stderr
+    assert "pass --trust" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["ls", "{empty}"], "no checkpoint in"),
         (["ls", "{run}", "--step", "9"], "no checkpoint of step 9 in"),
         (["export", "{run}"], "export needs --out: a file"),
+        (["import", "{run}", "--format", "hf"], "import needs --out: a file or folder"),
+        (["import", "{empty}/x", "--format", "hf", "--out", "{empty}/y"], "is neither a folder nor a file"),
         (["export", "{run}", "--step", "3", "--out", "{empty}/x"], "no good checkpoint of step 3"),
     ],
 )

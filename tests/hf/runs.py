@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ParityError
+from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double
-from tests.hf.zoo import BY_NAME, EPS, STEPS, Architecture, batch_of, loss_of, rows_of
+from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, batch_of, rows_of
 
 RTOL = 1e-9
 MICRO_BATCHES = 3
@@ -32,6 +35,8 @@ class Layout:
     parallel: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     tied: bool | None = None
+    runs: str = "trained"
+    """Which function of this module fills the cell."""
 
     def fits(self, architecture: Architecture) -> bool:
         """Whether there is something to show: experts to spread, an embedding to tie."""
@@ -45,7 +50,7 @@ class Layout:
             if piped
             else {"gradient_accumulation": MICRO_BATCHES}
         )
-        return {"parallel": self.parallel, "clip_grad_norm": 1.0, **passes, **self.settings}
+        return {"parallel": self.parallel, "clip_grad_norm": MAX_NORM, **passes, **self.settings}
 
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
@@ -57,6 +62,7 @@ LAYOUTS = (
     Layout("sequence 2", 2, {"sequence": 2}),
     Layout("ZeRO 3", 2, {}, {"zero": 3}),
     Layout("tied", 4, {"pipeline": 2, **TENSOR}, tied=True),
+    Layout("weights", 4, {"pipeline": 2, **TENSOR}, runs="round_trip"),
 )
 
 
@@ -64,7 +70,7 @@ def run_all(layout: Layout, names: list[str], folder: str) -> None:
     """On each rank: every architecture in turn. Rank 0 writes a line for each as soon as it is done."""
     with colonnade.launch(layout.config, context=ParallelContext(), verbose=False) as gpc:
         for name in names:
-            cell = run_one(BY_NAME[name], layout, gpc, torch.load(truth_file(folder, name, layout.tied)))
+            cell = _cell(BY_NAME[name], layout, gpc, folder)
             if gpc.get_global_rank() == 0:
                 with Path(folder, f"{layout.name}.jsonl").open("a") as file:
                     file.write(json.dumps([name, cell]) + "\n")
@@ -74,25 +80,19 @@ def truth_file(folder: str, name: str, tied: bool | None) -> Path:
     return Path(folder, f"{name}{' tied' if tied else ''}.pt")
 
 
-def run_one(architecture: Architecture, layout: Layout, gpc: ParallelContext, truth: dict[str, Any]) -> str:
-    """ "ok", or why not: refused before the first step, or how it differs."""
-    engine, reason, seen = None, "", []
-
-    def criterion(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-        loss = loss_of(architecture.kind, output if isinstance(output, Tensor) else output.logits, labels)
-        seen.append(torch.stack([loss[0].detach(), loss[1].double()]))
-        return loss
-
+def _cell(architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> str:
+    """ "ok", or why not: refused before the first step, failed before it, or how it differs."""
+    reason, engine = "", None
     try:
         model: Any = architecture.build(layout.tied)
-        if layout.parallel:
-            with in_double():
-                model = colonnade.parallelize(model, context=gpc)
-        engine = colonnade.initialize(model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), criterion, context=gpc)[
-            0
-        ]
+        with in_double():
+            model = colonnade.parallelize(model, context=gpc)
+        engine = _engine(model, gpc)
+        _check_split(engine.model, gpc)
     except ColonnadeError as error:
         reason = f"refused: {error}"
+    except Exception:  # the same on every rank, most likely: the others need not start anew
+        reason = f"failed: {traceback.format_exc()}"
     reasons: list[Any] = [None] * gpc.world_size
     dist.all_gather_object(reasons, reason)
     if engine is None or any(reasons):
@@ -100,9 +100,7 @@ def run_one(architecture: Architecture, layout: Layout, gpc: ParallelContext, tr
             raise RuntimeError(f"only some ranks refused {architecture.name}: {reasons}")
         return reasons[0]
     try:
-        for step in range(STEPS):
-            _step(engine, architecture, gpc, step, truth, seen)
-        compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
+        {"trained": trained, "round_trip": round_trip}[layout.runs](engine, architecture, layout, gpc, folder)
     except ParityError as error:
         return f"wrong: {error}"
     finally:
@@ -110,21 +108,66 @@ def run_one(architecture: Architecture, layout: Layout, gpc: ParallelContext, tr
     return "ok"
 
 
-def _step(
-    engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: dict[str, Any], seen: list[Tensor]
-) -> None:
+def _engine(model: Any, gpc: ParallelContext) -> Any:
+    return colonnade.initialize(model, lambda p: torch.optim.AdamW(p, lr=0.01, eps=EPS), context=gpc)[0]
+
+
+def _check_split(model: nn.Module, gpc: ParallelContext) -> None:
+    """Ranks that all do all of the work would equal one process too."""
+    shards = {mode for parameter in model.parameters() for mode in placement_of(parameter).shards}
+    for mode in (ParallelMode.TENSOR, ParallelMode.EXPERT):
+        if gpc.is_initialized(mode) and gpc.get_world_size(mode) > 1 and mode not in shards:
+            raise AssertionError(f"no parameter is split over {mode}")
+    sequence = gpc.get_world_size(ParallelMode.SEQUENCE) if gpc.is_initialized(ParallelMode.SEQUENCE) else 1
+    if sequence > 1 and not hasattr(model, "split_sequences"):
+        raise AssertionError("sequences are not split")
+
+
+def trained(engine: Any, architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> None:
+    """Three steps; loss, every gradient and the norm at each, and the weights at the end, are those of one process."""
+    truth = torch.load(truth_file(folder, architecture.name, layout.tied))
+    for step in range(STEPS):
+        _step(engine, architecture, gpc, step, truth)
+    compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
+
+
+def round_trip(engine: Any, architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> None:
+    """Written by the ranks, read by transformers, and read by the ranks again: the same bits."""
+    plain = architecture.build(layout.tied)
+    saved = engine.save_pretrained(Path(folder, f"{layout.name} of {architecture.name}"))
+    theirs = type(plain).from_pretrained(saved, dtype=torch.float64).state_dict()
+    with in_double():
+        ours = colonnade.from_pretrained(
+            saved, model_class=type(plain), dtype=torch.float64, experts_implementation="eager", context=gpc
+        )
+    again = _engine(ours, gpc)
+    try:
+        _same_bits(plain.state_dict(), theirs, "what transformers reads")
+        _same_bits(dict(plain.named_parameters()), gather_weights(again.model, gpc), "what ranks read")
+    finally:
+        again.close()
+
+
+def _same_bits(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
+    wrong = [name for name in truth if name not in found or not torch.equal(truth[name], found[name])]
+    if wrong:
+        raise ParityError(f"{what} differs from what was written in {wrong[:8]}")
+
+
+def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: dict[str, Any]) -> None:
     data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
     first = gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0
     mine = rows_of(batch_of(architecture.kind, step), slice(first, None, data))
     rows = len(mine["labels"])
     count = 1 if gpc.pipeline_parallel_size > 1 else MICRO_BATCHES
-    seen.clear()
     engine.zero_grad()
+    total = torch.zeros(2, dtype=torch.float64)
     for at in range(count):
         micro = rows_of(mine, slice(at * rows // count, (at + 1) * rows // count))
         with in_double():
-            engine.execute_schedule(iter([micro]), return_output_label=False)
-    total = torch.stack(seen).sum(0) if seen else torch.zeros(2, dtype=torch.float64)
+            loss = engine.execute_schedule(iter([micro]), return_output_label=False)[2]
+        labels = float(engine._schedule.loss_count)
+        total += torch.tensor([labels * loss.item(), labels], dtype=torch.float64)
     dist.all_reduce(total)
     _close("loss", total[0].item() / total[1].item(), truth["losses"][step], step)
     engine._reduce()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,8 +29,16 @@ Cells = dict[tuple[str, str], str]
 """(architecture, layout) -> "ok", "refused: ...", "wrong: ..." or "failed: ..."."""
 
 
-def make(architectures: Iterable[Architecture], layouts: Iterable[Layout], data: int = 1) -> Cells:
-    """Run every architecture under every layout: one world for each layout, and one more after each failure."""
+def make(
+    architectures: Iterable[Architecture],
+    layouts: Iterable[Layout],
+    data: int = 1,
+    after: Callable[[Cells], None] = lambda cells: None,
+) -> Cells:
+    """Run every architecture under every layout: one world for each layout, and one more after each failure.
+
+    `after` is told the cells of a layout as soon as they are known.
+    """
     cells: Cells = {}
     architectures = list(architectures)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,6 +51,7 @@ def make(architectures: Iterable[Architecture], layouts: Iterable[Layout], data:
             begin = time.monotonic()
             found = _run(replace(layout, ranks=layout.ranks * data), [each.name for each in fitting], folder)
             cells.update({(name, layout.name): cell for name, cell in found.items()})
+            after({(name, layout.name): cell for name, cell in found.items()})
             print(f"{layout.name}: {len(found)} in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return cells
 
@@ -109,10 +118,20 @@ def written(cells: Cells) -> str:
     return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in notes.items())]).rstrip() + "\n"
 
 
+def write(path: Path, cells: Cells) -> None:
+    """Give the table of a page these cells."""
+    page = path.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    path.write_text(before + BEGIN + written({**documented(page), **cells}) + END + after, encoding="utf-8")
+
+
 def short(cell: str) -> str:
-    """A reason in one line."""
+    """A reason in one sentence, the same for all models that it holds of."""
     line = next(line for line in cell.splitlines() if line.strip()).strip()
-    return line if len(line) <= 300 else line[:297] + "..."
+    sentence = re.split(r"\. (?=[A-Z])", line)[0]
+    sentence = re.sub(r"\b[A-Z]\w*(For[A-Z]\w+|LMHeadModel)\b", "the model", sentence)
+    return sentence if len(sentence) <= 300 else sentence[:297] + "..."
 
 
 def main() -> int:
@@ -125,20 +144,17 @@ def main() -> int:
     warnings.simplefilter("ignore")
     chosen = [BY_NAME[name] for name in arguments.only] if arguments.only else ARCHITECTURES
     layouts = [layout for layout in LAYOUTS if not arguments.layouts or layout.name in arguments.layouts]
-    cells = make(chosen, layouts, arguments.data)
-    for (name, layout), cell in cells.items():
-        if cell != "ok":
-            print(f"--- {name}, {layout}: {cell[-1500:]}")
-    for layout in layouts:
-        mine = [cell for (_, where), cell in cells.items() if where == layout.name]
-        print(f"{layout.name}: {mine.count('ok')} of {len(mine)} ok")
-    if arguments.write:
-        page = arguments.write.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        after = rest.partition(END)[2]
-        arguments.write.write_text(
-            before + BEGIN + written({**documented(page), **cells}) + END + after, encoding="utf-8"
-        )
+
+    def after(cells: Cells) -> None:
+        for (name, layout), cell in cells.items():
+            if cell != "ok":
+                shown = cell if len(cell) < 1500 else f"{cell[:300]} ... {cell[-1200:]}"
+                print(f"--- {name}, {layout}: {shown}")
+        print(f"{[*cells.values()].count('ok')} of {len(cells)} ok", flush=True)
+        if arguments.write:
+            write(arguments.write, cells)
+
+    cells = make(chosen, layouts, arguments.data, after)
     return int(any(cell.startswith(("wrong", "failed")) for cell in cells.values()))
 
 

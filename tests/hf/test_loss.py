@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
@@ -141,7 +142,7 @@ def _data_parallel() -> None:
     for name in ("llama", "bert", "t5", "vit"):
         architecture = BY_NAME[name]
         batch = batch_of(architecture.kind, 0)
-        rows = [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5), slice(5, 6), slice(6, 6)]
+        rows = [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 5), slice(5, ROWS), slice(ROWS, ROWS)]
         expected_loss, expected = gradients_of_one_process(name, batch)
         with in_double(), engine_of(architecture.build(), gradient_accumulation=3) as engine:
             assert engine.criterion is None
@@ -167,9 +168,25 @@ def _data_parallel() -> None:
             compare(expected, gather_gradients(engine.model, engine.context), RTOL)
 
 
-@pytest.mark.slow
-def test_uneven_labels_over_ranks_and_passes_are_those_of_one_process():
-    run_world(2, _data_parallel)
+def _pipeline() -> None:
+    """The labels of a collator's batch go to the last stage, whose loss is the model's own."""
+    config = {"parallel": {"pipeline": 2}, "schedule": {"type": "OneFOneB", "num_microbatches": 3}, "flat_step": False}
+    for name in ("llama", "bert", "t5"):
+        architecture = BY_NAME[name]
+        batch = batch_of(architecture.kind, 0)
+        expected_loss, expected = gradients_of_one_process(name, batch)
+        with in_double(), launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = colonnade.parallelize(architecture.build(), context=gpc)
+            engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)
+            loss = engine.execute_schedule(iter([batch]))[2]
+            engine.step()
+            torch.testing.assert_close(loss, expected_loss, rtol=RTOL, atol=0)
+            compare(expected, gather_gradients(engine.model, engine.context), RTOL)
+            if name == "llama":
+                trainer = Trainer(engine)
+                assert trainer.evaluate([batch]) == {"Loss": pytest.approx(expected_loss.item(), rel=RTOL)}
+                assert trainer.predict([batch]).shape == (ROWS, 12, 96)
+            engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "vit", "bart"])
@@ -219,7 +236,7 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
     model.config.output_router_logits = True
     with in_double(), engine_of(model, gradient_accumulation=2) as engine:
         weighted, counts = 0.0, 0.0
-        for rows in (slice(0, 2), slice(2, 6)):
+        for rows in (slice(0, 2), slice(2, ROWS)):
             engine.zero_grad()
             loss = engine(**rows_of(batch, rows)).loss
             count = split_loss(loss)[1]
@@ -231,8 +248,8 @@ def test_a_router_loss_counts_with_the_labels_of_its_pass():
     one = BY_NAME["mixtral"].build()
     one.config.output_router_logits = True
     with in_double():
-        losses = [one(**rows_of(batch, rows)).loss for rows in (slice(0, 2), slice(2, 6))]
-        parts = [(batch["labels"][rows, 1:] != -100).sum() for rows in (slice(0, 2), slice(2, 6))]
+        losses = [one(**rows_of(batch, rows)).loss for rows in (slice(0, 2), slice(2, ROWS))]
+        parts = [(batch["labels"][rows, 1:] != -100).sum() for rows in (slice(0, 2), slice(2, ROWS))]
         (sum(loss * part for loss, part in zip(losses, parts, strict=True)) / counts).backward()
     compare(gradients(one), found, RTOL)
 
@@ -250,7 +267,7 @@ def _trainer() -> None:
             BatchEncoding(rows_of(batch, slice(0, 2))),
             BatchEncoding({key: value[2:3, : 12 - 3] for key, value in batch.items()}),
         ],
-        [BatchEncoding(rows_of(batch, slice(3, 4))), BatchEncoding(rows_of(batch, slice(4, 6)))],
+        [BatchEncoding(rows_of(batch, slice(3, 4))), BatchEncoding(rows_of(batch, slice(4, ROWS)))],
     )
     expected_loss, _ = gradients_of_one_process("llama", batch)
     with in_double():
@@ -272,9 +289,15 @@ def _trainer() -> None:
             }
 
 
+def _on_two_ranks() -> None:
+    _data_parallel()
+    _pipeline()
+    _trainer()
+
+
 @pytest.mark.slow
-def test_the_trainer_takes_batches_of_collators_and_no_criterion():
-    run_world(2, _trainer)
+def test_batches_of_collators_without_a_criterion_on_two_ranks_are_those_of_one_process():
+    run_world(2, _on_two_ranks, timeout=120)
 
 
 def test_a_batch_without_labels_is_said_to_have_no_loss():

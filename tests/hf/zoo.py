@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from colonnade.testing import in_double
 
-ROWS, LENGTH, VOCABULARY, STEPS, EPS = 12, 12, 96, 3, 1e-6
+ROWS, LENGTH, VOCABULARY, STEPS, EPS, MAX_NORM = 12, 12, 96, 3, 1e-6, 0.1
 """EPS is Adam's: gradients that are zero but for rounding (a bias on keys) must not become steps of full size."""
 
 Kind = Literal["causal", "masked", "image", "seq2seq"]
@@ -359,7 +359,7 @@ def batch_of(kind: Kind, step: int) -> Batch:
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    return {name: value[rows] for name, value in batch.items()}
+    return {name: value[rows].contiguous() for name, value in batch.items()}
 
 
 def loss_of(kind: Kind, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,7 +393,7 @@ def reference(architecture: Architecture, tied: bool | None = None) -> Truth:
                 for name, parameter in model.named_parameters()
             }
         )
-        truth["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        truth["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         adamw.step()
     truth["weights"] = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return truth

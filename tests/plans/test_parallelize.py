@@ -3,31 +3,82 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from colonnade import parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
-from tests.plans.models import PLAN, build, tokens
+from tests.plans.models import CASES, HIDDEN, INNER, PLAN, SEQUENCE_SPLIT, Model, build, tokens, torch_plan
 from tests.plans.training import CLIP, check
 
+TENSOR = {"size": 2, "mode": "1d"}
+CONFIG = {"clip_grad_norm": CLIP, "gradient_accumulation": 3}
 
-def _equals_one_process() -> None:
-    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "clip_grad_norm": CLIP, "gradient_accumulation": 3}
-    with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        engine = check(PLAN, gpc)
-        assert engine.model.blocks[0].mlp.up.weight.shape == (16, 16)
-        copied = copy.deepcopy(engine.model)
+
+def cases() -> dict[str, Any]:
+    torch_plans = {f"torch's styles{', sequence' * split}": (Model, torch_plan(split)) for split in (False, True)}
+    return {**CASES, **torch_plans, "sequence split": (Model, SEQUENCE_SPLIT)}
+
+
+def _equals_one_process(parallel: dict[str, Any], more: dict[str, Any], names: list[str]) -> None:
+    with launch({**CONFIG, "parallel": parallel, **more}, context=ParallelContext(), verbose=False) as gpc:
+        for name in names:
+            made, plan = cases()[name]
+            try:
+                check(plan, gpc, made).close()
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_styles_equal_one_process():
+    """Gradients, norm and weights after three clipped steps, of 3 micro-batches with uneven counts each: fp64, 1e-10."""
+    run_world(2, _equals_one_process, {"tensor": TENSOR}, {}, ["tied, the embedding left out", "packed"])
+
+
+@pytest.mark.slow
+def test_all_styles_equal_one_process():
+    known = ["tied, the embedding left out", "packed", "sequence split"]
+    run_world(2, _all_styles, [name for name in cases() if name not in known], timeout=110)
+
+
+def _all_styles(names: list[str]) -> None:
+    _equals_one_process({"tensor": TENSOR}, {}, names)
+    _equals_one_process({"tensor": {**TENSOR, "sequence_split": True}}, {}, ["sequence split"])
+
+
+def _combined() -> None:
+    """With data parallelism, whose ranks count unequally many tokens, and ZeRO."""
+    for zero in (0, 1, 2, 3):
+        more = {"zero": {"stage": zero}} if zero else {}
+        _equals_one_process({"tensor": TENSOR}, more, ["packed"] if zero else ["tied, the head left out"])
+
+
+@pytest.mark.slow
+def test_with_data_parallelism_and_zero():
+    run_world(4, _combined, timeout=110)
+
+
+def _copied() -> None:
+    with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
+        model = parallelize(build(), PLAN, context=gpc)
+        assert model.blocks[0].mlp.up.weight.shape == (INNER // 2, HIDDEN)
+        copied = copy.deepcopy(model)
         with torch.no_grad():
             copied.blocks[0].mlp.down.weight.zero_()
-            assert not torch.equal(copied(tokens(2)), engine.model(tokens(2)))
-        engine.close()
+            assert not torch.equal(copied(tokens(2)), model(tokens(2)))
+            plain = nn.TransformerEncoderLayer(HIDDEN, 4, INNER, batch_first=True).double().eval()
+            layer = parallelize(copy.deepcopy(plain), {"linear1": "colwise", "linear2": "rowwise"}, context=gpc)
+            x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+            torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
 
 
-def test_a_plan_of_the_users_equals_one_process():
-    run_world(2, _equals_one_process)
+def test_a_copy_of_the_model_and_a_layer_of_torch_that_evaluates_otherwise_compute_with_their_own_weights():
+    run_world(2, _copied)
 
 
 def test_without_tensor_parallelism_nothing_is_cut():

@@ -24,9 +24,9 @@ def optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def truth(kind: type[nn.Module] = Model) -> dict[str, Any]:
+def truth(made: Callable[[], nn.Module] = Model) -> dict[str, Any]:
     """One process, on the whole batch."""
-    model = build(kind)
+    model = build(made)
     chosen = optimizer(model.parameters())
     found: dict[str, Any] = {}
     for step in range(STEPS):
@@ -43,11 +43,11 @@ def truth(kind: type[nn.Module] = Model) -> dict[str, Any]:
 
 
 def check(
-    plan: Any, gpc: ParallelContext, kind: type[nn.Module] = Model, made: Callable[[], nn.Module] | None = None
+    plan: Any, gpc: ParallelContext, made: Callable[[], nn.Module] = Model, model: nn.Module | None = None
 ) -> Any:
     """Train under the plan, on this data rank's rows, in micro-batches, and compare. Returns the engine."""
-    wanted = truth(kind)
-    model = colonnade.parallelize(made() if made else build(kind), plan, context=gpc)
+    wanted = truth(made)
+    model = colonnade.parallelize(build(made), plan, context=gpc) if model is None else model
     engine = colonnade.initialize(model, optimizer, summed_loss, context=gpc)[0]
     x, y = mine(tokens(BATCH), gpc), mine(labels(BATCH), gpc)
     shards_gradients = bool(gpc.config.get("zero"))

@@ -64,9 +64,14 @@ def type_name(tensor: Tensor, what: str) -> str:
     return name_of(tensor.dtype, what)
 
 
-def dtype_of(record: TensorRecord | Entry) -> torch.dtype:
+def dtype_of(record: TensorRecord) -> torch.dtype:
     """Torch's type of a saved tensor."""
     return _TYPES[record.dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Torch's type for the format's name."""
+    return _TYPES[name]
 
 
 def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:

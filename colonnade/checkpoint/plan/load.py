@@ -29,6 +29,7 @@ class LoadPlan:
         known: dict[str, TensorRecord] = {}
         self._masters = {record.label: record for record in manifest.tensors if record.state_name == MASTER}
         self._sources: dict[int, TensorRecord] = {}
+        self._others: dict[int, list[TensorRecord]] = {}
         for record in manifest.tensors:
             if not record.state_name:
                 for name in (record.label, *record.names):
@@ -37,6 +38,9 @@ class LoadPlan:
             found = [known[name] for name in (*tensor.names, tensor.label) if name in known]
             if found:
                 self._match(tensor, found[0])
+                self._others[id(tensor)] = [
+                    other for other in {id(r): r for r in found[1:]}.values() if other is not found[0]
+                ]
             else:
                 self._missing.append(tensor.names[0])
 
@@ -46,7 +50,8 @@ class LoadPlan:
 
     def note(self) -> dict[str, list[str]]:
         """What the other ranks must know, for `check`."""
-        used = sorted(record.label for record in self._records.values())
+        others = (record for records in self._others.values() for record in records)
+        used = sorted({record.label for record in (*self._records.values(), *others)})
         return {"used": used, "missing": self._missing, "mismatched": self._mismatched}
 
     def check(self, notes: Sequence[dict[str, list[str]]], where: str) -> None:
@@ -75,6 +80,12 @@ class LoadPlan:
             record = self.record_of(tensor)
             own = values.own_buffer(record.label)
             found.append(read_local(reader, tensor, self._sources.get(id(tensor), record)) if own is None else own)
+            for other in self._others[id(tensor)]:
+                if not torch.equal(read_local(reader, tensor, other), read_local(reader, tensor, record)):
+                    raise CheckpointError(
+                        f"{listed(tensor.names)} are one tensor in the model, and {record} and {other} have different values in "
+                        f"the checkpoint: the model that was saved had not tied them"
+                    )
         return found
 
     def set_tensors(self, found: Iterable[Tensor]) -> None:

@@ -28,8 +28,8 @@ class LocalTensor:
     """One tensor of this rank's model, under all the names it has here, and where its elements lie in a whole of `shape`.
 
     `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
-    the whole. `parts` says for each split dimension: (index of this part, number of parts). `places` are boxes of the
-    whole, each with the box of this rank's elements that is there: one, or as many as a packed weight has sections.
+    the whole. `parts` says for each split dimension: (index of this part, number of parts); `by_hand` the same of what
+    was placed, without what FSDP has cut inside that. `places` are boxes of the whole, each with the box of this rank's elements that is there: one, or as many as a packed weight has sections.
     """
 
     label: str
@@ -39,6 +39,7 @@ class LocalTensor:
     holders: tuple[int, ...]
     sharers: tuple[int, ...]
     parts: Mapping[int, tuple[int, int]]
+    by_hand: Mapping[int, tuple[int, int]]
     shape: tuple[int, ...]
     places: tuple[tuple[Box, Box], ...]
 
@@ -56,7 +57,7 @@ class LocalTensor:
     @property
     def may_be_uneven(self) -> bool:
         """Whether its box depends on the sizes of other ranks' parts."""
-        return bool(self.parts) and self.placement.shape is not None and not is_dtensor(self.tensor)
+        return bool(self.by_hand) and placement_of(self.tensor).shape is not None
 
 
 def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> list[LocalTensor]:
@@ -132,6 +133,7 @@ def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> 
         holders=holding(layout, placement, rank).ranks,
         sharers=holding(layout, anywhere, rank).ranks,
         parts=part_indices(layout, placement, rank),
+        by_hand=part_indices(layout, placement_of(tensor), rank),
         shape=box.shape,
         places=((box, box),),
     )
@@ -139,7 +141,7 @@ def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> 
 
 def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
     return {
-        tensor.label: {str(dim): [at, tensor.local.shape[dim]] for dim, (at, _) in tensor.parts.items()}
+        tensor.label: {str(dim): [at, tensor.tensor.shape[dim]] for dim, (at, _) in tensor.by_hand.items()}
         for tensor in tensors
         if tensor.may_be_uneven
     }
@@ -153,18 +155,10 @@ def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelCon
     shape = logical_shape(tensor, by_hand, sizes)
     offset = offset_in_dtensor(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
     packed = packed_runs(layout, by_hand, rank)
-    for dim, (at, count) in part_indices(layout, by_hand, rank).items():
-        if dim in packed:
-            continue
-        if found.may_be_uneven:
-            offset[dim] = _uneven_offset(found, dim, shape[dim], everyone)
-            continue
-        if is_dtensor(tensor) and shape[dim] != count * tensor.shape[dim]:
-            raise CheckpointError(
-                f"{found.names[0]} is cut by hand into uneven parts ({by_hand}) and sharded by FSDP: where a part lies "
-                f"cannot be told. Cut it evenly, or use zero stage 1 or 2."
-            )
-        offset[dim] += at * tensor.shape[dim]
+    for dim, (at, _) in found.by_hand.items():
+        if dim not in packed:
+            uneven = found.may_be_uneven
+            offset[dim] += _uneven_offset(found, dim, shape[dim], everyone) if uneven else at * tensor.shape[dim]
     here = whole_box(found.local.shape)
     places: tuple[tuple[Box, Box], ...] = ((Box(tuple(offset), here.shape), here),)
     for dim, runs in packed.items():
@@ -197,7 +191,7 @@ def _along(box: Box, dim: int, start: int, length: int) -> Box:
 
 
 def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[Sizes]) -> int:
-    index, count = found.parts[dim]
+    index, count = found.by_hand[dim]
     told: dict[int, set[int]] = {at: set() for at in range(count)}
     for sizes in everyone:
         if found.label in sizes:

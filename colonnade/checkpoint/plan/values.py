@@ -101,6 +101,8 @@ class SavedValues:
 
     def random_state(self) -> tuple[Mapping[str, Any] | None, str]:
         """Where the random streams of this rank stood, or None and why they cannot be put back."""
+        if not self.has(RANDOM):
+            return None, "it was imported, without any"
         if not self.same_layout:
             return None, f"it was saved on {self._manifest.layout}"
         state = self.get(RANDOM)
@@ -131,7 +133,7 @@ class SavedValues:
     def _derived_seed(self) -> int:
         """The same on every rank and in every repetition; another one for another step."""
         digest = hashlib.sha256()
-        first = self._items[RANDOM][0]
-        for at in range(first.tensors):
-            digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
+        for first in self._items.get(RANDOM, [])[:1]:
+            for at in range(first.tensors):
+                digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
         return derive_seed(self._manifest.step, digest.hexdigest())

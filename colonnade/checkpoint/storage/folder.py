@@ -139,8 +139,8 @@ def replace_folder(staged: Path, target: Path, keeps: Callable[[str], bool]) -> 
     fault_point("folder synced")
     if there:
         os.rename(target, aside)
-        fault_point("old one aside")
     try:
+        fault_point("old one aside")
         os.rename(staged, target)
     except OSError:
         if there:

@@ -51,8 +51,13 @@ class Initializer_Sequence(ProcessGroupInitializer):
     """SEQUENCE: ranks that each see a part of the same sequences; SEQUENCE_DP: all that see distinct tokens.
 
     The sequence axis is the tensor axis with mode='sequence', or an axis of its own. SEQUENCE_DP joins it
-    with data *at the same pipeline stage*: stages hold different parameters and must not be mixed.
+    with data *at the same pipeline stage*: stages hold different parameters and must not be mixed. `attention`, "ring"
+    or "ulysses", is for models of transformers: see `colonnade.hf.attention`.
     """
+
+    def __init__(self, *args: Any, attention: str = "ring") -> None:
+        super().__init__(*args)
+        self.attention = attention
 
     def init_parallel_groups(self) -> ModeGroups:
         own = any(axis.name == "sequence" for axis in self.axes)

@@ -38,6 +38,7 @@ def ring_attention(
     documents: Sequence[int] | Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     balanced: bool = False,
     context: ParallelContext | None = None,
@@ -47,15 +48,16 @@ def ring_attention(
     q, k, v and the result are (batch, heads, length here, width), as for scaled_dot_product_attention; k and v may
     have fewer heads. `window`: how many keys a query sees before its own, and behind it if not causal. `documents`:
     cumulative lengths of what the whole sequence consists of, as [0, 5, 9]; a query sees its own document alone.
-    `dropout`: of attention weights, in training. `lengths`: how many tokens each rank has; without it the ranks ask each
-    other. `balanced`: the parts are those of split_sequence(balanced=True). Without a sequence group it is attention in
+    `dropout`: of attention weights, in training. `sinks`: (heads), the score of one more key that every query of a head
+    sees, and which has no value. `lengths`: how many tokens each rank has; without it the ranks ask each other. `balanced`: the parts are those of split_sequence(balanced=True). Without a sequence group it is attention in
     one process.
     """
     check_heads(q, k, v)
     context = given_or_global(context)
     parts = parts_of(q.size(2), lengths, balanced, context)
     sight = Sight.of(causal, window, documents, sum(parts.lengths))
-    return attention_over(q, k, v, parts, sight, scale, dropout, members_of(ParallelMode.SEQUENCE, context))
+    members = members_of(ParallelMode.SEQUENCE, context)
+    return attention_over(q, k, v, parts, sight, scale, dropout, members, sinks)
 
 
 def attention_over(
@@ -67,21 +69,22 @@ def attention_over(
     scale: float | None,
     dropout: float,
     members: Members | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention round the ring of `members`, or here alone without."""
     if not 0 <= dropout < 1:
         raise LayoutError(f"dropout={dropout} of attention weights: the share that is dropped, from 0 to below 1")
-    if members is None and sight.is_plain:
+    if members is None and sight.is_plain and sinks is None:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
     plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
-    return _attended(q, k, v, plan, members)
+    return _attended(q, k, v, sinks, plan, members)
 
 
 @torch.compiler.disable
-def _attended(q: Tensor, k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan, members: Members | None) -> Tensor:
     """Compiled code is left for it: it has kernels of its own, and would be compiled anew for every length."""
-    out: Tensor = _Attention.apply(q, k, v, plan, members)
+    out: Tensor = _Attention.apply(q, k, v, sinks, plan, members)
     return out
 
 
@@ -131,6 +134,12 @@ class Softmax:
         known.lerp_(out.to(known.dtype), share)
         torch.logaddexp(sums, lse, out=sums)
 
+    def dilute(self, sinks: Tensor) -> None:
+        """Put one more key of each head beside it, whose value is 0."""
+        out, lse = self.result(working(self._q))
+        self.lse = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        self.out = out * torch.exp(lse - self.lse).unsqueeze(-1)
+
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(output, log of the sum of exponentials); a query that has seen no key yet has 0 and -inf."""
         if self.out is None or self.lse is None:
@@ -161,22 +170,26 @@ class _Total:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan, members: Members | None
+    ) -> Tensor:
         softmax, kernels = Softmax(q), []
         for turn, keys, values in _round(k, v, plan, members):
             for piece in turn.pieces:
                 block = q[:, :, piece.queries], keys[:, :, piece.keys], values[:, :, piece.keys]
                 kernels.append(kernel_for(*block, plan.scale, piece.mask, plan.dropout))
                 softmax.add(piece.queries, *kernels[-1].forward(*block))
+        if sinks is not None:
+            softmax.dilute(sinks)
         out, lse = softmax.result(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.kernels, ctx.plan, ctx.members = kernels, plan, members
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         plan, members, kernels = ctx.plan, ctx.members, iter(ctx.kernels)
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as of a sum, which kernels refuse
         dq, dk, dv = (_Total(tensor) for tensor in (q, k, v))
@@ -195,7 +208,11 @@ class _Attention(torch.autograd.Function):
             message = [total.result(k.dtype) for total in found] if turn.ahead else []
             coming = (turn.sent, _swap(torch.stack(message), turn.sent, -turn.ahead, members)) if message else None
         _take_home(coming, dk, dv)
-        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), None, None
+        towards = None
+        if sinks is not None:  # a key whose value is 0, seen by the queries here
+            share = torch.exp(sinks.unsqueeze(-1) - lse)
+            towards = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq.result(q.dtype), dk.result(k.dtype), dv.result(v.dtype), towards, None, None
 
 
 def _take_home(coming: tuple[slice, Swap] | None, dk: _Total, dv: _Total) -> None:

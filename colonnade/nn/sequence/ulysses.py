@@ -27,6 +27,7 @@ def ulysses_attention(
     documents: Sequence[int] | Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     context: ParallelContext | None = None,
 ) -> Tensor:
@@ -47,9 +48,12 @@ def ulysses_attention(
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths
     sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))
     if size == 1:
-        return attention_over(q, k, v, whole, sight, scale, dropout)
+        return attention_over(q, k, v, whole, sight, scale, dropout, sinks=sinks)
+    if sinks is not None:
+        sinks = sinks.chunk(size)[at]
     q, k, v = _to_heads([q, k, v], all_lengths, context)
-    return _to_sequence(attention_over(q, k, v, whole, sight, scale, dropout), all_lengths, at, context)
+    out = attention_over(q, k, v, whole, sight, scale, dropout, sinks=sinks)
+    return _to_sequence(out, all_lengths, at, context)
 
 
 def _to_heads(tensors: Sequence[Tensor], lengths: Sequence[int], context: ParallelContext) -> list[Tensor]:

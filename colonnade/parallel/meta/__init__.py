@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,15 @@ from colonnade.errors import PlacementError
 from colonnade.parallel.meta.tape import Tape, memory_of
 
 _ATTRIBUTE = "_colonnade_start"
+_SOURCE = "_colonnade_values"
+_WHOLE = "_colonnade_cut_from"
+
+
+class Source(Protocol):
+    """Where the values of a whole parameter are kept, such as a file; its text says where."""
+
+    def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
+        """Give `target` the elements of the whole from `offset` on."""
 
 
 class Start(NamedTuple):
@@ -37,16 +46,29 @@ def start_of(parameter: Tensor) -> Start | None:
 
 
 def keep_start(part: Tensor, whole: Tensor) -> None:
-    """A part of a parameter of the meta device that is cut after meta_init() starts as its elements of the whole do."""
+    """A part of a parameter of the meta device starts as its elements of the whole do, unless it is changed later."""
     start = start_of(whole)
     if start is not None:
         version = part._version if start.version == whole._version else -1
         setattr(part, _ATTRIBUTE, Start(start.tape, start.tensor, version))
+    elif whole.is_meta:  # meta_init() is still on, and notes how parameters start at its end
+        setattr(part, _WHOLE, (whole.detach(), part._version))
+
+
+def give_source(parameter: Tensor, source: Source) -> None:
+    """A parameter on the meta device gets its values from there in `initialize`: on each rank those that it holds."""
+    setattr(parameter, _SOURCE, source)
+
+
+def source_of(parameter: Tensor) -> Source | None:
+    """What `give_source` was told."""
+    return getattr(parameter, _SOURCE, None)
 
 
 def forget_start(parameter: Tensor) -> None:
     """It has its values now."""
     vars(parameter).pop(_ATTRIBUTE, None)
+    vars(parameter).pop(_SOURCE, None)
 
 
 @contextmanager
@@ -95,7 +117,9 @@ def meta_init() -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         for parameter in parameters:
-            setattr(parameter, _ATTRIBUTE, Start(tape, parameter.detach(), parameter._version))
+            whole, version = vars(parameter).pop(_WHOLE, (parameter, parameter._version))
+            tensor = whole if version == parameter._version else parameter
+            setattr(parameter, _ATTRIBUTE, Start(tape, tensor.detach(), parameter._version))
 
 
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError
-from colonnade.parallel.meta import Start, counter, start_of
+from colonnade.parallel.meta import Source, Start, counter, source_of, start_of
 from colonnade.parallel.meta.program import Program, Strided, drawn, program_of
 from colonnade.parallel.meta.tape import Entry, Tape, elements_in_memory, memory_of
 
@@ -95,7 +95,22 @@ class Recipe:
         return run
 
 
-def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recipe]:
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A parameter whose values are kept somewhere."""
+
+    source: Source
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return str(self.source)
+
+    def fill(self, local: Tensor, start: Sequence[int], shape: Sequence[int], offset: Sequence[int], seed: int) -> None:
+        """As `Recipe.fill`."""
+        self.source.read_into(local, offset)
+
+
+def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recipe | Reading]:
     """For each parameter (by id) that is on the meta device, how it starts.
 
     `stages` are those of a split model, or one model. `prefix` tells apart models whose parameters have the same names.
@@ -118,7 +133,9 @@ def recipes_of(stages: Iterable[nn.Module], prefix: str = "") -> dict[int, Recip
     for name, _, start in found:
         by_program.setdefault(memory_of(start.tensor), programs[name] is not None)
     sizes = {name: start.tensor.numel() for name, _, start in found}
-    return {
+    kept = [(parameter, source_of(parameter)) for stage in stages for parameter in stage.parameters()]
+    read = {id(parameter): Reading(source, parameter) for parameter, source in kept if source is not None}
+    return read | {
         id(parameter): Recipe(name, start.tape, start.tensor, programs[name], owners, by_program, sizes)
         for name, parameter, start in found
     }
@@ -156,7 +173,7 @@ def _on_meta(stages: Sequence[nn.Module], prefix: str) -> Iterator[tuple[str, nn
     met: set[int] = set()
     for at, stage in enumerate(stages):
         for name, parameter in stage.named_parameters():
-            if parameter.is_meta and id(parameter) not in met:
+            if parameter.is_meta and id(parameter) not in met and source_of(parameter) is None:
                 named = prefix + (name if name not in names else f"{name} of stage {at}")
                 yield named, parameter, _start_of(parameter, name)
                 names.add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.format.boxes import Box, tiles
-from colonnade.checkpoint.plan.tensors import _uneven_offset, boxes_in_memory, extra_states, locate_tensors
+from colonnade.checkpoint.format.boxes import Box, tiles, whole_box
+from colonnade.checkpoint.format.manifest import FileRecord
+from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
+from colonnade.checkpoint.plan.pieces import SavePlan, plan_shard
+from colonnade.checkpoint.plan.tensors import (
+    LocalTensor,
+    _in_sections,
+    _uneven_offset,
+    boxes_in_memory,
+    extra_states,
+    locate_tensors,
+)
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
+from colonnade.parallel.placement import Placement
+from colonnade.parallel.shards import FlatShard, section_runs
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 
@@ -118,18 +131,82 @@ def test_state_is_saved_by_the_rank_that_has_it(tmp_path):
 def test_ranges_of_any_memory_order_tile_the_whole(order, first, second):
     local = torch.arange(24).view(2, 3, 4).permute(order)
     flat = torch.arange(24)
-    tensor: Any = SimpleNamespace(local=local, box=Box((0, 5, 0), tuple(local.shape)))
+    whole = Box((0, 0, 0), tuple(local.shape))
+    tensor: Any = SimpleNamespace(local=local, places=((Box((0, 5, 0), whole.shape), whole),))
     cuts = sorted({0, first, second, 24})
     found = [part for start, stop in pairwise(cuts) for part in boxes_in_memory(tensor, start, stop, flat[start:stop])]
     moved = [Box((box.offset[0], box.offset[1] - 5, box.offset[2]), box.shape) for box, _ in found]
     assert tiles(moved, tuple(local.shape))
     for box, (_, values) in zip(moved, found, strict=True):
-        assert torch.equal(local[box.slices_in(Box((0, 0, 0), tuple(local.shape)))], values)
+        assert torch.equal(local[box.slices_in(whole)], values)
+
+
+@st.composite
+def packed(draw: Any) -> tuple[torch.Tensor, int, list[int], int]:
+    """A whole of consecutive numbers, the dimension that is packed, its sections, and how many ranks cut them."""
+    ranks = draw(st.integers(1, 3))
+    sections = [ranks * length for length in draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))]
+    shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    shape[dim] = sum(sections)
+    return torch.arange(math.prod(shape)).view(shape), dim, sections, ranks
+
+
+def local_tensors(whole: torch.Tensor, dim: int, sections: list[int], ranks: int, order: list[int]) -> list[Any]:
+    """What each rank has of a packed tensor, its elements in any order in memory."""
+    found = []
+    for at in range(ranks):
+        runs = section_runs(sections, at, ranks)
+        part = torch.cat([whole.narrow(dim, *run) for run in runs], dim)
+        local = part.permute(order).contiguous().permute([order.index(each) for each in range(part.dim())])
+        here = whole_box(part.shape)
+        fields = dict(
+            label="w",
+            names=("w",),
+            tensor=local,
+            placement=Placement(),
+            holders=(at,),
+            sharers=(0,),
+            parts={},
+            by_hand={},
+        )
+        found.append(
+            LocalTensor(**fields, shape=tuple(whole.shape), places=tuple(_in_sections((here, here), dim, runs)))
+        )
+    return found
+
+
+@given(packed(), st.data())
+def test_sections_cut_and_joined_are_the_whole(case, data):
+    """By pieces, by ranges of elements in any memory order, and by what is written of such ranges."""
+    whole, dim, sections, ranks = case
+    order = data.draw(st.permutations(range(whole.dim())))
+    by_pieces, by_ranges = torch.full_like(whole, -1), torch.full_like(whole, -1)
+    plans = [
+        SavePlan(RankNote(rank, None, file=FileRecord(f"rank-{rank}.safetensors", 0, ""))) for rank in range(ranks)
+    ]
+    for at, tensor in enumerate(local_tensors(whole, dim, sections, ranks, order)):
+        assert tiles([here for _, here in tensor.places], tuple(tensor.local.shape))
+        for box, view in tensor.pieces(tensor.local):
+            by_pieces[box.slices_in(whole_box(whole.shape))] = view
+        flat = torch.as_strided(tensor.local, (tensor.local.numel(),), (1,))
+        cuts = sorted({0, flat.numel(), *data.draw(st.lists(st.integers(0, flat.numel()), max_size=2))})
+        for start, stop in pairwise(cuts):
+            for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
+                by_ranges[box.slices_in(whole_box(whole.shape))] = view
+        plan_shard(plans[at], tensor, FlatShard(0, flat.numel(), (0,), {}), "moment", flat)
+        plans[at].close()
+    assert torch.equal(by_pieces, whole)
+    assert torch.equal(by_ranges, whole)
+    (record,), _ = merge_tensors([plan.note for plan in plans])  # refuses what does not tile
+    assert record.shape == tuple(whole.shape)
+    written = torch.cat([entry.read() for plan in plans for entry in plan.entries])
+    assert torch.equal(written.sort().values, whole.flatten())
 
 
 def uneven(label: str, index: int, count: int) -> Any:
     """Rank's part `index` of `count` along dimension 0, as it is known before the others have told theirs."""
-    return SimpleNamespace(label=label, names=(label,), placement="placed", parts={0: (index, count)})
+    return SimpleNamespace(label=label, names=(label,), placement="placed", by_hand={0: (index, count)})
 
 
 def test_uneven_parts_begin_where_those_before_them_end():

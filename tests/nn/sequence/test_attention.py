@@ -34,6 +34,9 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
     seen = seen_keys(sum(split), causal, more.get("window"), more.get("documents"))
+    if more.get("sinks") is not None:
+        _with_sinks(kind, causal, mine, whole, weight, seen, gpc, **more)
+        return
     truth = F.scaled_dot_product_attention(*whole, attn_mask=seen, enable_gqa=kv_heads != 4)
     grads = torch.autograd.grad(truth, whole, weight)
     local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
@@ -42,6 +45,33 @@ def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext,
     for found, expected in zip(torch.autograd.grad(out, local, weight[:, :, mine]), grads, strict=True):
         close(found, expected[:, :, mine], RTOL)
     close(gather_sequence(out, 2, lengths=split, balanced=parts.balanced, context=gpc), truth, RTOL)
+
+
+def _with_sinks(
+    kind: str,
+    causal: bool,
+    mine: Tensor,
+    whole: list[Tensor],
+    weight: Tensor,
+    seen: Tensor,
+    gpc: ParallelContext,
+    sinks: Tensor,
+    **more: Any,
+) -> None:
+    """A sink is one more key, of a score that the head brings along and of no value."""
+    (q, k, v), sinks = whole, sinks.clone().requires_grad_()
+    scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, float("-inf"))
+    scores = torch.cat([scores, sinks[:, None, None].expand(2, -1, q.size(2), 1)], -1)
+    truth = scores.softmax(-1)[..., :-1] @ v
+    *grads, towards = torch.autograd.grad(truth, [q, k, v, sinks], weight)
+    local = [tensor.detach()[:, :, mine].clone().requires_grad_() for tensor in whole]
+    out = ATTENTION[kind](*local, causal=causal, context=gpc, sinks=sinks, **more)
+    close(out, truth[:, :, mine], RTOL)
+    *found, of_sinks = torch.autograd.grad(out, [*local, sinks], weight[:, :, mine])
+    for one, expected in zip(found, grads, strict=True):
+        close(one, expected[:, :, mine], RTOL)
+    torch.distributed.all_reduce(of_sinks, group=gpc.get_group(ParallelMode.SEQUENCE))
+    close(of_sinks, towards, RTOL)
 
 
 def _dropped(kind: str, gpc: ParallelContext) -> None:
@@ -73,6 +103,7 @@ def _all_cases(kind: str, size: int) -> None:
                 for masked in ({"window": 2}, {"window": 5, "documents": _documents(sum(lengths))}):
                     _case(kind, causal, lengths, gpc, **masked)
             _case(kind, causal, (4,) * size, gpc, documents=_documents(4 * size))
+            _case(kind, causal, (4,) * size, gpc, window=3, sinks=numbers(4, seed=5))
             if kind == "ring":
                 _case(kind, causal, (4,) * size, gpc, kv_heads=2, window=1)
                 balanced = Parts.of(4 * size + 1, size, True).lengths

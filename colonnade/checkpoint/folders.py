@@ -1,0 +1,69 @@
+"""The folder of a model as transformers keeps it: which tensor goes into which file, the index, and how it gets its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from colonnade.checkpoint.fault import fault_point
+from colonnade.checkpoint.format.entries import Entry
+from colonnade.checkpoint.format.slices import INDEX
+from colonnade.checkpoint.format.tensors import write_tensors
+from colonnade.checkpoint.storage.folder import replace_folder, saving_name
+
+LARGEST = 5 * 10**9
+"""Bytes of a file where nobody says otherwise."""
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str]]:
+    """The names of the files, and the keys of each: in order, a new file where a tensor no longer fits."""
+    files: list[list[str]] = [[]]
+    taken = 0
+    for key, size in sizes:
+        if files[-1] and taken + size > limit:
+            files.append([])
+            taken = 0
+        files[-1].append(key)
+        taken += size
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{at:05d}-of-{len(files):05d}.safetensors": keys for at, keys in enumerate(files, 1)}
+
+
+def publish_folder(staged: Path, target: Path, files: Mapping[str, Sequence[str]], total: int) -> None:
+    """Write the index of the files, see all on disk, and give the folder its name; no older weights stay in it."""
+    if len(files) > 1:
+        weight_map = {key: name for name, keys in files.items() for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (staged / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for file in staged.iterdir():
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+    fault_point("files written")
+    replace_folder(staged, target, lambda name: not _WEIGHTS.fullmatch(name))
+
+
+def write_folder(entries: Sequence[Entry], target: Path, config: Path | None) -> None:
+    """Write a folder of these tensors, with the files of the folder `config` that are no weights."""
+    files = files_of(((entry.key, entry.size) for entry in entries), LARGEST)
+    by_key = {entry.key: entry for entry in entries}
+    staged = target.with_name(saving_name(target))
+    try:
+        staged.mkdir()
+        for name, keys in files.items():
+            write_tensors(staged / name, [by_key[key] for key in keys])
+        for file in sorted(config.iterdir()) if config is not None else ():
+            if (
+                file.is_file()
+                and file.suffix in (".json", ".txt", ".model", ".jinja")
+                and not _WEIGHTS.fullmatch(file.name)
+            ):
+                shutil.copy2(file, staged / file.name)
+        publish_folder(staged, target, files, sum(entry.size for entry in entries))
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)

@@ -1,0 +1,9 @@
+"""Tensor parallelism on two ranks, and as many replicas of that as there are ranks for."""
+
+parallel = dict(tensor=dict(size=2, mode="1d"))
+clip_grad_norm = 1.0
+seed = 7
+
+LENGTH, BATCH_SIZE = 64, 8
+STEPS, SAVE_EVERY = 60, 20
+LEARNING_RATE, WARM_UP = 3e-3, 5

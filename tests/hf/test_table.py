@@ -1,0 +1,131 @@
+"""The table of docs/models.md: what it says is true, and cells do not get worse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import colonnade
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import PlacementError
+from colonnade.testing import in_double, run_world
+from tests.hf.runs import LAYOUTS, TENSOR, run_all, truth_file
+from tests.hf.table import BEGIN, DOCUMENT, END, QUIET, documented, make, write, written
+from tests.hf.zoo import ARCHITECTURES, BY_NAME, MAX_NORM, STEPS, batch_of, reference
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+CELLS = {
+    "tensor 2": ["gpt2", "phi, qk_layernorm", "cohere, use_qk_norm", "deepseek_v2"],
+    "pipeline 2": ["t5", "gemma2", "gpt_oss"],
+    "tensor 2 x pipeline 2": ["qwen3_moe", "bert"],
+    "expert 2": ["gpt_oss", "deepseek_v3"],
+    "sequence 2": ["qwen3", "bert"],
+    "ZeRO 3": ["falcon", "mixtral"],
+    "tied": ["gpt_oss", "gpt2"],
+    "weights": ["gpt2", "qwen3_moe"],
+}
+"""Of every layout some that differ: plans of ours and mended ones, packed weights, experts, an encoder and a decoder."""
+
+
+# -- the page ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_a_row_for_every_architecture_and_no_cell_is_wrong() -> None:
+    cells = documented(DOCUMENT.read_text(encoding="utf-8"))
+    expected = {(each.name, layout.name) for each in ARCHITECTURES for layout in LAYOUTS if layout.fits(each)}
+    assert set(cells) == expected
+    assert {cell.partition(":")[0] for cell in cells.values()} <= {"ok", "refused"}
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}{END}after\n")
+    cells = {("llama", "tensor 2"): "ok", ("t5", "sequence 2"): "refused: it has | two", ("vit", "ZeRO 3"): "ok"}
+    write(page, cells)
+    write(page, {("vit", "ZeRO 3"): "refused: it has | two"})
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert documented(text) == {**cells, ("vit", "ZeRO 3"): "refused: it has | two"}
+    assert written(documented(text)) in text
+
+
+# -- ranks ------------------------------------------------------------------------------------------------
+
+
+def on_ranks(folder: str) -> None:
+    for layout in LAYOUTS:
+        run_all(layout, CELLS[layout.name], folder)
+    upstream_plans_are_refused()
+    upstream_hook_under_accumulation()
+
+
+def upstream_plans_are_refused() -> None:
+    """Where upstream's plan leaves out a norm of each head, the first pass says so before a step is made."""
+    with colonnade.launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        said = {"phi, qk_layernorm": "q_layernorm", "cohere, use_qk_norm": "size of tensor", "glm4_moe": "q_norm"}
+        for name, message in said.items():
+            model: Any = BY_NAME[name].build()
+            model = colonnade.parallelize(model, dict(model.tp_plan), context=gpc)
+            engine = colonnade.initialize(model, torch.optim.AdamW(model.parameters()), context=gpc)[0]
+            with pytest.raises((PlacementError, RuntimeError), match=message), in_double():
+                engine(**batch_of("causal", 0))
+            engine.close()
+
+
+def upstream_hook_under_accumulation() -> None:
+    """transformers sums what has piled up in every backward pass; with placements it is summed once a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.integrations.tensor_parallel import ReplicatedWithGradAllReduce
+
+    theirs, passes, ranks = nn.Linear(1, 1, bias=False), 3, dist.get_world_size()
+    ReplicatedWithGradAllReduce().install_forward(theirs, init_device_mesh("cpu", (ranks,)))
+    for _ in range(passes):
+        theirs(torch.ones(1)).sum().backward()
+    assert theirs.weight.grad is not None
+    found = 0.0
+    for _ in range(passes):
+        found = (found + 1.0) * ranks
+    assert theirs.weight.grad.item() == found == 84.0  # and not 12, which is 3 passes of 4 ranks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_architectures_equal_one_process_and_upstream_does_not(tmp_path: Path) -> None:
+    """One world for all layouts: what they leave of its ranks is data parallel."""
+    for layout in LAYOUTS:
+        for name in CELLS[layout.name]:
+            torch.save(reference(BY_NAME[name], layout.tied), truth_file(str(tmp_path), name, layout.tied))
+    run_world(4, on_ranks, str(tmp_path), timeout=280, env=QUIET)
+    for layout in LAYOUTS:
+        lines = Path(tmp_path, f"{layout.name}.jsonl").read_text().splitlines()
+        assert lines == [f'["{name}", "ok"]' for name in CELLS[layout.name]]
+
+
+@pytest.mark.slow
+def test_the_truth_is_the_loss_of_the_model() -> None:
+    for architecture in ARCHITECTURES:
+        truth, model = reference(architecture), architecture.build()
+        with in_double():
+            loss = model(**batch_of(architecture.kind, 0)).loss.item()
+        assert abs(loss - truth["losses"][0]) <= 1e-14 * abs(loss), architecture.name
+        assert len(truth["norms"]) == STEPS
+        assert min(truth["norms"]) > MAX_NORM, f"{architecture.name} is not clipped"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_no_cell_is_worse_than_the_page_says(layout: Any) -> None:
+    """With data parallelism on top, where the page has none."""
+    data = 1 if layout.runs == "round_trip" or layout.settings else 2
+    said = documented(DOCUMENT.read_text(encoding="utf-8"))
+    found = make(ARCHITECTURES, [layout], data)
+    assert {place: cell for place, cell in found.items() if cell != "ok" and said[place] == "ok"} == {}
+    assert {place: cell for place, cell in found.items() if cell.startswith(("wrong", "failed"))} == {}

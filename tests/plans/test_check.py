@@ -1,0 +1,219 @@
+"""What is wrong with a plan is said by name, before anything is cut, and by every rank; what names cannot tell, in the first step."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade import initialize, parallelize
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ColonnadeError, ConfigError, GradientError, PlacementError
+from colonnade.plans.check import check_entries
+from colonnade.plans.match import fits, resolve
+from colonnade.testing import run_world
+from tests.plans.models import CASES, HIDDEN, PACKED, PLAN, Model, build, labels, packed_model, summed_loss, tokens
+
+TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
+
+
+class OddHeads(nn.Module):
+    """Three heads of four features: 12 features, which 2 ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.q, self.o = 4, nn.Linear(8, 12), nn.Linear(12, 8)
+
+
+class Bert(nn.Module):
+    """Whose last layer of attention is one module further out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleDict({"query": nn.Linear(8, 8)})
+        self.output = nn.ModuleDict({"dense": nn.Linear(8, 8)})
+
+
+def heads() -> nn.Module:
+    return nn.ModuleDict({"attention": OddHeads()})
+
+
+def tied_to_a_convolution() -> nn.Module:
+    model: Any = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "other": nn.Conv1d(4, 8, 1)})
+    model.up.weight = model.other.weight
+    return model
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a slip": (
+        Model,
+        {**PLAN, "block.*.mlp.up": "colwise"},
+        r"'block\.\*\.mlp\.up' matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
+    ),
+    "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names are blocks\.\*\.mlp\.up"),
+    "two styles": (
+        Model,
+        {**PLAN, "blocks.0.mlp.up": "rowwise"},
+        r"'blocks\.0\.mlp\.up' two styles: .*'colwise', and .*'rowwise'",
+    ),
+    "unknown": (
+        Model,
+        {"norm": "colwize"},
+        r"'norm' the style 'colwize', which is not known; .*packed_rowwise.*'colwise'\?",
+    ),
+    "no row": (
+        Model,
+        {"blocks.*.mlp.up": "colwise"},
+        r"'blocks\.0\.mlp\.up' is 'colwise', but no .* 'blocks\.0\.mlp' is 'rowwise'.*'blocks\.0\.mlp\.down'",
+    ),
+    "no column": (
+        Model,
+        {"blocks.*.mlp.down": "rowwise"},
+        r"'blocks\.0\.mlp\.down' is 'rowwise', but .*nothing gives it",
+    ),
+    "heads": (
+        heads,
+        {"attention.q": "colwise", "attention.o": "rowwise"},
+        r"'attention\.q' has 3 heads of 4 features, which tensor size 2",
+    ),
+    "features": (
+        lambda: nn.ModuleDict({"up": nn.Linear(4, 7), "down": nn.Linear(7, 4)}),
+        {"up": "colwise", "down": "rowwise"},
+        r"'up': 7 features .* cannot be cut evenly over the 2 ranks",
+    ),
+    "no linear": (
+        Model,
+        {"norm": "colwise_gather_output"},
+        r"'norm' is a LayerNorm, and the plan's style is for nn\.Linear",
+    ),
+    "sections": (
+        packed_model,
+        {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": (40, 40)}},
+        r"64 features cannot be the sections \(40, 40\)",
+    ),
+    "a tie": (
+        tied_to_a_convolution,
+        {"up": "colwise", "down": "rowwise"},
+        r"'up\.weight' and 'other\.weight' are one parameter, .*tie would be cut",
+    ),
+    "a tie cut twice": (
+        lambda: Model(tied=True),
+        {**PLAN, "embedding": "embedding_colwise", "head": "colwise_gather_output"},
+        r"shares 'weight' with another layer",
+    ),
+    "attention of torch": (
+        lambda: nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}),
+        {"a.out_proj": "rowwise_split_input"},
+        r"'a', an nn\.MultiheadAttention, which computes",
+    ),
+    "summed twice": (
+        Model,
+        {**PLAN, "blocks.*.mlp": "all_reduce"},
+        r"'blocks\.0\.mlp' is 'all_reduce', .*'blocks\.0\.mlp\.up'",
+    ),
+    "sequence": (
+        Model,
+        {**PLAN, "norm": "sequence_parallel"},
+        r"'norm' the style 'sequence_parallel', but activations between blocks are whole",
+    ),
+    "divide": (
+        Model,
+        {**PLAN, "blocks.*.attention": {"divide": ("heads",)}},
+        r"'heads' is None, which cannot be divided by the tensor size 2",
+    ),
+    "no plan": (Model, None, r"Model brings no plan along"),
+}
+
+
+def _wrong() -> None:
+    with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        for name, (made, plan, said) in WRONG.items():
+            with pytest.raises(ColonnadeError) as raised:
+                parallelize(made(), plan, context=gpc)
+            assert re.search(said, str(raised.value), re.DOTALL), (name, str(raised.value))
+        model = build()
+        once = parallelize(model, PLAN, context=gpc)
+        with pytest.raises(PlacementError, match="placed already"):
+            parallelize(once, PLAN, context=gpc)
+        bert = nn.ModuleDict({"attention": Bert()})
+        plan = {"attention.inside.query": "colwise", "attention.output.dense": "rowwise"}
+        check_entries(resolve(plan, bert), bert, gpc)
+        _forgotten(gpc)
+
+
+class Hidden(torch.autograd.Function):
+    """What no one can look through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hidden.apply(super().forward(x))
+
+
+def _forgotten(gpc: ParallelContext) -> None:
+    """A norm of each head that the plan leaves out: found in the first forward pass, or by its gradients."""
+    plan = {name: style for name, style in PACKED.items() if "q_norm" not in name}
+    for hidden in (False, True):
+        model = build(packed_model)
+        for block in model.blocks if hidden else ():
+            norm = Norm(HIDDEN // 4).double()
+            norm.load_state_dict(block.attention.q_norm.state_dict())
+            block.attention.q_norm = norm
+        for complete in (False, True):
+            named = {**plan, **({"blocks.*.attention.q_norm": "replicated_with_grad_allreduce"} if complete else {})}
+            engine = initialize(
+                parallelize(copy.deepcopy(model), named, context=gpc),
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                summed_loss,
+                context=gpc,
+            )[0]
+            if complete:
+                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
+                assert engine.step()
+            elif hidden:
+                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
+                said = r"'blocks\.0\.attention\.q_norm\.weight', 'blocks\.0\.attention\.q_norm\.bias' whole, .*'replicated_with"
+                with pytest.raises(GradientError, match=said):
+                    engine.step()
+            else:
+                with pytest.raises(PlacementError, match=r"q_norm.*'replicated_with_grad_allreduce'"):
+                    engine(tokens(4))
+            engine.close()
+
+
+def test_every_wrong_plan_is_named_by_every_rank():
+    run_world(2, _wrong)
+
+
+def _square() -> None:
+    config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
+    said = r"tensor\.mode='2d': a plan cuts layers for mode '1d'"
+    with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
+        parallelize(build(), PLAN, context=gpc)
+
+
+@pytest.mark.slow
+def test_modes_that_cut_otherwise_are_refused():
+    run_world(4, _square)
+
+
+def test_a_star_stands_for_one_part_of_a_name():
+    assert fits("blocks.*.up", "blocks.11.up")
+    assert not fits("blocks.*.up", "blocks.1.mlp.up")
+    assert fits("norm?", "norm1")
+    assert not fits("*", "a.b")
+    assert all(resolve(plan, made()) for made, plan in CASES.values())
