@@ -81,8 +81,10 @@ def truth_file(folder: str, name: str, tied: bool | None) -> Path:
     return Path(folder, f"{name}{' tied' if tied else ''}.pt")
 
 
-def _cell(architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> str:
-    """ "ok", or why not: refused before the first step, failed before it, or how it differs."""
+def run_one(
+    architecture: Architecture, layout: Layout, gpc: ParallelContext, truth: Truth, folder: Path | None = None
+) -> str:
+    """What the cell says: "ok", or why not; refused before the first step, failed before it, or how it differs."""
     reason, engine = "", None
     try:
         model: Any = architecture.build(layout.tied)
