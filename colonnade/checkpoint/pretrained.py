@@ -75,11 +75,12 @@ def save_pretrained(
     target = Path(folder)
     with agreed(context, f"saving to {target}"):
         limit = _bytes_of(max_shard_size) if max_shard_size is not None else None
-        config = _config_of(model)
+        main: Any = model[0] if isinstance(model, nn.ModuleList) else model  # the first of a rank's stages
+        config = _config_of(main)
         if target.exists() and not target.is_dir():
             raise CheckpointError(f"{target} is a file; give the name of a folder")
     whole = WholeTensors(model, context)
-    content = [(_file_name(record, model), record) for record in whole.records]
+    content = [(_file_name(record, main), record) for record in whole.records]
     total = sum(_size(record, dtype) for _, record in content)
     if limit is None:
         limit = min(LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
@@ -96,7 +97,7 @@ def save_pretrained(
             _write(whole, named, dtype, context)
             with agreed(context, f"saving to {target}"):
                 if first:
-                    _write_configs(staged, model, config, dtype)
+                    _write_configs(staged, main, config, dtype)
                     publish_folder(staged, target, files, total)
     finally:
         if first:
@@ -107,10 +108,8 @@ def save_pretrained(
 
 def _write_configs(staged: Path, model: Any, config: Any, dtype: torch.dtype | None) -> None:
     before = {name: getattr(config, name, None) for name in ("architectures", "dtype")}
-    # The class that FSDP2 makes of a model has its name behind "FSDP".
-    kind = next(
-        kind for kind in type(model).__mro__ if kind.__module__ != "torch.distributed.fsdp" and not _is_fsdp(kind)
-    )
+    # FSDP2 makes a class of its own of the model's.
+    kind = next(kind for kind in type(model).__mro__ if not _is_fsdp(kind))
     floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     try:
         config.architectures = [kind.__name__]

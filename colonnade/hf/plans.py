@@ -14,7 +14,7 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
-from colonnade.hf.own_plans import OWN_PLANS
+from colonnade.hf.own_plans import INSTEAD, OWN_PLANS
 from colonnade.plans.match import fits
 
 _HEADS = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?$|query_key_value$|qkv_proj$|c_attn$")
@@ -50,7 +50,8 @@ def _both(expert: str, tensor: Any) -> Any:
 def expert_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for expert parallelism: upstream's, and all parameters of experts that lie stacked. Empty if there is none."""
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    plan = getattr(model, "ep_plan", None) or _of_base(model, base)  # transformers 5.17 has it in the config alone
+    # transformers 5.17 has it in the config alone.
+    plan = getattr(model, "ep_plan", None) or {_prefix(model) + name: style for name, style in base.items()}
     # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
     found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     for pattern, experts in _stacked_experts(model):
@@ -62,19 +63,21 @@ def expert_plan(model: nn.Module) -> dict[str, Any]:
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
-    ours = OWN_PLANS.get(getattr(config, "model_type", ""))
+    kind = getattr(config, "model_type", "")
+    ours = OWN_PLANS.get(kind)
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if ours is not None and not getattr(config, "base_model_tp_plan", None):
-        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **plan}
+    if ours is not None and (kind in INSTEAD or not getattr(config, "base_model_tp_plan", None)):
+        prefix = _prefix(model)
+        plan = {name: style for name, style in plan.items() if not (prefix and name.startswith(prefix))}
+        plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
     plan = _present(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
 
-def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
-    """A plan for the base model, by the names that the model has for its layers."""
+def _prefix(model: nn.Module) -> str:
+    """What the names of the base model's layers begin with."""
     base = getattr(model, "base_model", model)
-    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
-    return {prefix + name: style for name, style in plan.items()}
+    return next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     """What upstream's plans forget: parameters between queries, keys and scores, of which a rank sees its own heads.
 
-    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm, doge) have a part of the gradient on each
+    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm) have a part of the gradient on each
     rank; where they have weights for each head (cohere with use_qk_norm), and where there is a number for each head (sinks
     of gpt_oss), these are cut as the heads are.
     """

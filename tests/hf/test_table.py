@@ -22,12 +22,12 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 CELLS = {
     "tensor 2": ["gpt2", "phi, qk_layernorm", "cohere, use_qk_norm", "deepseek_v2"],
-    "pipeline 2": ["t5", "gemma2", "gpt_oss"],
+    "pipeline 2": ["t5", "gemma2"],
     "tensor 2 x pipeline 2": ["qwen3_moe", "bert"],
-    "expert 2": ["gpt_oss", "deepseek_v3"],
-    "sequence 2": ["qwen3", "bert"],
-    "ZeRO 3": ["falcon", "mixtral"],
-    "tied": ["gpt_oss", "gpt2"],
+    "expert 2": ["gpt_oss"],
+    "sequence 2": ["qwen3"],
+    "ZeRO 3": ["falcon"],
+    "tied": ["gpt_oss"],
     "weights": ["gpt2", "qwen3_moe"],
 }
 """Of every layout some that differ: plans of ours and mended ones, packed weights, experts, an encoder and a decoder."""
@@ -69,7 +69,7 @@ def on_ranks(folder: str) -> None:
 def upstream_plans_are_refused() -> None:
     """Where upstream's plan leaves out a norm of each head, the first pass says so before a step is made."""
     with colonnade.launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
-        said = {"phi, qk_layernorm": "q_layernorm", "cohere, use_qk_norm": "size of tensor", "glm4_moe": "q_norm"}
+        said = {"phi, qk_layernorm": "q_layernorm", "cohere, use_qk_norm": "size of tensor", "glm4_moe": "k_norm"}
         for name, message in said.items():
             model: Any = BY_NAME[name].build()
             model = colonnade.parallelize(model, dict(model.tp_plan), context=gpc)

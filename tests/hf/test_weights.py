@@ -43,6 +43,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("phi3 (phi4)/tied", {**PIPELINE, **TENSOR}, STAGED),
     ("mixtral", {**PIPELINE, **TENSOR}, STAGED),
     ("gpt2/tied/float32", PIPELINE, {**STAGED, "zero": 3}),
+    ("llama/tied", PIPELINE, {"schedule": {"type": "Interleaved1F1B", "num_microbatches": 2, "num_chunks": 2}}),
 ]
 """(architecture, parallel, the rest of the config), on four ranks."""
 
