@@ -103,7 +103,12 @@ def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {True}
     how = _How(over, over == "ring" and causal, context, tuple(parameters_of(model)), label_kind(model))
     model.split_sequences = how  # type: ignore[assignment]
-    model.forward = MethodType(_forward, model)
+    before: Any = model.forward.__func__  # type: ignore[attr-defined]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward(self, before, *args, **kwargs)
+
+    model.forward = MethodType(forward, model)
 
 
 def _over(context: ParallelContext) -> Over:
@@ -180,15 +185,15 @@ def _attention(
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(self: Any, before: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward pass of the model on this rank's part of the batch. A loss says its sum and the labels it counts."""
     named = dict(zip(self.split_sequences.takes, args, strict=False))
     batch, split = split_batch(self, {**named, **kwargs})
-    _Running.now, before = split, _Running.now
+    _Running.now, outer = split, _Running.now
     try:
-        output = type(self).forward(self, **batch)
+        output = before(self, **batch)
     finally:
-        _Running.now = before
+        _Running.now = outer
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     labels = batch.get("shift_labels", batch.get("labels"))
     if labels is not None and isinstance(loss, Tensor):

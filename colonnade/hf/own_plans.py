@@ -97,6 +97,11 @@ def _llama(config: Any) -> Plan:
     return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
 
 
+def _doge(config: Any) -> Plan:
+    # Upstream splits heads, and gives every rank a mask that dt_proj makes of them for all heads.
+    return {**_gathered("layers.*.self_attn", _QKV, "o_proj"), **_LLAMA_MLP}
+
+
 def _nemotron(config: Any) -> Plan:
     return {**_split("layers.*.self_attn", _QKV, "o_proj"), **_split("layers.*.mlp", ("up_proj",), "down_proj")}
 
@@ -155,6 +160,7 @@ OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
     "bloom": _bloom,
     "codegen": _codegen,
     "distilbert": _distilbert,
+    "doge": _doge,
     "electra": _bert,
     "falcon": _falcon,
     "gpt2": _gpt2,
@@ -171,3 +177,6 @@ OWN_PLANS: dict[str, Callable[[Any], Plan]] = {
     "xlm-roberta": _bert,
 }
 """model_type -> the plan of the base model, for a config. Embedding and head are added to it."""
+
+INSTEAD = frozenset({"doge"})
+"""Of these, ours stands in the place of upstream's, which is wrong."""

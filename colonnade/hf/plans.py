@@ -6,6 +6,7 @@ Nothing of transformers is imported: what is read are attributes of the model an
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
-from colonnade.hf.own_plans import OWN_PLANS
+from colonnade.hf.own_plans import INSTEAD, OWN_PLANS
 from colonnade.plans.match import fits
 
 _HEADS = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?$|query_key_value$|qkv_proj$|c_attn$")
@@ -32,14 +33,12 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     experts = context.get_world_size(ParallelMode.EXPERT) if context.is_initialized(ParallelMode.EXPERT) else 1
     if experts == 1:
         return plan
-    own = _present(_expert_plan(model), model)
+    own = expert_plan(model)
     if not own:
         raise PlacementError(
             f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
             f"`expert` out of `parallel`, or give parallelize() a plan"
         )
-    # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
-    own = {name: style for name, style in own.items() if style != "replicated_with_grad_allreduce"}
     return {**plan, **{name: _both(style, plan.get(name)) for name, style in own.items()}}
 
 
@@ -48,20 +47,28 @@ def _both(expert: str, tensor: Any) -> Any:
     return expert if tensor in (None, expert) else {"style": expert, "tensor": tensor}
 
 
-def _expert_plan(model: nn.Module) -> dict[str, Any]:
-    found = getattr(model, "ep_plan", None)
-    if found is None:  # transformers 5.17 has it in the config alone
-        return _of_base(model, getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {})
-    return dict(found)
+def expert_plan(model: nn.Module) -> dict[str, Any]:
+    """The plan for expert parallelism: upstream's, and all parameters of experts that lie stacked. Empty if there is none."""
+    base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+    plan = getattr(model, "ep_plan", None) or _of_base(model, base)  # transformers 5.17 has it in the config alone
+    # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
+    found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
+    for pattern, experts in _stacked_experts(model):
+        found |= {f"{pattern}.{name}": "grouped_gemm" for name, _ in experts.named_parameters(recurse=False)}
+        found[pattern] = "ep_dispatch_experts"
+    return _present(found, model)
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for tensor parallelism; empty if there is none."""
     config = getattr(model, "config", None)
-    ours = OWN_PLANS.get(getattr(config, "model_type", ""))
+    kind = getattr(config, "model_type", "")
+    ours = OWN_PLANS.get(kind)
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if ours is not None and not getattr(config, "base_model_tp_plan", None):
-        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **plan}
+    upstream = getattr(config, "base_model_tp_plan", None) or {}
+    if ours is not None and (kind in INSTEAD or not upstream):
+        heads = {name: style for name, style in plan.items() if name not in _of_base(model, upstream)}
+        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **heads}
     plan = _present(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
@@ -85,7 +92,7 @@ def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     """What upstream's plans forget: parameters between queries, keys and scores, of which a rank sees its own heads.
 
-    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm, doge) have a part of the gradient on each
+    Norms of queries and keys (phi with qk_layernorm, glm4_moe with use_qk_norm) have a part of the gradient on each
     rank; where they have weights for each head (cohere with use_qk_norm), and where there is a number for each head (sinks
     of gpt_oss), these are cut as the heads are.
     """
@@ -107,18 +114,23 @@ def _inside_attention(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
 def _inside_experts(model: nn.Module) -> dict[str, Any]:
     """How stacked experts are cut, read from how they lie: upstream leaves some whole (gpt_oss) and cuts some wrong (inkling)."""
     found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        experts: Any = module
-        if not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
+    for pattern, experts in _stacked_experts(model):
+        if getattr(experts, "has_post_expert_norm", False) or not hasattr(experts, "is_concatenated"):
             continue
         inner, outer = ("rowwise", "colwise") if experts.is_transposed else ("colwise", "rowwise")
         packed = "packed_" if experts.has_gate and experts.is_concatenated else ""
         first = "gate_up_proj" if experts.has_gate else "up_proj"
         styles = {first: packed + inner, f"{first}_bias": f"{packed}rowwise", "down_proj": outer}
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        found |= {f"{pattern}.{key}": style for key, style in styles.items() if getattr(module, key, None) is not None}
+        found |= {f"{pattern}.{key}": style for key, style in styles.items() if getattr(experts, key, None) is not None}
         found[pattern] = "moe_tp_experts"
     return found
+
+
+def _stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(pattern, module) of experts that say how their parameters lie, as those behind transformers' experts interface do."""
+    for name, module in model.named_modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
+            yield ".".join("*" if part.isdigit() else part for part in name.split(".")), module
 
 
 def _is_heads(name: str, style: Any) -> bool:

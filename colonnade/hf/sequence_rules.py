@@ -64,10 +64,6 @@ def check_model(model: Any, size: int, over: str, context: ParallelContext) -> N
             f"its loss ({getattr(model, 'loss_type', None)}) is not a mean over tokens",
         ),
         (
-            getattr(config, "output_router_logits", False),
-            "output_router_logits=True: the auxiliary loss is not linear in the tokens, and would be of each rank's alone",
-        ),
-        (
             over == "ulysses" and bool(uneven),
             f"{listed(uneven)} heads on {tensor} tensor ranks cannot be shared evenly, as attention='ulysses' has to; use 'ring'",
         ),

@@ -14,6 +14,7 @@ from colonnade.errors import ContextError, PlacementError
 from colonnade.hf.attention import prepare_sequence
 from colonnade.hf.lora import Adapters
 from colonnade.hf.plans import plan_of
+from colonnade.hf.router_loss import join_router_loss
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
 from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
@@ -52,6 +53,7 @@ def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters
     entries = resolve(_own_plan(model, context) if plan is None else plan, model)
     entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
     check_entries(entries, model, context)
+    join_router_loss(model, context)
     prepare_sequence(model, context)
     stages = _stages(model, context)
     parts = WeakIdKeyDictionary()

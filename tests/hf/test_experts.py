@@ -14,10 +14,10 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.hf.plans import plan_of, tensor_plan
 from colonnade.parallel.placement import placement_of
-from colonnade.testing import run_world
+from colonnade.testing import compare, gather_gradients, in_double, plain_gradients, run_world
 from tests.hf.runs import TENSOR, Layout, run_all, truth_file
 from tests.hf.table import QUIET
-from tests.hf.zoo import BY_NAME, reference
+from tests.hf.zoo import BY_NAME, batch_of, reference, rows_of
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -52,6 +52,33 @@ def on_ranks(folder: str) -> None:
         assert set(placement_of(experts.gate_up_proj).shards) == {ParallelMode.EXPERT, ParallelMode.TENSOR}
         for way in ("eager", "grouped_mm", "batched_mm"):
             _computed(way, experts.float(), plain.model.layers[0].mlp.experts.float(), gpc)
+    for parallel in ({"expert": 2}, {"sequence": 2, **TENSOR}):
+        _router_loss(parallel)
+
+
+def _router_loss(parallel: dict[str, Any]) -> None:
+    """The auxiliary loss is that of all ranks' tokens, as are its gradients: rows of unequal lengths, unequally many."""
+    whole = batch_of("causal", 0)
+    plain: Any = BY_NAME["mixtral"].build()
+    plain.config.output_router_logits, plain.router_aux_loss_coef = True, 0.5
+    with in_double():
+        expected = plain(**whole)
+        truth = plain_gradients(plain, expected.loss)
+    with colonnade.launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as gpc:
+        model: Any = BY_NAME["mixtral"].build()
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
+        engine = colonnade.initialize(
+            colonnade.parallelize(model, context=gpc), lambda p: torch.optim.SGD(p, lr=1.0), context=gpc
+        )[0]
+        data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
+        rows = slice(gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0, None, data)
+        with in_double():
+            output = engine(**rows_of(whole, rows))
+            torch.testing.assert_close(output.aux_loss, expected.aux_loss, rtol=1e-12, atol=0)
+            engine.backward(output.loss)
+        engine._reduce()
+        compare(truth, gather_gradients(engine.model, gpc), 1e-9)
+        engine.close()
 
 
 def _computed(way: str, experts: Any, plain: Any, gpc: ParallelContext) -> None:

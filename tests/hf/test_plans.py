@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from colonnade.hf.own_plans import OWN_PLANS
-from colonnade.hf.plans import _expert_plan, tensor_plan
+from colonnade.hf.plans import tensor_plan
 from colonnade.plans.match import fits
 from colonnade.plans.parallelize import style_of
 from tests.hf.zoo import BY_NAME, Architecture
@@ -69,14 +68,6 @@ def test_architectures_without_a_plan_upstream_have_one_of_ours() -> None:
     for name in BY_NAME:
         config = model_of(name).config
         assert config.base_model_tp_plan or config.model_type in OWN_PLANS, name
-
-
-def test_the_expert_plan_of_a_config() -> None:
-    model = model_of("qwen3_moe")
-    found = _expert_plan(model)
-    assert found == model.ep_plan
-    older = SimpleNamespace(config=model.config, base_model=model.base_model, named_modules=model.named_modules)
-    assert _expert_plan(older) == found  # type: ignore[arg-type]
 
 
 def test_norms_of_queries_and_keys_that_upstream_forgets() -> None:

@@ -117,6 +117,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _decoder("seed_oss", "SeedOss", head_dim=8, residual_dropout=0.0, attention_dropout=0.0),
     _decoder("arcee", "Arcee"),
     _decoder("nemotron", "Nemotron"),
+    _decoder("doge", "Doge", keep_window_size=64),
     _decoder("hunyuan_v1_dense", "HunYuanDenseV1", head_dim=8),
     _decoder(
         "qwen2_moe",
