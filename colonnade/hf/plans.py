@@ -50,8 +50,7 @@ def _both(expert: str, tensor: Any) -> Any:
 def expert_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for expert parallelism: upstream's, and all parameters of experts that lie stacked. Empty if there is none."""
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    # transformers 5.17 has it in the config alone.
-    plan = getattr(model, "ep_plan", None) or {_prefix(model) + name: style for name, style in base.items()}
+    plan = getattr(model, "ep_plan", None) or _of_base(model, base)  # transformers 5.17 has it in the config alone
     # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
     found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     for pattern, experts in _stacked_experts(model):
