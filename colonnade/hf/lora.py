@@ -60,8 +60,9 @@ class Adapters:
         here = {id(module) for module in stage.modules()}
         for name, layer in list(self._off.items()):
             if id(layer.get_base_layer()) in here:
+                _set(stage, name, layer)
                 self._cut(name, layer, stage, entries, parts)
-                _set(stage, name, self._off.pop(name))
+                del self._off[name]
 
     def undo(self) -> None:
         """Put everything that is off back on as it is."""

@@ -24,6 +24,8 @@ from colonnade.checkpoint import CheckpointManager, export_checkpoint, import_ch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
+pytestmark = pytest.mark.slow  # importing DCP alone takes two seconds
+
 
 class Tied(nn.Module):
     """With a weight under two names, a scalar, a buffer, and something empty."""

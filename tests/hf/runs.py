@@ -19,7 +19,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ParityError
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import compare, gather_gradients, gather_weights, in_double
-from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, batch_of, rows_of
+from tests.hf.zoo import BY_NAME, EPS, MAX_NORM, STEPS, Architecture, Truth, batch_of, rows_of
 
 RTOL = 1e-9
 MICRO_BATCHES = 3
@@ -36,7 +36,7 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
     tied: bool | None = None
     runs: str = "trained"
-    """Which function of this module fills the cell."""
+    """What fills the cell: "trained" or "round_trip"."""
 
     def fits(self, architecture: Architecture) -> bool:
         """Whether there is something to show: experts to spread, an embedding to tie."""
@@ -70,7 +70,8 @@ def run_all(layout: Layout, names: list[str], folder: str) -> None:
     """On each rank: every architecture in turn. Rank 0 writes a line for each as soon as it is done."""
     with colonnade.launch(layout.config, context=ParallelContext(), verbose=False) as gpc:
         for name in names:
-            cell = _cell(BY_NAME[name], layout, gpc, folder)
+            truth = torch.load(truth_file(folder, name, layout.tied))
+            cell = run_one(BY_NAME[name], layout, gpc, truth, Path(folder))
             if gpc.get_global_rank() == 0:
                 with Path(folder, f"{layout.name}.jsonl").open("a") as file:
                     file.write(json.dumps([name, cell]) + "\n")
@@ -80,8 +81,10 @@ def truth_file(folder: str, name: str, tied: bool | None) -> Path:
     return Path(folder, f"{name}{' tied' if tied else ''}.pt")
 
 
-def _cell(architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> str:
-    """ "ok", or why not: refused before the first step, failed before it, or how it differs."""
+def run_one(
+    architecture: Architecture, layout: Layout, gpc: ParallelContext, truth: Truth, folder: Path | None = None
+) -> str:
+    """What the cell says: "ok", or why not; refused before the first step, failed before it, or how it differs."""
     reason, engine = "", None
     try:
         model: Any = architecture.build(layout.tied)
@@ -100,7 +103,10 @@ def _cell(architecture: Architecture, layout: Layout, gpc: ParallelContext, fold
             raise RuntimeError(f"only some ranks refused {architecture.name}: {reasons}")
         return reasons[0]
     try:
-        {"trained": trained, "round_trip": round_trip}[layout.runs](engine, architecture, layout, gpc, folder)
+        if folder is None or layout.runs == "trained":
+            trained(engine, architecture, gpc, truth)
+        else:
+            round_trip(engine, architecture, layout, gpc, folder)
     except ParityError as error:
         return f"wrong: {error}"
     finally:
@@ -123,18 +129,17 @@ def _check_split(model: nn.Module, gpc: ParallelContext) -> None:
         raise AssertionError("sequences are not split")
 
 
-def trained(engine: Any, architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> None:
+def trained(engine: Any, architecture: Architecture, gpc: ParallelContext, truth: Truth) -> None:
     """Three steps; loss, every gradient and the norm at each, and the weights at the end, are those of one process."""
-    truth = torch.load(truth_file(folder, architecture.name, layout.tied))
     for step in range(STEPS):
         _step(engine, architecture, gpc, step, truth)
     compare(truth["weights"], gather_weights(engine.model, gpc), RTOL)
 
 
-def round_trip(engine: Any, architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: str) -> None:
+def round_trip(engine: Any, architecture: Architecture, layout: Layout, gpc: ParallelContext, folder: Path) -> None:
     """Written by the ranks, read by transformers, and read by the ranks again: the same bits."""
     plain = architecture.build(layout.tied)
-    saved = engine.save_pretrained(Path(folder, f"{layout.name} of {architecture.name}"))
+    saved = engine.save_pretrained(folder / f"{layout.name} of {architecture.name}")
     theirs = type(plain).from_pretrained(saved, dtype=torch.float64).state_dict()
     with in_double():
         ours = colonnade.from_pretrained(
@@ -154,7 +159,7 @@ def _same_bits(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], what: s
         raise ParityError(f"{what} differs from what was written in {wrong[:8]}")
 
 
-def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: dict[str, Any]) -> None:
+def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: int, truth: Truth) -> None:
     data = gpc.get_world_size(ParallelMode.DATA) if gpc.is_initialized(ParallelMode.DATA) else 1
     first = gpc.get_local_rank(ParallelMode.DATA) if data > 1 else 0
     mine = rows_of(batch_of(architecture.kind, step), slice(first, None, data))

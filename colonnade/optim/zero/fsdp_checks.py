@@ -13,6 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from colonnade.comm.rank_group import gloo_beside
 from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
 from colonnade.errors import GradientError, listed
 from colonnade.optim.zero.inner import two_steps
+from colonnade.parallel.stages import Chunks
 
 _ADVICE = "Run every module on every rank (multiply by zero what is not wanted), or use zero stage 2."
 
@@ -241,7 +243,7 @@ class Member:
     def __init__(self, name: str, model: nn.Module, old: nn.Parameter, shard: Any) -> None:
         self.name, self._shard = name, shard
         path, _, self._attribute = name.rpartition(".")
-        self._owner = model.get_submodule(path)
+        self._owner = _owner(model, path, self._attribute, shard)
         self._old_hooks = old._backward_hooks or {}
         self._ready = self._hooked = False
         for key, value in vars(old).items():
@@ -278,6 +280,16 @@ class Member:
                     f"zero stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). It is given this "
                     f"rank's shard, a DTensor, with the final gradient; use register_hook for whole gradients, or stage 2."
                 ) from error
+
+
+def _owner(model: nn.Module, path: str, attribute: str, shard: Any) -> nn.Module:
+    """The module that has this parameter. Several stages of a rank may have one of that name, the model itself say."""
+    for root in model if isinstance(model, Chunks) else [model]:
+        with suppress(AttributeError):
+            owner = root.get_submodule(path)
+            if owner._parameters.get(attribute) is shard:
+                return owner
+    raise GradientError(f"zero stage 3: no module of the model holds {attribute!r} as {path!r}")
 
 
 class Unit:

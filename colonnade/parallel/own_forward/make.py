@@ -33,6 +33,7 @@ class OwnForward:
         call = call or _call_with_small_inputs(model)
         self._recording = record(model, self._units, lambda twin: result_of(call(self._with_settings(twin))))
         self._cuts = possible_cuts(self._recording)
+        self._check_buffers()
 
     def _with_settings(self, twin: nn.Module) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -40,6 +41,17 @@ class OwnForward:
             return twin(*args, **{**kwargs, **self._settings})
 
         return run
+
+    def _check_buffers(self) -> None:
+        """Refuse a forward pass that looks into a layer which most stages will not have."""
+        for name, unit in self._units.items():
+            if any(True for _ in unit.parameters()):
+                for key, _ in unit.named_buffers():
+                    if f"{name}.{key}" in self._recording.uses:
+                        raise ScheduleError(
+                            f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, which only one "
+                            f"pipeline stage has; let that layer use it, or give the model a buffer of its own"
+                        )
 
     @property
     def layers(self) -> list[tuple[str, float]]:
@@ -89,18 +101,28 @@ class OwnForward:
 
     def _works_in(self, part: Part, name: str) -> bool:
         calls = [at for at, called in enumerate(part.names) if called == name]
-        used = [key for key in self._recording.uses if key.startswith(f"{name}.")]
+        used = [
+            f"{name}.{key}"
+            for key, _ in self._units[name].named_parameters()
+            if f"{name}.{key}" in self._recording.uses
+        ]
         if not calls and not used:
             return not any(True for _ in self._units[name].parameters())
         here = any(part.first <= at < part.stop or part.forms[at] is None for at in calls)
         return here or any(self._has_tensor(part, key) for key in used)
 
     def _stage(self, part: Part, units: set[str], before: set[str]) -> nn.Module:
-        """The stage with these units; those that a stage before it has too are copied, and share their weights."""
-        memo: dict[int, nn.Module] = {}
+        """The stage with these units; those that a stage before it has too are copied, and share their weights.
+
+        Buffers of such a copy are saved by the stage before alone.
+        """
+        memo: dict[int, Any] = {}
         for name, unit in self._units.items():
-            here = copy_tree(unit, {}, lambda tensor: tensor) if name in units & before else unit
-            memo[id(unit)] = here if name in units else Absent(name, self._recording.twins[name])
+            memo[id(unit)] = unit if name in units else Absent(name, self._recording.twins[name])
+            if name in units & before:
+                memo[id(unit)] = here = copy_tree(unit, {}, lambda tensor: tensor)
+                for module in here.modules():
+                    module._non_persistent_buffers_set.update(module._buffers)
         units_here = {id(unit) for unit in memo.values()}
         stage: Any = copy_tree(self._model, memo, lambda tensor: tensor)
         for owner_name, owner in list(outside(stage, units_here)):
@@ -112,7 +134,8 @@ class OwnForward:
 
     def _leave_out(self, part: Part, name: str, owner: nn.Module) -> None:
         """Of a module that has blocks inside: what belongs to other stages."""
-        absent = {key: child for key, child in owner._modules.items() if isinstance(child, Absent)}
+        children: dict[str, Any] = owner._modules
+        absent = {key: child for key, child in children.items() if isinstance(child, Absent)}
         if absent:
             take_out(owner, absent)
         for key, parameter in list(owner._parameters.items()):

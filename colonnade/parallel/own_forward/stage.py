@@ -15,21 +15,18 @@ from colonnade.parallel.own_forward.calls import WATCHER, derived
 from colonnade.parallel.own_forward.cuts import Part
 
 
-class Absent(nn.Module):
-    """Stands where a unit of another stage is, for a forward pass that calls it; to others it is not there."""
+class Absent:
+    """Stands where a unit of another stage is, for a forward pass that calls it. It is no module: none is there."""
 
     def __init__(self, name: str, twin: nn.Module) -> None:
-        super().__init__()
-        vars(self).update(_colonnade_unit=name, _twin=twin)
+        vars(self).update(_unit=name, _twin=twin)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = WATCHER.get()
-        if watcher is None:
-            raise ScheduleError(f"{self._colonnade_unit!r} is in another pipeline stage, and cannot be called here")
-        return watcher.call(self._colonnade_unit, self._no_call, args, kwargs)
+        return self._no_call() if watcher is None else watcher.call(self._unit, self._no_call, args, kwargs)
 
     def _no_call(self, *args: Any, **kwargs: Any) -> Any:
-        raise ScheduleError(f"{self._colonnade_unit!r} is called by a pipeline stage that does not have it")
+        raise ScheduleError(f"{self._unit!r} is in another pipeline stage, and cannot be called here")
 
     def __getattr__(self, name: str) -> Any:
         """What forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
@@ -195,7 +192,7 @@ class _Members:
     _colonnade_members: dict[str, Absent | None]
     _modules: dict[str, nn.Module]
 
-    def _all(self) -> dict[str, nn.Module]:
+    def _all(self) -> dict[str, nn.Module | Absent]:
         return {
             name: self._modules[name] if absent is None else absent for name, absent in self._colonnade_members.items()
         }
@@ -205,7 +202,7 @@ class _Members:
 
 
 class _List(_Members):
-    def __iter__(self) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._all().values())
 
     def __getitem__(self, index: Any) -> Any:
@@ -216,7 +213,7 @@ class _Dict(_Members):
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())
 
-    def __getitem__(self, key: str) -> nn.Module:
+    def __getitem__(self, key: str) -> Any:
         return self._all()[key]
 
     def __contains__(self, key: str) -> bool:

@@ -19,9 +19,20 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         self.kind = kind
 
-    def forward(self, x: Tensor, mask: Tensor, gain: float = 1.0) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, gain: Tensor) -> Tensor:
         mixed = torch.where(mask, self.norm(x), 0.0).mean(1, keepdim=True)
         return x + gain * self.down(F.gelu(self.up(self.norm(x) + mixed)))
+
+
+class Gains(nn.Module):
+    """No parameters, but a buffer that is saved: every stage calls it itself."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.register_buffer("rates", 1.0 / torch.arange(1, count + 1))
+
+    def forward(self, like: Tensor) -> Tensor:
+        return self.rates.to(like.dtype)
 
 
 class Decoder(nn.Module):
@@ -32,7 +43,7 @@ class Decoder(nn.Module):
         self.words = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.register_buffer("seen", torch.zeros(()))
-        self.drop = nn.Dropout(dropout)
+        self.drop, self.gains = nn.Dropout(dropout), Gains(blocks)
         self.blocks = nn.ModuleList(Block("near" if at % 2 else "full") for at in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -42,9 +53,10 @@ class Decoder(nn.Module):
         x = self.words(ids) * math.sqrt(WIDTH) + self.positions[: ids.shape[1]]
         x = self.drop(x)
         full = torch.ones_like(x, dtype=torch.bool) if padding is None else padding[..., None].expand_as(x)
-        masks = {"full": full, "near": full & (torch.arange(ids.shape[1]) > 1)[:, None]}
+        masks = {"full": full, "near": full & (torch.arange(ids.shape[1]) > 1)[:, None].to(ids.device)}
+        gains = self.gains(x)
         for at, block in enumerate(self.blocks):
-            x = block(x, masks[block.kind], gain=1.0 / (at + 1))
+            x = block(x, masks[block.kind], gain=gains[at])
         return self.head(self.norm(x) * 2)
 
 

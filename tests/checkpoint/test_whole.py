@@ -1,0 +1,80 @@
+"""Whole tensors out of what four ranks hold: uneven and empty parts, ties, experts, buffers; to all, to one, into files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from colonnade.checkpoint import fault
+from colonnade.checkpoint.pretrained import save_full, save_pretrained
+from colonnade.checkpoint.whole import WholeTensors
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
+from colonnade.testing import run_world
+from tests.checkpoint.models import ALIAS, WAYS, build, launched, whole, zero
+
+
+def wrong(found: dict[str, Tensor]) -> list[str]:
+    """The names that do not have the bits of state 3."""
+    truth = {name: whole(ALIAS[1] if name == ALIAS[0] else name, 3) for name in found}
+    return [name for name in found if found[name].dtype != truth[name].dtype or not found[name].equal(truth[name])]
+
+
+class Config:
+    """As much of a config of transformers as is used."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+
+def check(folder: Path) -> None:
+    for number, way in enumerate((WAYS["tensor 2 x pipeline 2"], zero(4), WAYS["expert 2 in data 4"])):
+        with launched(way) as context:
+            model, rank = build(way, context, 3).model, context.get_global_rank()
+            tensors = WholeTensors(model, context)
+            names = [name for record in tensors.records for name in record.names]
+            assert len(names) == len(set(names)) == 9
+            everywhere = {name: tensors.gather(record) for record in tensors.records for name in record.names}
+            assert wrong(everywhere) == []
+            turns = [tensors.records[at : at + 4] for at in range(0, 8, 4)]
+            for turn in turns:  # each rank gets another one
+                found = tensors.gather_apart([(record, to) for to, record in enumerate(turn)])
+                assert (found is None) == (rank >= len(turn))
+                assert found is None or wrong({turn[rank].names[0]: found}) == []
+            save_full(tensors, folder / f"{number}.safetensors", context)
+            model.config, model.can_generate = Config(), lambda: False
+            save_pretrained(model, folder / str(number), context, max_shard_size=200)
+            check_failure(model, folder, context)
+
+
+def check_failure(model: torch.nn.Module, folder: Path, context: ParallelContext) -> None:
+    """A disk that fails one rank is an error on all, and leaves nothing."""
+
+    def fail(point: str) -> None:
+        if context.get_global_rank() == 1 and point == "tensor written":
+            raise OSError("the disk is gone")
+
+    fault.hook = fail
+    with pytest.raises(CheckpointError, match="the disk is gone"):
+        save_pretrained(model, folder / "never", context, max_shard_size=200)
+    fault.hook = None
+    assert list(folder.glob("*never*")) == []
+
+
+@pytest.mark.slow
+def test_tensors_of_every_layout_are_whole(tmp_path: Path) -> None:
+    run_world(4, check, tmp_path)
+    for number in range(3):
+        found = load_file(tmp_path / f"{number}.safetensors")
+        assert len(found) == 9
+        assert wrong(found) == []
+        files = sorted((tmp_path / str(number)).glob("model-*.safetensors"))
+        assert len(files) > 4  # so that a rank writes several
+        found = {key: value for file in files for key, value in load_file(file).items()}
+        assert len(found) == 8
+        assert ALIAS[1] in found  # the tied weight once
+        assert wrong(found) == []
