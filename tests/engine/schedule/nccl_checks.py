@@ -15,7 +15,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor, cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.pipeline import _transfer_group
+from colonnade.engine.schedule.pipeline import _transfer_groups
 from tests.device.check import Check
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import Broken, grads_of, loss_of
@@ -73,13 +73,15 @@ def make_executor(kind: models.Kind, order: str, gpc: ParallelContext) -> Execut
     mine = [
         stage for at, stage in enumerate(models.build(kind, facts.num_stages)) if at in facts.stages_of(dist.get_rank())
     ]
+    transfer_group, down_group = _transfer_groups(gpc)
     return Executor(
         [stage.to(gpc.device) for stage in mine],
         table,
         rank=dist.get_rank(),
         ranks=range(ranks),
         group=gpc.get_group(ParallelMode.PIPELINE),
-        transfer_group=_transfer_group(gpc),
+        transfer_group=transfer_group,
+        down_group=down_group,
         device=gpc.device,
         loss_fn=loss_of,
     )

@@ -161,8 +161,9 @@ def test_pipelines_side_by_side_do_not_mix() -> None:
 
 def run_with_timeout() -> float:
     with join_world(pipeline=2, timeout=37) as context:
-        group = pipeline._transfer_group(context)
-        assert pipeline._transfer_group(context) is group, "one for all schedules"
+        group, down = pipeline._transfer_groups(context)
+        assert pipeline._transfer_groups(context) == (group, down), "those for all schedules"
+        assert down is None, "gloo moves both directions at once"
         return group._get_backend(context.device).options._timeout.total_seconds()
 
 

@@ -55,7 +55,8 @@ class Executor:
     pipeline; `ranks`: the global ranks of the pipeline; `group`: their process group; `transfer_group`:
     another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
-    have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
+    have different numbers, for a mismatch. `down_group`: one more for the device's memory that goes to a lower rank,
+    so that both directions move at once over backends with a queue (NCCL). `forward`, `loss_fn(output, label)` and `backward` say how work
     is done; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
     have the same table, and a fault on one is an error on all.
     """
@@ -67,6 +68,7 @@ class Executor:
     ranks: Sequence[int] = (0,)
     group: dist.ProcessGroup | None = None
     transfer_group: dist.ProcessGroup | None = None
+    down_group: dist.ProcessGroup | None = None
     device: torch.device = _CPU
     forward: ForwardHook = call_module
     loss_fn: LossFunction | None = None
@@ -163,10 +165,8 @@ class Executor:
     def link_to(self, rank: int) -> Link:
         """The channel to another rank of the pipeline."""
         if rank not in self._links:
-            # Around a ring of ranks with several stages each it was not seen to end over NCCL.
-            one_each = self.facts.num_stages == len(self.ranks)
             group = self.transfer_group or self.group
-            self._links[rank] = Link(group, self.ranks[rank], self.device, counts_on=one_each)
+            self._links[rank] = Link(group, self.ranks[rank], self.device, self.down_group)
         return self._links[rank]
 
     def _tell_failure(self, error: Exception) -> None:

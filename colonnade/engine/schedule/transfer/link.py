@@ -6,10 +6,11 @@ per message, header and tensors together, for which the receiver has memory read
 the last step took. What is larger follows its header tensor by tensor.
 
 Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
-those of a message in one piece. Between ranks with one stage each, where a message had tensors of the same dtypes and
-shapes in the last two steps, the receiver counts on a third: it begins to receive them before their header is there. A sender knows what the receiver
-counts on. If its tensors are others after all, it fills what the receiver has begun with anything, and sends them by
-the CPU. So both sides begin the same in the same order, whatever the forms are.
+those of a message in one piece, by a group for each direction, so that both directions move at once. Where a message
+had tensors of the same dtypes and shapes in the last two steps, the receiver counts on a third: it begins to receive
+them before their header is there. A sender knows what the receiver counts on. If its tensors are others after all, it
+fills what the receiver has begun with anything, and sends them by the CPU. So both sides begin the same in the same
+order, whatever the forms are.
 """
 
 from __future__ import annotations
@@ -125,14 +126,19 @@ class _FrameSize:
 class Link:
     """The channel to one other rank. Both sides must send and expect in the order of one program.
 
-    `counts_on`: over another backend than gloo, messages are begun before their header where they repeat.
+    `down`: a group for the tensors that go to the lower of the two ranks; without it, `group`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, peer: int, device: torch.device, counts_on: bool = True
+        self,
+        group: dist.ProcessGroup | None,
+        peer: int,
+        device: torch.device,
+        down: dist.ProcessGroup | None = None,
     ) -> None:
-        self._peer, self._device, self._counts_on = peer, device, counts_on
-        self._wire = Wire(group, peer, device)
+        self._peer, self._device = peer, device
+        ways = (group, down or group) if peer > dist.get_rank() else (down or group, group)
+        self._wire, self._wire_back = (Wire(way, peer, device) for way in ways)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
@@ -145,14 +151,11 @@ class Link:
 
     @property
     def one_queue(self) -> bool:
-        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
+        """Whether tensors wait in queues, one for a direction, so that both sides must keep one order."""
         return self._wire.one_queue
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        if self.one_queue and any(not expected.layout for expected in self._expected):
-            # These come before in the queue.
-            self._start_expected([expected.key for expected in self._expected if not expected.layout][-1])
         fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
@@ -179,9 +182,9 @@ class Link:
 
     def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
         if len(layout) > 1 and self.one_queue:
-            frame = empty_frame(payload_bytes(layout), self._wire.device)
-            return unpack(frame, layout), self._wire.fill(frame, _TENSOR)
-        return _receive(self._wire, layout, _TENSOR)
+            frame = empty_frame(payload_bytes(layout), self._wire_back.device)
+            return unpack(frame, layout), self._wire_back.fill(frame, _TENSOR)
+        return _receive(self._wire_back, layout, _TENSOR)
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -193,20 +196,21 @@ class Link:
         """The next thing to come from the peer, after those expected before, is `key`."""
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
         frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
-        layout = self._counted_on(self._received_layouts, key)
-        self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
-        self._begin_counted_on()
+        expected = _Expected(key, frame, self._cpu_wire.fill(frame, _FRAME))
+        self._expected.append(expected)
+        if not self.one_queue:
+            return
+        # Begun at this place of the program, before anything else: what a rank does on the device may wait for all that
+        # it has sent, and so for the peer, which may wait for a third rank. Around a ring that would never end.
+        expected.layout = self._counted_on(self._received_layouts, key)
+        if expected.layout:
+            expected.tensors, expected.pending = self._receive_apart(expected.layout)
+        else:
+            with self._named_in_errors(key):
+                self._start_expected(key)
 
     def _counted_on(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
-        return layouts.sure(key) if self.one_queue and self._counts_on else ()
-
-    def _begin_counted_on(self) -> None:
-        """Begin to receive what is counted on, up to the first message whose tensors must be read about first."""
-        for expected in self._expected:
-            if not expected.layout:
-                return
-            if not expected.tensors:
-                expected.tensors, expected.pending = self._receive_apart(expected.layout)
+        return layouts.sure(key) if self.one_queue else ()
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -283,7 +287,6 @@ class Link:
                 others = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
                 tensors, pending = others[0], pending + others[1]
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
-            self._begin_counted_on()
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):
