@@ -141,13 +141,18 @@ class PipelineSchedule(BaseSchedule):
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
-        micro_batches, label = self._micro_batches(data_iter)
         with_loss = return_loss or not forward_only
+        confirm = with_loss and self._loss_everywhere  # all ranks wait for the last stage then anyway
+        try:
+            micro_batches, label = self._micro_batches(data_iter)
+        except Exception as error:
+            raise executor.refuse(error, forward_only=forward_only, confirm=confirm) from error.__cause__
         step = executor.run(
             micro_batches,
             forward_only=forward_only,
             with_loss=with_loss,
             keep_outputs=return_output_label,
+            confirm=confirm,
             backward_scale=engine.loss_scale,
             sum_scale=engine.sum_scale,
         )

@@ -210,39 +210,59 @@ def test_notes_are_forgotten_on_both_sides_alike() -> None:
 def fail_or_take() -> str:
     rank = dist.get_rank()
     link = Link(None, 1 - rank, CPU)
+    heard = ""
     if rank == 0:
         link.send(key(0), *describe(torch.ones(2), "value"))
-        link.fail("a reason")()
-        return ""
-    link.expect(key(0))
-    link.expect(key(1))
-    assert link.take(key(0)).value.tolist() == [1, 1]
-    with pytest.raises(PeerFailed) as caught:
-        link.take(key(1))
-    return str(caught.value)
+        link.fail("a reason")
+        link.skip_send(key(1))
+        link.skip_send(key(2))
+    else:
+        for index in range(3):
+            link.expect(key(index))
+        assert link.take(key(0)).value.tolist() == [1, 1]
+        with pytest.raises(PeerFailed) as caught:
+            link.take(key(1))
+        link.fail("heard")
+        heard = str(caught.value)
+    assert link.hear_out()
+    link.end_failure()
+    if rank == 0:
+        link.send(key(3), *describe(torch.ones(3), "value"))
+    else:
+        link.expect(key(3))
+        assert link.take(key(3)).value.tolist() == [1, 1, 1]
+    link.finish()
+    return heard
 
 
-def test_a_failure_comes_after_what_was_sent_before_it() -> None:
+def test_a_failure_comes_after_what_was_sent_before_it_and_leaves_nothing_behind() -> None:
     assert run_world(2, fail_or_take).values[1] == "the pipeline stopped because rank 0 failed: a reason"
 
 
-def fail_when_counted_on() -> str:
-    """The second stage fails in the third step, when the others have begun to receive what it will not send."""
-    link_module.Wire = Diary  # type: ignore[misc]
-    executor, stages = make_executor(Broken, make_table("1f1b", 2, 4))
+def fail_when_counted_on(order: str, steps: int) -> tuple[str, Any]:
+    """The second stage fails after so many steps, when the others may have begun to receive what it will not send."""
+    link_module.Wire, Diary.blocks, Diary.pages = Diary, True, {}  # type: ignore[misc]
+    executor, stages = make_executor(Broken, make_table(order, 4, 4, chunks_of(order) or 2))
     for stage in stages.values():
-        stage.calls = -8  # type: ignore[assignment]
-    for _ in range(2):
+        stage.calls = -4 * steps  # type: ignore[assignment]
+    for _ in range(steps):
         executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
     with pytest.raises((ScheduleError, ZeroDivisionError)) as caught:
         executor.run(cut_batch(*models.batch_for(models.Simple, 9), 4))
-    return str(caught.value)
+    return str(caught.value), Diary.pages
 
 
-def test_a_failure_is_heard_where_its_message_was_counted_on() -> None:
-    reason = "a bug of the user"
-    heard = f"the pipeline stopped because rank 1 failed: ZeroDivisionError: {reason}"
-    assert run_world(2, fail_when_counted_on).values == [heard, reason]
+def fail_in_orders() -> list[tuple[str, Any]]:
+    return [fail_when_counted_on(order, steps) for order in ("1f1b", "gpipe", "interleaved_1f1b") for steps in (0, 2)]
+
+
+def test_a_failure_is_heard_where_messages_are_counted_on_and_both_sides_end_what_one_has_begun() -> None:
+    """Over NCCL what has no other side would never end, and would hold up what follows on the device."""
+    for order in zip(*run_world(4, fail_in_orders).values, strict=True):
+        assert order[1][0] == "a bug of the user"
+        for rank, (heard, pages) in enumerate(order):
+            assert rank == 1 or "failed: ZeroDivisionError: a bug of the user" in heard
+            assert all(page == order[peer][1][rank] for peer, page in pages.items())
 
 
 class Diary(Wire):
