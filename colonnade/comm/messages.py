@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,17 +73,12 @@ def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any
     return [low == -high for low, high in zip(lowest, highest, strict=True)]
 
 
-def share_texts(key: str, text: str, senders: Iterable[int], at_most: timedelta | None = None) -> dict[int, str]:
-    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything.
-
-    A RuntimeError where one has not come after `at_most`.
-    """
+def share_texts(key: str, text: str, senders: Iterable[int]) -> dict[int, str]:
+    """The texts of `senders` (the same on all ranks), through the store of the world: only they send anything."""
     store = default_store()
     senders = list(senders)
     if dist.get_rank() in senders:
         store.set(f"colonnade/{key}/{dist.get_rank()}", text)
-    if at_most is not None:
-        store.wait([f"colonnade/{key}/{sender}" for sender in senders], at_most)
     return {sender: store.get(f"colonnade/{key}/{sender}").decode() for sender in senders}
 
 

@@ -25,7 +25,7 @@ from colonnade.engine.schedule.executor.call import call_module
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
 from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, Step
 from colonnade.engine.schedule.loss import LossForm
-from colonnade.engine.schedule.transfer.link import FAILURE_TIMEOUT, Link, PeerFailed
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, peer_stage, receive_early
 from colonnade.errors import ScheduleError, listed
 from colonnade.nn.activations import recomputes
@@ -139,8 +139,8 @@ class Executor:
 
         Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
         one is. `with_loss` and `keep_outputs` say what an evaluation gives; with `confirm` it ends on all ranks together, so
-        that each hears if another one fails. `backward_scale` multiplies a mean, and
-        `sum_scale` the sum of a (sum, count), for the backward pass only.
+        that each hears if another one fails. `backward_scale` multiplies a mean, and `sum_scale` the sum of a (sum, count),
+        for the backward pass only.
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
@@ -214,7 +214,7 @@ class Executor:
         self._refusals += 1
         try:
             key = f"no batch/{'-'.join(map(str, self.ranks))}/{self._number}/{self._refusals}"
-            notes = share_texts(key, note_of(told) if told is not None else "", self.ranks, FAILURE_TIMEOUT)
+            notes = share_texts(key, note_of(told) if told is not None else "", self.ranks)
         except RuntimeError:  # a rank is gone, or does not come
             return error
         without = [rank for rank, note in notes.items() if note]

@@ -51,7 +51,7 @@ _TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
 _DESCRIPTIONS_KEPT = 4096
 _SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
-FAILURE_TIMEOUT = timedelta(seconds=10)
+_FAILURE_TIMEOUT = timedelta(seconds=10)
 """How long a failing rank waits for each sign of another one."""
 _ANY = Action(0, Kind.SENT_FORWARD, -1)
 """What is expected where a rank only listens whether the other one has failed."""
@@ -244,7 +244,7 @@ class Link:
         Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
         has heard; `hear_out` takes the message that is one too many.
         """
-        self._patience = FAILURE_TIMEOUT
+        self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
         with contextlib.suppress(RuntimeError):
             self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, text.encode()[:2000])
 
