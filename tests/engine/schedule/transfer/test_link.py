@@ -256,6 +256,7 @@ def fail_in_orders() -> list[tuple[str, Any]]:
     return [fail_when_counted_on(order, steps) for order in ("1f1b", "gpipe", "interleaved_1f1b") for steps in (0, 2)]
 
 
+@pytest.mark.slow
 def test_a_failure_is_heard_where_messages_are_counted_on_and_both_sides_end_what_one_has_begun() -> None:
     """Over NCCL what has no other side would never end, and would hold up what follows on the device."""
     for order in zip(*run_world(4, fail_in_orders).values, strict=True):
