@@ -85,8 +85,6 @@ class Engine(WholeWeights):
         if self._passes == 0:
             self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
-            self._stepper.release()
-            self._sync.synchroniser.release()
 
     def backward(self, loss: Any) -> None:
         """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises.

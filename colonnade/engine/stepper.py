@@ -139,10 +139,6 @@ class Stepper:
         if self.scaler is not None and extra.get("engine.scaler"):
             self.scaler.load_state_dict(extra["engine.scaler"])
 
-    def release(self) -> None:
-        """Gradients were let go of: hold on to none."""
-        self._step.release()
-
     def close(self) -> None:
         self._stepped.close()
 

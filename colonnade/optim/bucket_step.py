@@ -55,18 +55,6 @@ class OwnedBucket(ABC):
     def flat(self) -> FlatBucket:
         """The same for a flat step."""
 
-    @property
-    def moves(self) -> bool:
-        """Whether its gradients lie elsewhere at every step."""
-        return False
-
-    def stay(self) -> None:
-        """Let its gradients lie where they are from now on."""
-
-    @abstractmethod
-    def gradient(self) -> Tensor | None:
-        """The flat gradient as it is now."""
-
 
 class WholeBucket(OwnedBucket):
     """A bucket of which every rank owns all; its members are the parameters."""
@@ -81,8 +69,6 @@ class WholeBucket(OwnedBucket):
         return self._bucket.parameters
 
     def absent(self) -> list[int]:
-        if self._bucket.buffer is None:
-            return list(range(len(self._bucket.parameters)))
         grads = self._bucket.grads
         return [at for at, parameter in enumerate(self._bucket.parameters) if parameter.grad is not grads[at]]
 
@@ -101,19 +87,7 @@ class WholeBucket(OwnedBucket):
         )
 
     def flat(self) -> FlatBucket:
-        self._bucket.acquire()
         return FlatBucket(self._bucket.layout, self._bucket.parameters, self._bucket.gradient, self.slots)
-
-    def gradient(self) -> Tensor | None:
-        return self._bucket.gradient if self._bucket.buffer is not None else None
-
-    @property
-    def moves(self) -> bool:
-        return self._bucket.make_buffer is not None
-
-    def stay(self) -> None:
-        self._bucket.acquire()
-        self._bucket.make_buffer = None
 
 
 class ShardedBucket(OwnedBucket):
@@ -154,9 +128,6 @@ class ShardedBucket(OwnedBucket):
         # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
         return bucket_blocks(self._layout, self._values.bucket.gradient, holdings, self.slots, absent=absent)
-
-    def gradient(self) -> Tensor | None:
-        return self._values.bucket.gradient
 
     def flat(self) -> FlatBucket:
         assert self._layout is not None
@@ -224,8 +195,6 @@ class BucketStep:
             self._meter = None  # before its successor comes
             self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
             self._meter_key = key
-        elif any(bucket.moves for bucket in self._buckets):
-            self._meter.rebind(self._blocks(absent))
         return self._meter
 
     @property
@@ -234,14 +203,6 @@ class BucketStep:
         return self._is_flat or (
             isinstance(self._optimizer, Optimizer) and not ScaledStep(self._optimizer).waits_for_device
         )
-
-    def release(self) -> None:
-        """Hold on to no gradient: their memory may go."""
-        if any(bucket.moves for bucket in self._buckets):
-            if self._meter is not None:
-                self._meter.rebind(())
-            if self.flat is not None:
-                self.flat.rebind([None] * len(self._buckets))
 
     def step_divided(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
         """Step on the gradient divided by `divisor` (one number, or one per slot), unless `found_inf` is 1.
@@ -262,8 +223,6 @@ class BucketStep:
             if found_inf is None:
                 found_inf = torch.zeros((), dtype=torch.float32, device=device)
             home = self._home(divisor)
-            if any(bucket.moves for bucket in self._buckets):
-                self.flat.rebind([bucket.gradient() for bucket in self._buckets])
             self.flat.step(divisor.to(home), found_inf.to(home).float(), places)
         elif divisor is None and found_inf is None:
             self._optimizer.step()
@@ -299,8 +258,6 @@ class BucketStep:
         if generation != self._made_for:
             self._meter, self._buckets = None, []
             self._buckets, self._made_for = [one for one in self._make_buckets() if len(one.members)], generation
-            for bucket in self._buckets if self.captured else ():
-                bucket.stay()
         self._absent = [bucket.absent() for bucket in self._buckets]
         inside: set[int] = set()
         for bucket, missing in zip(self._buckets, self._absent, strict=True):
@@ -347,8 +304,7 @@ class BucketStep:
             else:
                 self.flat.close()
                 self.flat = None  # before its successor comes, or both would hold their memory
-            join = not any(bucket.moves for bucket in self._buckets)
-            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets], join)
+            self.flat = FlatStep(self._optimizer, [bucket.flat() for bucket in self._buckets])
             self.flat.graph = StepGraph() if self.captured else None
             self._flat_key = key
         return True

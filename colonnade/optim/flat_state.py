@@ -67,10 +67,6 @@ class FlatBucket:
                 f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements"
             )
 
-    def rebind(self, grad: Tensor | None) -> None:
-        """The gradient lies elsewhere now; None: nowhere."""
-        self.grad = grad if grad is not None else torch.empty(0)
-
 
 JOINED = 1 << 26
 """Elements of joined buckets at most. Moving in and out needs as much memory again, for a moment."""

@@ -68,18 +68,18 @@ class FlatStep:
 
     Every parameter of the optimizer that may get a gradient must be in exactly one bucket, all buckets on one
     device. Parameters move into flat buffers (they keep their identity), and so does existing state. On CUDA
-    the gradient is left as it is; torch's kernels, used elsewhere, leave the divided gradient in the bucket. With `join`,
-    buckets whose gradients are neighbours in memory, and stay it, are one.
+    the gradient is left as it is; torch's kernels, used elsewhere, leave the divided gradient in the bucket. Buckets
+    whose gradients are neighbours in memory are one.
     """
 
-    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket], join: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         reason = why_not(optimizer)
         if reason is not None:
             raise GradientError(f"{reason}; use ScaledStep for this optimizer")
         self.optimizer = optimizer
         self._group_of = _groups_by_place(optimizer, buckets)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._state = FlatState(optimizer, join_neighbours(buckets) if join else buckets, self._group_of)
+        self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _Plan(None, [], None)
         self._asked: tuple[Tensor, Tensor, Collection[int]] = (torch.ones(1), torch.zeros(()), ())
         self.graph: StepGraph | None = None
@@ -110,11 +110,6 @@ class FlatStep:
         else:
             self._update(self.optimizer)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what LR schedulers look for
-
-    def rebind(self, grads: Sequence[Tensor | None]) -> None:
-        """The flat gradients of all buckets are elsewhere now, or (None) nowhere: those take no part in a step."""
-        for state, grad in zip(self._state.buckets, grads, strict=True):
-            state.bucket.rebind(grad)
 
     def close(self) -> None:
         """Forget the optimizer; its parameters and state stay where they are."""

@@ -84,12 +84,6 @@ class Meter:
         ]
 
     @torch.no_grad()
-    def rebind(self, blocks: Sequence[GradientBlock]) -> None:
-        """The same blocks, elsewhere in memory; or none, to hold on to nothing until they are given again."""
-        for part in self._parts:
-            part.rebind([block for block in blocks if block.tensor.device == part.device])
-
-    @torch.no_grad()
     def measure(self) -> Tensor:
         """The vector for `reduce_norms`: a value per slot, then a count of non-finite blocks per slot."""
         vectors = [part.vector().to(self.device, non_blocking=True) for part in self._parts]
@@ -135,7 +129,7 @@ class _DeviceSums:
     """Sums of powers of the blocks of one device, a value per slot; the plan is made once, `vector` runs it."""
 
     def __init__(self, blocks: Sequence[GradientBlock], p: float, slots: int, *, once: bool) -> None:
-        self._p, self._once = p, once
+        self._p = p
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         self._read = _reader([block.owned for block in self._blocks], p, once=once)
         self.device = device = self._blocks[0].tensor.device
@@ -147,17 +141,6 @@ class _DeviceSums:
         lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
         self._lengths = to_device(lengths, device)
 
-    def rebind(self, blocks: Sequence[GradientBlock]) -> None:
-        """The same blocks, elsewhere in memory; without any, nothing is held until they are given again."""
-        self._blocks = sorted(blocks, key=lambda block: block.slot)
-        rows = [block.owned for block in self._blocks]
-        if isinstance(self._read, KernelReader):
-            self._read.rebind([flattened(row) for row in rows])
-        elif rows:
-            self._read = _reader(rows, self._p, once=self._once)
-        else:
-            self._read = _nothing_bound
-
     def vector(self) -> Tensor:
         """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
         values = self._read()
@@ -166,10 +149,6 @@ class _DeviceSums:
         if self._one_each:
             return values.reshape(-1)
         return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)
-
-
-def _nothing_bound() -> Tensor:
-    raise GradientError("the gradients that were measured are gone; give others with rebind() first")
 
 
 def _reader(tensors: Sequence[Tensor], p: float, *, once: bool) -> Callable[[], Tensor]:

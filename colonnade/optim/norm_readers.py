@@ -144,16 +144,15 @@ class KernelReader:
 
         self._kernels = norm_kernels
         self._device = rows[0].device
-        self._members = _by_storage(rows)
-        self._extents: list[tuple[int, int]] = []
+        self._bases: list[Tensor] = []
         self._launches: list[tuple[Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32)
         first = 0
-        for members in self._members:
+        for members in _by_storage(rows):
             origin = min(int(rows[index].storage_offset()) for index in members)
             end = max(int(rows[index].storage_offset()) + rows[index].numel() for index in members)
-            self._extents.append((origin, end))
+            self._bases.append(rows[members[0]].as_strided((end - origin,), (1,), origin))
             starts = [int(rows[index].storage_offset()) - origin for index in members]
             spans = [(start, start + rows[i].numel()) for start, i in zip(starts, members, strict=True)]
             table = chunk_table(spans, CHUNK, self._device)
@@ -163,14 +162,6 @@ class KernelReader:
                 first += chunks_of[index]
         self._ranges = to_device(ranges, self._device)
         self._partial = torch.zeros(max(first, 1), dtype=torch.float64, device=self._device)
-        self.rebind(rows)
-
-    def rebind(self, rows: Sequence[Tensor]) -> None:
-        """Read these rows, which lie in their buffers as the first ones did; without any, hold on to nothing."""
-        self._bases = [
-            rows[members[0]].as_strided((end - origin,), (1,), origin)
-            for members, (origin, end) in zip(self._members if rows else (), self._extents, strict=False)
-        ]
 
     def __call__(self) -> Tensor:
         with on_device(self._device):

@@ -67,9 +67,6 @@ class ScatteredBucket(OwnedBucket):
     def flat(self) -> FlatBucket:
         return FlatBucket(self._layout, self._members, self._gradient, self.slots)
 
-    def gradient(self) -> Tensor | None:
-        return None
-
 
 def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], whole: bool) -> list[OwnedBucket]:
     """Buckets of parameters of one dtype on one device, none of which is large."""

@@ -6,7 +6,7 @@ Nothing is copied out, and later micro-batches accumulate in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, eq, is_
 
 import torch
@@ -54,7 +54,7 @@ class Bucket:
 
     shard: GradientShard | None = None
     transport: Transport
-    buffer: Buffer | None = None
+    buffer: Buffer
 
     def __init__(self, sum_: Sum, positions: Sequence[int], index: int = 0) -> None:
         small, self.large = _by_size(sum_, positions)
@@ -76,7 +76,6 @@ class Bucket:
         self.views: list[Tensor] = []
         self.grads: list[Tensor] = []
         self._expected_grads: list[Tensor | None] = []
-        self.make_buffer: Callable[[Bucket], Buffer] | None = None
         self.started = self.full = self.recording = False
         self.firings = self.left = 1
         self.last = 0
@@ -108,7 +107,6 @@ class Bucket:
         """The final gradient of what this rank owns."""
         if self.shard is not None:
             return self.shard.flat
-        assert self.buffer is not None, "a bucket without gradients"
         return self.buffer.flat[: self.layout.numel]
 
     def use(self, buffer: Buffer) -> None:
@@ -123,28 +121,12 @@ class Bucket:
         )
         self._expected_grads = list(self.grads)
 
-    def acquire(self) -> None:
-        """Have memory, where it is only taken when there are gradients (`make_buffer`)."""
-        if self.buffer is None and self.make_buffer is not None:
-            self._idle = self.transport
-            self.use(self.make_buffer(self))
-
-    def release(self) -> None:
-        """Give memory back that is taken on demand, unless a gradient still lies there."""
-        if (
-            self.make_buffer is not None
-            and self.buffer is not None
-            and not any(map(is_, [p.grad for p in self.parameters], self.grads))
-        ):
-            self.buffer, self.views, self.grads, self._expected_grads = None, [], [], []
-            self.transport = self._idle  # the other one has the memory too
-
     # -- a backward pass ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A backward pass is about to run: views of small gradients are offered, unless they are still."""
         self.full, self.left = False, self.firings
-        if self.keeps_gradients and self.buffer is not None and not self.buffer.is_whole:
+        if self.keeps_gradients and not self.buffer.is_whole:
             self.buffer.look(self)
             self.use(self.buffer)
         if self._may_offer() and not (self._is_ready and self._first_attached()):
@@ -155,7 +137,6 @@ class Bucket:
     def move(self, indices: Iterable[int]) -> None:
         """Bring these gradients into the buffer, where they are not there already."""
         sources, targets = [], []
-        self.acquire()
         for i in indices:
             parameter, own = self.parameters[i], self.grads[i]
             grad = parameter.grad
@@ -209,9 +190,8 @@ class Bucket:
 
     def send(self) -> None:
         """Begin the sum of what was collected."""
-        if self.buffer is not None:
-            self._divide_rest()
-            self.transport.start()
+        self._divide_rest()
+        self.transport.start()
 
     @property
     def tail(self) -> Tensor:
@@ -224,10 +204,6 @@ class Bucket:
         In backward (`early`), and with little memory always, `.grad` is None from now on: what comes late cannot
         hit the buffer. Returns position in the sum -> note, for gradients that are not in the bucket.
         """
-        if any(parameter.grad is not None for parameter in self.parameters):
-            self.acquire()
-        if self.buffer is None:
-            return dict.fromkeys(self.positions, MISSING)
         notes = self._complete() if self.keeps_gradients else self._take_all()
         self.started, self._missing = True, notes
         self._released = early or not self.keeps_gradients
@@ -239,8 +215,6 @@ class Bucket:
 
     def finish(self, factor: float | Tensor) -> None:
         """End the sum: what this rank owns is the sum over the ranks, divided, and multiplied by `factor`."""
-        if self.buffer is None:
-            return
         if not self._divides():
             factor = factor / self.sum.divisor
         self.transport.finish(factor)
@@ -270,7 +244,7 @@ class Bucket:
 
     def _may_offer(self) -> bool:
         # Not while recording: autograd would add a sparse gradient to the dense view, and nobody would know.
-        return self._offers and self._small > 0 and not self.recording and self.buffer is not None
+        return self._offers and self._small > 0 and not self.recording
 
     def _offer(self) -> None:
         self._is_ready = True
@@ -292,7 +266,6 @@ class Bucket:
 
     @property
     def _flat(self) -> Tensor:
-        assert self.buffer is not None, "a bucket without memory"
         return self.buffer.flat
 
     def _small_flat(self) -> Tensor:
@@ -359,7 +332,7 @@ class Bucket:
 
     def _all_attached(self) -> bool:
         grads = [parameter.grad for parameter in self.parameters]
-        return self.buffer is not None and all(map(is_, grads, self._expected_grads))
+        return all(map(is_, grads, self._expected_grads))
 
     def __str__(self) -> str:
         shown = ", ".join(self.names[:3]) + (f", ... ({len(self.names)})" if len(self.names) > 3 else "")

@@ -72,7 +72,6 @@ def give_back(group: RankGroup, buckets: Sequence[Bucket]) -> None:
     """Bring the final gradients of sharded buckets to every rank, as `.grad`. Collective."""
     works = []
     for bucket in buckets:
-        assert bucket.buffer is not None
         mine = bucket.buffer.flat[bucket.own][: bucket.used]
         if mine.data_ptr() != bucket.gradient.data_ptr():
             mine.copy_(bucket.gradient)

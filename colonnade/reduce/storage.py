@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 
@@ -43,11 +42,6 @@ class BucketStorage:
         cap, first = transport.sizes(sum(sizes) / _MB, self._group.size)
         cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
         buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
-        if transport.on_demand(self._device) and self._sum.sharding is None:
-            for bucket in buckets:
-                bucket.make_buffer = partial(_buffer_on_demand, transport, self._group)
-                bucket.transport = transport(bucket, Memory(torch.empty(0)), self._group)
-            return buckets
         keeps = not buckets or buckets[0].keeps_gradients
         self._reserve(*((1, sum(b.numel for b in buckets)) if keeps else (TURNS, max(b.numel for b in buckets))))
         transport = self._transport(shared=self._memory[0].every is not None)
@@ -124,13 +118,3 @@ def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int =
         taken.append(position)
         left -= nbytes
     return [*buckets, Bucket(sum_, taken, index)] if taken else buckets
-
-
-def _buffer_on_demand(transport: type[Transport], group: RankGroup, bucket: Bucket) -> Buffer:
-    """Memory that a bucket takes when it has gradients; its padding is zero, as everywhere."""
-    flat = torch.empty(bucket.numel, dtype=bucket.layout.dtype, device=bucket.layout.device)
-    for gap in bucket.layout.gaps(flat):
-        gap.zero_()
-    buffer = Buffer(bucket, Memory(flat))
-    buffer.transport = transport(bucket, buffer.memory, group)
-    return buffer

@@ -89,11 +89,6 @@ class Synchroniser:
             if not bucket.started:
                 bucket.begin()
 
-    def release(self) -> None:
-        """Gradients were let go of: memory that is taken on demand goes too."""
-        for bucket in self.buckets:
-            bucket.release()
-
     @torch.no_grad()
     def end_backward(self) -> None:
         """A backward pass has ended: start what other ranks may have started in theirs, and may be waiting for there.

@@ -221,6 +221,7 @@ def _all(folder) -> list[int]:
     return _data_parallel(folder)
 
 
+@pytest.mark.slow
 def test_names_of_the_ancestor_do_their_work_on_two_ranks(tmp_path) -> None:
     first, second = run_world(2, _all, tmp_path).values
     assert sorted([*first, *second]) == list(range(8))

@@ -242,15 +242,16 @@ def test_modules_of_an_environment_below_the_folder_stay(tmp_path: Path, monkeyp
     monkeypatch.undo()
 
 
-def test_main_and_the_standard_library_are_not_hidden(tmp_path: Path) -> None:
+def test_main_and_the_standard_library_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(
         tmp_path,
         __main__="",
         random="broken = 1",
-        train="import random, __main__\nr = random.Random(0)\nmain = __main__.__file__",
+        train="import random, __main__\nr = random.Random(0)\nmain = __main__.who",
     )
     before = sys.modules["__main__"]
-    assert load_config(file).main == before.__file__
+    monkeypatch.setattr(before, "who", "the script", raising=False)
+    assert load_config(file).main == "the script"
     assert sys.modules["__main__"] is before
 
 

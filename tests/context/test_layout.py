@@ -90,6 +90,7 @@ tensor_modes = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(data=sizes, pipeline=sizes, tensor=tensor_modes, further=sizes, cut=st.integers(0, 99))
 @settings(max_examples=150, deadline=None)
 def test_any_sizes_partition_the_world(data, pipeline, tensor, further, cut):
@@ -163,6 +164,7 @@ print(total, time.process_time() - start, resource.getrusage(resource.RUSAGE_SEL
 """
 
 
+@pytest.mark.slow
 def test_a_million_ranks_in_two_seconds_and_one_gibibyte_without_torch():
     done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, check=True, timeout=60)
     total, seconds, gibibytes = done.stdout.split()

@@ -111,7 +111,7 @@ class Seen:
         return graph
 
 
-@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_equal_blocks_are_compiled_once(blocks):
     torch._dynamo.reset()
     seen = Seen()

@@ -170,7 +170,7 @@ def _recomputed(out: Tensor, label: Tensor) -> Tensor:
     "loss",
     [
         lambda out, label: F.cross_entropy(out, label, ignore_index=-1) + 0.1 * out.square().mean(),
-        _compiled,
+        pytest.param(_compiled, marks=pytest.mark.slow),
         _recomputed,
     ],
 )

@@ -305,7 +305,7 @@ def _goes_away() -> None:
                 assert all(bucket() is None for bucket in old), "buckets that were laid out anew"
             parts = [engine, model, engine.optimizer, engine._sync, engine._sync.synchroniser, engine._stepper]
             buckets = engine._sync.synchroniser.buckets
-            flats = [bucket.buffer.flat for bucket in buckets if bucket.buffer is not None]
+            flats = [bucket.buffer.flat for bucket in buckets]
             alive = [weakref.ref(part) for part in [*parts, *buckets, *flats]]
             engine.close()
             del engine, model, parts, buckets, flats

@@ -71,7 +71,7 @@ def _both(cases: Sequence[str]) -> None:
             raise AssertionError(f"{case}: {error}") from error
 
 
-FAST, SLOW = ("tensor", "zero 3"), ("zero 3, tied", "pipeline", "sequence")
+FAST, SLOW = ("tensor",), ("zero 3", "zero 3, tied", "pipeline", "sequence")
 TIERS = [
     FAST,
     pytest.param(SLOW, marks=pytest.mark.slow),

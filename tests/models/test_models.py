@@ -210,16 +210,21 @@ def _ignored(part: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _ignoring() -> None:
-    """One is compiled: what it sends to other ranks must not be lost in the compiled code."""
-    piped = {"pipeline": 2}, {"schedule": {"type": "OneFOneB", "num_microbatches": 4}}
-    for model, parallel, options in (
-        ("GPT", {}, {"gradient_accumulation": 1}),
-        ("GPT", {"sequence": 2}, {"gradient_accumulation": 2}),
-        ("GPT", {"tensor": {"size": 2, "mode": "1d"}}, {"compile": {"backend": "eager"}}),
-        ("GPT", *piped),
-        ("MoE-GPT", *piped),
-    ):
+_PIPED: Any = {"pipeline": 2}, {"schedule": {"type": "OneFOneB", "num_microbatches": 4}}
+_IGNORING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("GPT", {}, {"gradient_accumulation": 1}),
+    ("GPT", {"sequence": 2}, {"gradient_accumulation": 2}),
+    ("GPT", *_PIPED),
+]
+_IGNORING_TOO: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("GPT", {"tensor": {"size": 2, "mode": "1d"}}, {"compile": {"backend": "eager"}}),
+    ("MoE-GPT", *_PIPED),
+]
+"""One is compiled: what it sends to other ranks must not be lost in the compiled code."""
+
+
+def _ignoring(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    for model, parallel, options in cases:
         config = {"parallel": parallel, "clip_grad_norm": 1.0, **options}
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             made, plain = (MODELS[model](context=context).double() for context in (gpc, ParallelContext()))
@@ -249,8 +254,11 @@ def _ignoring() -> None:
             train(gpc, stages, plain, run, loss_of, criterion=made.criterion())
 
 
-def test_ignored_labels_weigh_nothing_wherever_they_lie_compiled_or_not():
-    run_world(2, _ignoring)
+@pytest.mark.parametrize(
+    "cases", [_IGNORING, pytest.param(_IGNORING_TOO, marks=pytest.mark.slow)], ids=["fast", "slow"]
+)
+def test_ignored_labels_weigh_nothing_wherever_they_lie_compiled_or_not(cases):
+    run_world(2, _ignoring, cases)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def _all(cases: Sequence[str]) -> None:
                 assert ran == 2 * once, (case, mode, once, ran)
 
 
-FAST, SLOW = ("tensor", "zero 3"), ("pipeline", "zero bubble", "experts", "compiled", "sequence")
+FAST, SLOW = ("tensor",), ("zero 3", "pipeline", "zero bubble", "experts", "compiled", "sequence")
 TIERS = [
     FAST,
     pytest.param(SLOW, marks=pytest.mark.slow),

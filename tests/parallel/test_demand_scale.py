@@ -88,6 +88,7 @@ def _ask(module: object, layout: Layout, placement: Placement, rank: int) -> obj
     return holders.ranks, holders.index, [(f.mode, f.ranks, f.divisor) for f in factors], joint, some
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_arithmetic_says_what_a_walk_over_all_ranks_says(data):
@@ -97,6 +98,7 @@ def test_arithmetic_says_what_a_walk_over_all_ranks_says(data):
         assert _ask(demand, layout, placement, rank) == _ask(walking_demand, _tables(layout), placement, rank)
 
 
+@pytest.mark.slow
 @given(layout=worlds())
 @settings(max_examples=80, deadline=None)
 def test_a_ranks_groups_are_those_of_the_tables(layout):

@@ -20,7 +20,6 @@ from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.storage import fill
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.reduce.transports.collective import Collective
-from colonnade.reduce.transports.local import Local
 from colonnade.reduce.transports.shared_memory import SharedMemory
 from colonnade.testing import run_world
 from tests.reduce.summing import TINY, data, reduce_all
@@ -171,11 +170,6 @@ def test_a_sum_is_divided_before_it_goes_into_a_narrower_slice():
         shard.landed = True
         shard.land(torch.tensor([-71680.0, 1.0]), factor)
         assert shard.flat.tolist() == [4160.0, 1.0]
-
-
-def test_only_a_gpu_takes_memory_on_demand():
-    assert Local.on_demand(torch.device("cuda"))
-    assert not Local.on_demand(torch.device("cpu"))
 
 
 def _peak(steps: int, run) -> int:

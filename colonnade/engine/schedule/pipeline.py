@@ -20,6 +20,7 @@ from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
 from colonnade.engine.schedule.transfer.wire import with_cpu
 from colonnade.errors import ScheduleError
+from colonnade.parallel.collectives.wire import backends_of
 from colonnade.registry import ORDERS, SCHEDULE
 
 TableSource = str | Path | Mapping[int, Row] | Sequence[Row]
@@ -91,7 +92,7 @@ class PipelineSchedule(BaseSchedule):
     def open_groups(self, context: ParallelContext) -> None:
         """Before anything that may fail on one rank alone: what `pre_processing` needs of all. Collective over the world."""
         if context.pipeline_parallel_size > 1:
-            _transfer_group(context)
+            _transfer_groups(context)
 
     def pre_processing(self, engine: Any) -> None:
         """Check the order against the world and the model. Collective over the world."""
@@ -102,6 +103,7 @@ class PipelineSchedule(BaseSchedule):
         piped = context.is_initialized(ParallelMode.PIPELINE)
         ranks = context.get_ranks_in_group(ParallelMode.PIPELINE) if piped else [context.get_global_rank()]
         several = len(ranks) > 1
+        transfer_group, down_group = _transfer_groups(context) if several else (None, None)
         model = engine.model
         self._executor = Executor(
             list(model) if isinstance(model, nn.ModuleList) else [model],
@@ -109,7 +111,8 @@ class PipelineSchedule(BaseSchedule):
             rank=ranks.index(context.get_global_rank()),
             ranks=ranks,
             group=context.get_group(ParallelMode.PIPELINE) if several else None,
-            transfer_group=_transfer_group(context) if several else None,
+            transfer_group=transfer_group,
+            down_group=down_group,
             device=context.device,
             forward=self._forward,
             loss_fn=partial(call_criterion, engine.criterion),
@@ -138,13 +141,18 @@ class PipelineSchedule(BaseSchedule):
             self.pre_processing(engine)
         executor = self._executor
         assert executor is not None
-        micro_batches, label = self._micro_batches(data_iter)
         with_loss = return_loss or not forward_only
+        confirm = with_loss and self._loss_everywhere  # all ranks wait for the last stage then anyway
+        try:
+            micro_batches, label = self._micro_batches(data_iter)
+        except Exception as error:
+            raise executor.refuse(error, forward_only=forward_only, confirm=confirm) from error.__cause__
         step = executor.run(
             micro_batches,
             forward_only=forward_only,
             with_loss=with_loss,
             keep_outputs=return_output_label,
+            confirm=confirm,
             backward_scale=engine.loss_scale,
             sum_scale=engine.sum_scale,
         )
@@ -190,14 +198,16 @@ def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -
     return lambda stage: context.set_virtual_pipeline_parallel_rank(stage // num_ranks)
 
 
-def _transfer_group(context: ParallelContext) -> Any:
-    """The group of this rank's pipeline for transfers alone. Collective over the world.
+def _transfer_groups(context: ParallelContext) -> tuple[Any, Any]:
+    """The groups of this rank's pipeline for transfers alone: all, and to lower ranks over NCCL. Collective over the world.
 
     Apart from the pipeline's own group, so that collectives there are counted alike on all ranks, and so that
     descriptions can travel on the CPU beside NCCL.
     """
     own = context.get_group(ParallelMode.PIPELINE)
-    return context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
+    queued = ",".join(f"{kind}:{backend}" for kind, backend in backends_of(own).items() if backend != "gloo")
+    both = context.get_second_group(ParallelMode.PIPELINE, with_cpu(own))
+    return both, context.get_second_group(ParallelMode.PIPELINE, queued) if queued else None
 
 
 _MOST_MICROBATCHES = 1 << 16  # the table of passes has a row for each

@@ -90,6 +90,12 @@ def meta_init() -> Iterator[None]:
                 f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
                 f"be known: use the layer that is given its sizes"
             )
+        if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise PlacementError(
+                f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
+                f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
+                f"nn.Parameter(tensor.expand(...).clone())"
+            )
         parameters.append(parameter)
         tape.owned.add(memory_of(parameter))
 

@@ -50,11 +50,6 @@ class Transport(ABC):
         """(size of a bucket, of the first) in MB, for gradients of `total` MB over so many ranks."""
         return cls.bucket_mb, cls.first_bucket_mb
 
-    @classmethod
-    def on_demand(cls, device: torch.device) -> bool:
-        """Whether buckets take memory only while they have gradients, so that a forward pass has it for itself."""
-        return False
-
     @abstractmethod
     def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None: ...
 

@@ -25,10 +25,6 @@ class Local(Transport):
     def serves(cls, group: RankGroup, device: torch.device) -> bool:
         return group.alone
 
-    @classmethod
-    def on_demand(cls, device: torch.device) -> bool:
-        return device.type == "cuda"  # on a CPU autograd adds into memory that is there already
-
     def __init__(self, bucket: Bucket, memory: Memory, group: RankGroup) -> None:
         self._shard, self._used, self._memory = bucket.shard, bucket.used, memory.own
 

@@ -50,6 +50,7 @@ def shapes_and_boxes(draw):
     return shape, boxes
 
 
+@pytest.mark.slow
 @given(shapes_and_boxes())
 @settings(max_examples=200, deadline=None)
 def test_tiles_is_every_element_once(case):

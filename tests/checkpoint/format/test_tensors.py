@@ -81,6 +81,7 @@ def manifest_of(tensors: list[TensorRecord], cuts: list[Cut], names: list[str]) 
     return Manifest(1, 0.0, LayoutRecord(1, ()), files, tuple(cuts), tuple(tensors), None, ())
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_box_is_read_from_any_rows_or_ranges(tmp_path_factory, data):

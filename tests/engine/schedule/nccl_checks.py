@@ -15,7 +15,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor, cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.pipeline import _transfer_group
+from colonnade.engine.schedule.pipeline import _transfer_groups
 from tests.device.check import Check
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import Broken, grads_of, loss_of
@@ -29,7 +29,9 @@ def checks() -> Iterator[Check]:
             yield Check("transfers", order, ranks, changing, (models.Simple, order, ROWS), places_itself=True)
         for kind in (models.Varying, models.Rich, models.SideOutput):
             yield Check("transfers", kind.__name__, ranks, changing, (kind, "1f1b", ROWS), places_itself=True)
-        yield Check("transfers", "a stage that fails", ranks, failing, places_itself=True)
+        for order in ("1f1b", "gpipe", "interleaved_1f1b"):
+            yield Check("transfers", f"a stage that fails, {order}", ranks, failing, (order,), places_itself=True)
+        yield Check("transfers", "no batch", ranks, lacking, places_itself=True)
 
 
 def changing(kind: models.Kind, order: str, rows: Sequence[int]) -> None:
@@ -49,10 +51,10 @@ def changing(kind: models.Kind, order: str, rows: Sequence[int]) -> None:
             executor.run(batch(kind, count, gpc), forward_only=True)
 
 
-def failing() -> None:
-    """All ranks hear within seconds that the second stage fails in its third step."""
+def failing(order: str) -> None:
+    """All ranks hear within seconds that the second stage fails in its third step, and their groups can go."""
     with launch({"parallel": {"pipeline": dist.get_world_size()}}, context=ParallelContext(), verbose=False) as gpc:
-        executor = make_executor(Broken, "1f1b", gpc)
+        executor = make_executor(Broken, order, gpc)
         for stage in executor.modules.values():
             stage.calls = -16  # type: ignore[assignment]  # two steps of eight micro-batches go well
         begin, heard = time.monotonic(), ""
@@ -62,7 +64,28 @@ def failing() -> None:
         except Exception as error:
             heard = str(error)
         assert "a bug of the user" in heard, heard
-        assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 30
+
+
+def lacking() -> None:
+    """Steps for which no rank has a batch, between others: the pipeline goes on. Then one has none, and all stop."""
+    with launch({"parallel": {"pipeline": dist.get_world_size()}}, context=ParallelContext(), verbose=False) as gpc:
+        executor = make_executor(models.Simple, "1f1b", gpc)
+        ended = StopIteration()
+        for step in range(6):
+            if step % 2:
+                assert executor.refuse(ended, forward_only=step == 3) is ended
+            else:
+                executor.run(batch(models.Simple, 9, gpc))
+        heard: Exception | None = None
+        if dist.get_rank() == 1:
+            heard = executor.refuse(ended)
+        else:
+            try:
+                executor.run(batch(models.Simple, 9, gpc))
+            except Exception as error:
+                heard = error
+        assert "the data iterator has ended here, and not on all ranks" in str(heard), heard
 
 
 def make_executor(kind: models.Kind, order: str, gpc: ParallelContext) -> Executor:
@@ -73,13 +96,15 @@ def make_executor(kind: models.Kind, order: str, gpc: ParallelContext) -> Execut
     mine = [
         stage for at, stage in enumerate(models.build(kind, facts.num_stages)) if at in facts.stages_of(dist.get_rank())
     ]
+    transfer_group, down_group = _transfer_groups(gpc)
     return Executor(
         [stage.to(gpc.device) for stage in mine],
         table,
         rank=dist.get_rank(),
         ranks=range(ranks),
         group=gpc.get_group(ParallelMode.PIPELINE),
-        transfer_group=_transfer_group(gpc),
+        transfer_group=transfer_group,
+        down_group=down_group,
         device=gpc.device,
         loss_fn=loss_of,
     )

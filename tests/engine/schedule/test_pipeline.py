@@ -159,10 +159,72 @@ def test_pipelines_side_by_side_do_not_mix() -> None:
                 torch.testing.assert_close(losses[index], loss, rtol=0, atol=1e-10)
 
 
+def attempt(schedule: PipelineSchedule, engine: Engine, loader: Iterator[Any], **options: Any) -> str:
+    try:
+        schedule.forward_back_step(engine, loader, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+ALONE: list[tuple[str, int, int, bool]] = [
+    ("1f1b", 0, 0, False),
+    ("1f1b", 1, 2, False),
+    ("1f1b", 2, 0, True),
+    ("1f1b", 2, 2, True),
+    ("gpipe", 2, 2, False),
+    ("interleaved_1f1b", 1, 0, False),
+    ("interleaved_1f1b", 1, 2, True),
+]
+"""An order, a rank, of how many rows its batch is (0: there is none), and whether it is an evaluation."""
+
+
+def run_without_batches() -> tuple[list[str], dict[str, Tensor | None], list[list[str]]]:
+    """Steps for which no rank has a batch, a step for which all have one, then steps for which one rank has none."""
+    good, small = models.batch_for(models.Simple, 9), models.batch_for(models.Simple, 2)
+    with join_world(pipeline=3) as context:
+        schedule = PipelineSchedule(6)
+        engine, stages = engine_for(context, schedule)
+        nowhere = [
+            attempt(schedule, engine, batches(*given), forward_only=forward_only)
+            for given in ([], [small])
+            for forward_only in (False, True)
+        ]
+        nowhere.append(attempt(schedule, engine, batches(good)))
+        alone = []
+        for order, who, rows, forward_only in ALONE:
+            schedule = PipelineSchedule(6, order)
+            other, _ = engine_for(context, schedule)
+            missing = [models.batch_for(models.Simple, rows)] * bool(rows)
+            loader = batches(*(missing if context.get_global_rank() == who else [good]))
+            first = attempt(schedule, other, loader, forward_only=forward_only)
+            alone.append([first, attempt(schedule, other, batches(good))])
+        return nowhere, grads_of(stages), alone
+
+
+def test_a_batch_that_one_rank_lacks_is_an_error_on_all_by_name_and_one_that_all_lack_harms_nothing() -> None:
+    world = run_world(3, run_without_batches, backend=None, timeout=60).values
+    few = "a batch of 2 rows cannot be cut into 6 micro-batches"
+    ended = "the data iterator has ended here, and not on all ranks of the pipeline"
+    _, _, expected = models.truth(models.Simple, 3, 9)
+    torch.testing.assert_close(
+        {key: grad for _, grads, _ in world for key, grad in grads.items()}, expected, rtol=0, atol=1e-10
+    )
+    for rank, (nowhere, _, alone) in enumerate(world):
+        assert nowhere[:2] == ["StopIteration: "] * 2
+        assert [text.startswith(f"ScheduleError: {few}") for text in nowhere[2:4]] == [True, True]
+        assert nowhere[4] == "done"
+        for (_, who, rows, _), (first, then) in zip(ALONE, alone, strict=True):
+            where = "" if rank == who else f"on rank {who} (this rank is {rank}): "
+            assert first.startswith(f"ScheduleError: {where}{few if rows else ended}"), first
+            assert "stopped in an earlier step" in then
+
+
 def run_with_timeout() -> float:
     with join_world(pipeline=2, timeout=37) as context:
-        group = pipeline._transfer_group(context)
-        assert pipeline._transfer_group(context) is group, "one for all schedules"
+        group, down = pipeline._transfer_groups(context)
+        assert pipeline._transfer_groups(context) == (group, down), "those for all schedules"
+        assert down is None, "gloo moves both directions at once"
         return group._get_backend(context.device).options._timeout.total_seconds()
 
 

@@ -274,6 +274,11 @@ def test_what_cannot_be_done_later_is_named():
         bare.tables = [torch.arange(3)]
         with pytest.raises(PlacementError, match=r"weight of LazyLinear gets its shape in the first forward pass"):
             nn.LazyLinear(2)
+        module = nn.Module()
+        with pytest.raises(
+            PlacementError, match=r"shared of Module is an expanded tensor.*\(3, 4\) and strides \(0, 1\).*clone"
+        ):
+            module.shared = nn.Parameter(torch.ones(1, 4).expand(3, 4))
         with pytest.raises(PlacementError, match=r"needs the values of a parameter"):
             torch.allclose(bare.weight, read.weight)
     with pytest.raises(PlacementError, match=r"extra starts with random numbers that a buffer, .* has read"):

@@ -6,7 +6,9 @@ says, one action after another. Losses are scaled, gradients never are, so calls
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -15,20 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import gather_json
-from colonnade.engine.schedule.actions import COMPUTE, Action, Table, format_rows, only_forward
+from colonnade.comm.messages import error_of, gather_json, note_of, share_texts
+from colonnade.engine.schedule.actions import COMPUTE, Action, Kind, Table, format_rows, only_forward
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
 from colonnade.engine.schedule.executor.call import call_module
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
 from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, Step
 from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.transfer.link import Link, PeerFailed
-from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
+from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, peer_stage, receive_early
 from colonnade.errors import ScheduleError, listed
 from colonnade.nn.activations import recomputes
 
 _CPU = torch.device("cpu")
+_ENDED = (
+    "the data iterator has ended here, and not on all ranks of the pipeline, which must be given equally many batches. "
+    + FEED_ALIKE
+)
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many executors these ranks have made."""
+_SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,8 @@ class Executor:
     pipeline; `ranks`: the global ranks of the pipeline; `group`: their process group; `transfer_group`:
     another one of the same ranks for transfers, with a backend for CPU memory and one for the device's.
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
-    have different numbers, for a mismatch. `forward`, `loss_fn(output, label)` and `backward` say how work
+    have different numbers, for a mismatch. `down_group`: one more for the device's memory that goes to a lower rank,
+    so that both directions move at once over backends with a queue (NCCL). `forward`, `loss_fn(output, label)` and `backward` say how work
     is done; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
     have the same table, and a fault on one is an error on all.
     """
@@ -67,6 +78,7 @@ class Executor:
     ranks: Sequence[int] = (0,)
     group: dist.ProcessGroup | None = None
     transfer_group: dist.ProcessGroup | None = None
+    down_group: dist.ProcessGroup | None = None
     device: torch.device = _CPU
     forward: ForwardHook = call_module
     loss_fn: LossFunction | None = None
@@ -77,6 +89,10 @@ class Executor:
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
         self._failure = ""
+        self._refusals = 0
+        ranks = tuple(self.ranks)
+        _made[ranks] += 1
+        self._number = _made[ranks]  # the same on all of them
         self._forms = {train: self.loss_form() for train in (True, False)}
         self.form = self._forms[True]
         """Of the losses of the step that runs, or ran last."""
@@ -96,6 +112,7 @@ class Executor:
         if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]
         self._program, self._forward_program = programs
+        self._confirmation = confirmation(table)[rank]
 
     @property
     def has_first_stage(self) -> bool:
@@ -114,25 +131,33 @@ class Executor:
         forward_only: bool = False,
         with_loss: bool = True,
         keep_outputs: bool = False,
+        confirm: bool = True,
         backward_scale: float | Tensor = 1.0,
         sum_scale: float | Tensor = 1.0,
     ) -> ExecutedStep:
         """Run one step. Collective over the pipeline: all its ranks, with the same flags.
 
         Gradients are added to `.grad`. `micro_batches` needs data where the first stage is and labels where the last
-        one is. `with_loss` and `keep_outputs` say what an evaluation gives. `backward_scale` multiplies a mean, and
-        `sum_scale` the sum of a (sum, count), for the backward pass only.
+        one is. `with_loss` and `keep_outputs` say what an evaluation gives; with `confirm` it ends on all ranks together, so
+        that each hears if another one fails. `backward_scale` multiplies a mean, and `sum_scale` the sum of a (sum, count),
+        for the backward pass only.
         """
         self._check_run(micro_batches, forward_only)
         train = not forward_only
         self.form = self._forms[train]
         step = Step(self, micro_batches, train, with_loss or train, keep_outputs, backward_scale, sum_scale)
+        confirm = confirm or train
+        program = self._program if train else self._forward_program + self._confirmation * confirm
         try:
-            step.run(self._forward_program if forward_only else self._program)
+            step.run(program)
             for link in self._links.values():
                 link.finish()
         except Exception as error:
-            self._tell_failure(error)
+            sending = program[step.at].kind in _SENDS
+            no_batch = isinstance(error, PeerFailed) and error.no_batch
+            self._stop(error, program[step.at + (not sending) :], confirm, no_batch)
+            if no_batch:
+                raise self._agree_on_batch(None, error) from None
             raise
         loss, count = step.batch_loss()
         return ExecutedStep(
@@ -160,23 +185,67 @@ class Executor:
             self.form.keep(not bool(counted.isnan()))
         return mean, counted if self.form.counted else None
 
+    def link_over(self, transfer: Action) -> Link:
+        """The channel that a transfer of this rank takes."""
+        return self.link_to(self.facts.stage_ranks[peer_stage(transfer)])
+
     def link_to(self, rank: int) -> Link:
         """The channel to another rank of the pipeline."""
         if rank not in self._links:
-            # Around a ring of ranks with several stages each it was not seen to end over NCCL.
-            one_each = self.facts.num_stages == len(self.ranks)
             group = self.transfer_group or self.group
-            self._links[rank] = Link(group, self.ranks[rank], self.device, counts_on=one_each)
+            self._links[rank] = Link(group, self.ranks[rank], self.device, self.down_group)
         return self._links[rank]
 
-    def _tell_failure(self, error: Exception) -> None:
-        """Let the ranks that wait for this one fail too, now and with the reason, not at a timeout."""
-        heard_from = error.peer if isinstance(error, PeerFailed) else None
+    def refuse(self, error: Exception, *, forward_only: bool = False, confirm: bool = True) -> Exception:
+        """What to raise where this rank has no batch for a step, after telling the ranks that run it. Collective, as `run`.
+
+        If no rank of the pipeline has one, each raises its own error, and the pipeline can go on; else all raise.
+        """
+        if not self._peers or self._failure:
+            return error
+        confirm = confirm or not forward_only
+        program = self._forward_program + self._confirmation * confirm if forward_only else self._program
+        clean = self._stop(error, program, confirm, no_batch=True)
+        return self._agree_on_batch(error, error, clean) if confirm else error
+
+    def _agree_on_batch(self, mine: Exception | None, error: Exception, clean: bool = False) -> Exception:
+        """What this rank raises, where some rank has no batch; `mine`: why this one has none."""
+        told = ScheduleError(_ENDED) if isinstance(mine, StopIteration) else mine
+        self._refusals += 1
+        try:
+            key = f"no batch/{'-'.join(map(str, self.ranks))}/{self._number}/{self._refusals}"
+            notes = share_texts(key, note_of(told) if told is not None else "", self.ranks)
+        except RuntimeError:  # a rank is gone, or does not come
+            return error
+        without = [rank for rank, note in notes.items() if note]
+        if mine is not None and clean and len(without) == len(self.ranks):
+            self._failure = ""
+            return mine
+        return told or error_of(notes[without[0]], without, dist.get_rank())
+
+    def _stop(self, error: Exception, rest: Sequence[Action], heard: bool, no_batch: bool) -> bool:
+        """Let the other ranks fail too, now and with the reason, not at a timeout, and leave nothing under way.
+
+        All go through the rest of their programs without computing: what one has begun to send or to receive over NCCL
+        ends only if the other side does its part. `heard`: whether all ranks will hear of it in this step, and say so.
+        Returns whether they did.
+        """
         text = f"{type(error).__name__}: {error}"
         self._failure = text if self._peers else ""
-        ends = [self.link_to(peer).fail(text) for peer in self._peers if self.ranks[peer] != heard_from]
-        for end in ends:
-            end()
+        links = [self.link_to(peer) for peer in self._peers]
+        for link in links:
+            link.fail(text, no_batch)
+        with contextlib.suppress(RuntimeError):  # a rank is gone, or does not come
+            for action in rest:
+                if action.kind in _SENDS:
+                    self.link_over(action).skip_send(action)
+                elif action.kind in _RECEIVES:
+                    self.link_over(action).skip_receive(action)
+            hearing = [link for link in links if heard and link.hear_out()]
+            for link in hearing:
+                link.end_failure()
+            return len(hearing) == len(links)
+        return False
 
     def _check_run(self, micro_batches: Sequence[MicroBatch], forward_only: bool) -> None:
         if self._failure:  # messages of that step are still under way, and would be taken for those of this one

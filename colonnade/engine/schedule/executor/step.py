@@ -16,8 +16,8 @@ from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Act
 from colonnade.engine.schedule.executor.backward import StageInput, WeightWork, backward_input
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE, MicroBatch
 from colonnade.engine.schedule.loss import count_on
-from colonnade.engine.schedule.transfer.link import Incoming, Link
-from colonnade.engine.schedule.transfer.plan import peer_stage
+from colonnade.engine.schedule.transfer.link import Incoming
+from colonnade.engine.schedule.transfer.plan import CONFIRMS
 from colonnade.engine.schedule.transfer.values import describe, differentiable, rebuild
 from colonnade.errors import ScheduleError
 from colonnade.logging import get_dist_logger
@@ -55,6 +55,8 @@ class Step:
     """Of losses given as (sum, count)."""
     outputs: dict[int, Any] = field(default_factory=dict)
     executed: list[Action] = field(default_factory=list)
+    at: int = -1
+    """The place in the program of the action that runs, or ran last."""
     _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     _weight_work: dict[tuple[int, int], WeightWork] = field(default_factory=dict)
     _inbox: dict[Action, Incoming] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class Step:
             Kind.SENT_FORWARD: self._sent,
             Kind.SENT_BACKWARD: self._sent,
         }
-        for action in program:
+        for self.at, action in enumerate(program):
             do[action.kind](action)
             if action.kind in COMPUTE:
                 self.executed.append(action)
@@ -227,20 +229,21 @@ class Step:
         key = action._replace(kind=kind)
         if key in self._inbox:
             return self._inbox.pop(key)
-        return self._link(key).take(key)
+        return self.executor.link_over(key).take(key)
 
     def _send(self, action: Action) -> None:
-        self._link(action).send(action, *self._outbox.pop(action))
+        value = self._outbox.pop(action) if action.micro_batch != CONFIRMS else describe(None, "nothing")
+        self.executor.link_over(action).send(action, *value)
 
     def _receive(self, action: Action) -> None:
-        self._link(action).expect(action)
+        link = self.executor.link_over(action)
+        link.expect(action)
+        if action.micro_batch == CONFIRMS:
+            link.take(action)
 
     def _sent(self, action: Action) -> None:
         started = Kind.SEND_FORWARD if action.kind is Kind.SENT_FORWARD else Kind.SEND_BACKWARD
-        self._link(action).sent(action._replace(kind=started))
-
-    def _link(self, action: Action) -> Link:
-        return self.executor.link_to(self.executor.facts.stage_ranks[peer_stage(action)])
+        self.executor.link_over(action).sent(action._replace(kind=started))
 
 
 def _sum(values: Mapping[int, Tensor]) -> Tensor:

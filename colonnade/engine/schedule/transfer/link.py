@@ -6,17 +6,18 @@ per message, header and tensors together, for which the receiver has memory read
 the last step took. What is larger follows its header tensor by tensor.
 
 Over another backend (NCCL) headers travel on the CPU, so that no GPU is waited for to read one, and tensors beside them,
-those of a message in one piece. Between ranks with one stage each, where a message had tensors of the same dtypes and
-shapes in the last two steps, the receiver counts on a third: it begins to receive them before their header is there. A sender knows what the receiver
-counts on. If its tensors are others after all, it fills what the receiver has begun with anything, and sends them by
-the CPU. So both sides begin the same in the same order, whatever the forms are.
+those of a message in one piece, by a group for each direction, so that both directions move at once. Where a message
+had tensors of the same dtypes and shapes in the last two steps, the receiver counts on a third: it begins to receive
+them before their header is there. A sender knows what the receiver counts on. If its tensors are others after all, it
+fills what the receiver has begun with anything, and sends them by the CPU. So both sides begin the same in the same
+order, whatever the forms are.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.engine.schedule.actions import Action
+from colonnade.engine.schedule.actions import Action, Kind
 from colonnade.engine.schedule.transfer.values import (
     Meta,
     empty_frame,
@@ -40,8 +41,9 @@ from colonnade.engine.schedule.transfer.values import (
 from colonnade.engine.schedule.transfer.wire import Pending, Wire, wait
 from colonnade.errors import ScheduleError
 
-_NEW, _FAILED = -1, -2
-"""What the first number of a header says besides "description n": a new one follows; the sender failed."""
+_NEW, _FAILED, _NO_BATCH, _SKIPPED = -1, -2, -3, -4
+"""What the first number of a header says besides "description n": a new one follows; the sender failed, or has no batch;
+after a failure, nothing comes."""
 _APART, _INSIDE = 0, 1
 """What the second number says beside a known description: where the tensors are, after the frame or in it."""
 _TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
@@ -49,16 +51,18 @@ _TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
 _DESCRIPTIONS_KEPT = 4096
 _SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
-_FAILURE_TIMEOUT = timedelta(seconds=2)
-"""How long a failing rank tries to tell the others."""
+_FAILURE_TIMEOUT = timedelta(seconds=10)
+"""How long a failing rank waits for each sign of another one."""
+_ANY = Action(0, Kind.SENT_FORWARD, -1)
+"""What is expected where a rank only listens whether the other one has failed."""
 
 
 class PeerFailed(ScheduleError):
-    """Another rank of the pipeline failed, and this one cannot go on."""
+    """Another rank of the pipeline failed, and this one cannot go on; `no_batch` where it had none for the step."""
 
-    def __init__(self, peer: int, text: str) -> None:
+    def __init__(self, peer: int, text: str, no_batch: bool = False) -> None:
         super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
-        self.peer = peer
+        self.no_batch = no_batch
 
 
 @dataclass
@@ -125,14 +129,19 @@ class _FrameSize:
 class Link:
     """The channel to one other rank. Both sides must send and expect in the order of one program.
 
-    `counts_on`: over another backend than gloo, messages are begun before their header where they repeat.
+    `down`: a group for the tensors that go to the lower of the two ranks; without it, `group`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, peer: int, device: torch.device, counts_on: bool = True
+        self,
+        group: dist.ProcessGroup | None,
+        peer: int,
+        device: torch.device,
+        down: dist.ProcessGroup | None = None,
     ) -> None:
-        self._peer, self._device, self._counts_on = peer, device, counts_on
-        self._wire = Wire(group, peer, device)
+        self._peer, self._device = peer, device
+        ways = (group, down or group) if peer > dist.get_rank() else (down or group, group)
+        self._wire, self._wire_back = (Wire(way, peer, device) for way in ways)
         self._cpu_wire = Wire(group, peer, torch.device("cpu"))
         self._sent_numbers: dict[str, int] = {}
         self._received_descriptions: list[str] = []
@@ -142,17 +151,17 @@ class Link:
         self._arriving: dict[Action, _Arriving] = {}
         self._sends: dict[Action, Pending] = {}
         self._over: deque[Action] = deque()
+        self._failure: Pending = []
+        self._heard = self._skips = False  # that the peer has failed; whether it is told in place of a message
+        self._patience: timedelta | None = None
 
     @property
     def one_queue(self) -> bool:
-        """Whether tensors of both directions share one queue, so that both sides must keep one order."""
+        """Whether tensors wait in queues, one for a direction, so that both sides must keep one order."""
         return self._wire.one_queue
 
     def send(self, key: Action, description: str, tensors: list[Tensor]) -> None:
         """Start to send a value, given by its description and its tensors; does not wait for the receiver."""
-        if self.one_queue and any(not expected.layout for expected in self._expected):
-            # These come before in the queue.
-            self._start_expected([expected.key for expected in self._expected if not expected.layout][-1])
         fits = self._sent_frames.fits(payload_bytes(tensors)) and not self.one_queue
         number = self._sent_numbers.get(description)
         if number is None:
@@ -179,9 +188,9 @@ class Link:
 
     def _receive_apart(self, layout: tuple[Meta, ...]) -> tuple[list[Tensor], Pending]:
         if len(layout) > 1 and self.one_queue:
-            frame = empty_frame(payload_bytes(layout), self._wire.device)
-            return unpack(frame, layout), self._wire.fill(frame, _TENSOR)
-        return _receive(self._wire, layout, _TENSOR)
+            frame = empty_frame(payload_bytes(layout), self._wire_back.device)
+            return unpack(frame, layout), self._wire_back.fill(frame, _TENSOR)
+        return _receive(self._wire_back, layout, _TENSOR)
 
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
@@ -191,22 +200,26 @@ class Link:
 
     def expect(self, key: Action) -> None:
         """The next thing to come from the peer, after those expected before, is `key`."""
+        with self._named_in_errors(key):
+            self._expect(key)
+
+    def _expect(self, key: Action) -> None:
         # It may come while this rank still computes; only tensors that are apart wait until its description is read.
         frame = empty_frame(0 if self.one_queue else self._received_frames.bytes)
-        layout = self._counted_on(self._received_layouts, key)
-        self._expected.append(_Expected(key, frame, self._cpu_wire.fill(frame, _FRAME), layout))
-        self._begin_counted_on()
+        expected = _Expected(key, frame, self._cpu_wire.fill(frame, _FRAME))
+        self._expected.append(expected)
+        if not self.one_queue:
+            return
+        # Begun at this place of the program, before anything else: what a rank does on the device may wait for all that
+        # it has sent, and so for the peer, which may wait for a third rank. Around a ring that would never end.
+        expected.layout = self._counted_on(self._received_layouts, key)
+        if expected.layout:
+            expected.tensors, expected.pending = self._receive_apart(expected.layout)
+        else:
+            self._start_expected(key)
 
     def _counted_on(self, layouts: _Layouts, key: Action) -> tuple[Meta, ...]:
-        return layouts.sure(key) if self.one_queue and self._counts_on else ()
-
-    def _begin_counted_on(self) -> None:
-        """Begin to receive what is counted on, up to the first message whose tensors must be read about first."""
-        for expected in self._expected:
-            if not expected.layout:
-                return
-            if not expected.tensors:
-                expected.tensors, expected.pending = self._receive_apart(expected.layout)
+        return layouts.sure(key) if self.one_queue else ()
 
     def take(self, key: Action) -> Incoming:
         """Wait for `key`, which was expected, and return it."""
@@ -225,21 +238,51 @@ class Link:
         self._sent_frames.next_step()
         self._received_frames.next_step()
 
-    def fail(self, text: str) -> Callable[[], None]:
-        """Start to tell the peer, as the last thing it hears, that this rank has failed.
+    def fail(self, text: str, no_batch: bool = False) -> None:
+        """Start to tell the peer, in place of the next message, that this rank has failed.
 
-        Call the result to wait for it; a peer that does not listen is given up.
+        Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
+        has heard; `hear_out` takes the message that is one too many.
         """
-        sends: Pending = []
+        self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
         with contextlib.suppress(RuntimeError):
-            sends = self._send_bytes(_FAILED, text.encode()[:2000])
+            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, text.encode()[:2000])
 
-        def end() -> None:
-            with contextlib.suppress(RuntimeError):
-                for work, _ in sends:
-                    work.wait(_FAILURE_TIMEOUT)
+    def skip_send(self, key: Action) -> None:
+        """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
+        self._skips = True
+        self._failure += self._cpu_wire.send(pack((_SKIPPED, 0)), _FRAME)
+        self._send_apart([self._wire.empty(meta) for meta in self._counted_on(self._sent_layouts, key)])
 
-        return end
+    def skip_receive(self, key: Action) -> None:
+        """Receive what the peer still sends as `key`, for nobody."""
+        with contextlib.suppress(PeerFailed):
+            self._expect(key)
+        self._read_all()
+
+    def hear_out(self) -> bool:
+        """Whether the peer hears of the failure in this step; then wait until it has said so, and nothing comes any more."""
+        self._read_all()
+        if self._skips or self._heard:
+            self.skip_receive(_ANY)
+        return self._skips or self._heard
+
+    def end_failure(self) -> None:
+        """After `hear_out` on all links: wait until the peer has heard this rank too."""
+        wait(self._failure, self._patience)
+        self._failure, self._heard, self._skips, self._patience = [], False, False, None
+
+    def _read_all(self) -> None:
+        while self._expected:
+            with contextlib.suppress(PeerFailed):
+                self._start_expected(self._expected[-1].key)
+        self._discard()
+
+    def _discard(self) -> None:
+        """Let go of what came and is not used; torch keeps memory that NCCL still fills."""
+        for arriving in self._arriving.values():
+            wait(arriving.pending if not self.one_queue else [], self._patience)
+        self._arriving.clear()
 
     def _send_description(self, description: str) -> Pending:
         if len(self._sent_numbers) == _DESCRIPTIONS_KEPT:
@@ -255,10 +298,11 @@ class Link:
         if number >= 0:
             return self._received_descriptions[number]
         data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
-        wait(pending)
+        wait(pending, self._patience)
         text = bytes(data.tolist()).decode(errors="replace")
-        if number == _FAILED:
-            raise PeerFailed(self._peer, text)
+        if number in (_FAILED, _NO_BATCH):
+            self._heard = True
+            raise PeerFailed(self._peer, text, number == _NO_BATCH)
         if len(self._received_descriptions) == _DESCRIPTIONS_KEPT:
             self._received_descriptions.clear()
         self._received_descriptions.append(text)
@@ -268,8 +312,11 @@ class Link:
         """Read the descriptions of what is expected, in order up to `until`, and start to receive the tensors."""
         while until not in self._arriving:
             expected = self._expected.popleft()
-            wait(expected.header)
+            wait(expected.header, self._patience)
             number, second = header_of(expected.frame)
+            if number == _SKIPPED:
+                self._arriving[expected.key] = _Arriving("null", [], [])
+                continue
             description = self._read_description(number, second)
             found = metas(description)
             self._received_frames.fits(payload_bytes(found))
@@ -283,7 +330,6 @@ class Link:
                 others = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
                 tensors, pending = others[0], pending + others[1]
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
-            self._begin_counted_on()
 
     def _wait_sent(self, key: Action) -> None:
         with self._named_in_errors(key):

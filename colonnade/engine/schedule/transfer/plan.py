@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from colonnade.engine.schedule.actions import COMPUTE, GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import num_stages, replay
 
+CONFIRMS = -1
+"""In place of the number of a micro-batch."""
 _FORWARD = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD, Kind.SENT_FORWARD)
 _BACKWARD = (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD, Kind.SENT_BACKWARD)
 
@@ -31,6 +33,20 @@ def add_transfers(table: Table) -> Table:
         for transfer in _transfers_after(action, last_stage):
             if home[transfer.stage] != home[peer_stage(transfer)]:
                 program[home[transfer.stage]].append(transfer)
+    return program
+
+
+def confirmation(table: Table) -> Table:
+    """What may follow an evaluation: empty messages from the last stage to the first.
+
+    So a rank that only sends hears in the same step whether one after it has failed.
+    """
+    home = {action.stage: rank for rank, actions in table.items() for action in actions}
+    program: Table = {rank: [] for rank in table}
+    for stage in range(num_stages(table) - 1, 0, -1):
+        if home[stage] != home[stage - 1]:
+            program[home[stage]].append(Action(stage, Kind.SEND_BACKWARD, CONFIRMS))
+            program[home[stage - 1]].append(Action(stage - 1, Kind.RECEIVE_BACKWARD, CONFIRMS))
     return program
 
 

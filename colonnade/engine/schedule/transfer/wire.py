@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -61,10 +62,10 @@ def with_cpu(group: dist.ProcessGroup | None) -> str:
     return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
 
 
-def wait(pending: Pending) -> None:
-    """Wait until all of it is over; over NCCL the device does, and the host goes on."""
+def wait(pending: Pending, at_most: timedelta | None = None) -> None:
+    """Wait until all of it is over; over NCCL the device does, and the host goes on. `at_most`: for CPU memory."""
     for work, _ in pending:
-        work.wait()
+        work.wait(*filter(None, [at_most]))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -15,7 +15,7 @@ from colonnade.engine.schedule.actions import (
 )
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
+from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, peer_stage, receive_early
 from colonnade.registry import ORDERS
 from tests.engine.schedule.tables import valid_tables
 
@@ -83,14 +83,16 @@ def check_program(table: Table) -> None:
 
 
 @given(valid_tables())
-def test_any_valid_table_runs_with_blocking_transfers(table: Table) -> None:
+def test_any_valid_table_and_its_evaluation_run_with_blocking_transfers_and_early_receives_keep_other_orders(
+    table: Table,
+) -> None:
+    """In one test: to make the tables takes longest."""
     check_program(table)
-
-
-@given(valid_tables())
-def test_so_does_its_evaluation(table: Table) -> None:
-    forward = only_forward(table)
-    assert runs_with_blocking_transfers(add_transfers(forward))
+    evaluation = add_transfers(only_forward(table))
+    assert runs_with_blocking_transfers(evaluation)
+    ends = confirmation(table)
+    assert runs_with_blocking_transfers({rank: actions + ends[rank] for rank, actions in evaluation.items()})
+    check_early_receives(table)
 
 
 def test_named_orders() -> None:
@@ -121,8 +123,7 @@ def test_early_receives_letter_by_letter() -> None:
     ]
 
 
-@given(valid_tables())
-def test_early_receives_keep_every_other_order(table: Table) -> None:
+def check_early_receives(table: Table) -> None:
     receives = set(RECEIVES.values())
     for actions in add_transfers(table).values():
         early = receive_early(actions)
