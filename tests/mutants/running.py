@@ -24,11 +24,13 @@ TIERS = ("fast", "slow")
 """The tests of `make check`, and the rest of `make test`."""
 GUESS = 10.0
 """So many seconds are expected of a test file that never ran."""
-PASSED, USAGE, NO_TESTS = 0, 4, 5
+PASSED, NO_TESTS = 0, 5
+NO_IMPORT = "the tests cannot be imported"
+"""What noticed a change when no test begins with it, and all files can be read without it."""
 
 
 class BrokenTestsError(Exception):
-    """The tests cannot be judged by: pytest does not take its arguments."""
+    """The tests cannot be judged by: pytest cannot read them on the unchanged tree."""
 
 
 class OutOfTimeError(Exception):
@@ -52,6 +54,8 @@ class Known:
 
         What comes after `budget` seconds is left out. A change that those tests would notice counts as not noticed.
         """
+        if not files:
+            return []
         rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
@@ -116,19 +120,23 @@ class Workshop:
         with self.copy() as copy:
             while True:
                 order = self.known.plan([file for file in files if file not in self.known.failing], budget)
+                read = [*dict.fromkeys(file for _, file in order)]
                 with _changed(copy / change.path, change):
                     events, ended = self._run(copy, order, {*done, *self.known.failing})
                     self._learn(events)
                     failed = next((event for event in events if event.get("failed")), None)
                     if failed is None and ended == "passed":
                         return Outcome("", "", time.monotonic() - begin)
-                    if failed is None and not events:  # no test began: nothing can be said
-                        return Outcome("", "", time.monotonic() - begin)
-                    if failed is None:  # it hung, or died: once more, for the machine may have been too busy
+                    if failed is None and events:  # it hung, or died: once more, for the machine may have been too busy
                         failed = events[-1]
                         if self._run(copy, order, set(), [failed["test"]])[1] == "passed":
                             done |= {event["test"] for event in events}
                             continue
+                if failed is None:  # no test began: a conftest needs the module, or its import never ended
+                    _, ended = self._run(copy, [], set(), read)  # without the change; reads the files and runs nothing
+                    if ended == "passed":
+                        return Outcome("fast", NO_IMPORT, time.monotonic() - begin)
+                    raise BrokenTestsError(ended)
                 if self._passes(copy, failed["test"]):
                     return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
                 done |= {event["test"] for event in events if event.get("failed") is False}
@@ -163,10 +171,8 @@ class Workshop:
         code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError
-        if code == USAGE:
-            raise BrokenTestsError(output[-3000:])
         found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}"
+        return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}: {output[-3000:]}"
 
 
 def run_tests(copy: Path, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:

@@ -13,7 +13,7 @@ import pytest
 from tests.mutants.__main__ import choose, read_equivalent, unknown_equivalents
 from tests.mutants.changes import find_changes
 from tests.mutants.matching import Matching
-from tests.mutants.running import Known, OutOfTimeError, working_copies
+from tests.mutants.running import NO_IMPORT, BrokenTestsError, Known, OutOfTimeError, working_copies
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,8 +110,9 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     root, known = tmp_path / "root", Known()
     for name, text in {
         "colonnade/__init__.py": "",
-        "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3",
+        "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3\nfour = [4][0]",
         "tests/__init__.py": "",
+        "tests/conftest.py": "import colonnade.number",
         "tests/test_number.py": TESTS,
         "pytest.ini": "[pytest]\nmarkers =\n  slow\n  long",
     }.items():
@@ -124,15 +125,24 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     }
     file = "tests/test_number.py"
     with working_copies(root, 1, known, math.inf) as workshop:
-        outcomes = {name: workshop.judge(changes[name], [file], math.inf) for name in ("2 on 1", "3 on 2", "4 on 3")}
+        outcomes = {
+            name: workshop.judge(changes[name], [file], math.inf) for name in ("2 on 1", "3 on 2", "4 on 3", "1 on 4")
+        }
     assert {name: (outcome.noticed, outcome.by) for name, outcome in outcomes.items()} == {
         "2 on 1": ("fast", f"{file}::test_one"),
         "3 on 2": ("slow", f"{file}::test_two"),
         "4 on 3": ("", ""),
+        "1 on 4": ("fast", NO_IMPORT),
     }
     assert known.failing == [f"{file}::test_that_fails_anyway"]
     assert (root / "colonnade" / "number.py").read_text().startswith("def one(): return 1")
     with working_copies(root, 1, known, time.monotonic()) as workshop, pytest.raises(OutOfTimeError):
+        workshop.judge(changes["2 on 1"], [file], math.inf)
+    (root / "tests" / "conftest.py").write_text("import colonnade.missing")
+    with (
+        working_copies(root, 1, known, math.inf) as workshop,
+        pytest.raises(BrokenTestsError, match=r"colonnade\.missing"),
+    ):
         workshop.judge(changes["2 on 1"], [file], math.inf)
 
 
