@@ -267,3 +267,13 @@ def test_options_that_torch_compile_refuses_are_named(options):
         pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
     ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+
+
+def test_the_handlers_of_an_engine_are_those_of_the_config_in_their_order():
+    names = ["PipelineSharedModuleGradientHandler", "DataParallelGradientHandler"]
+    with world_of_one(gradient_handler=names) as gpc:
+        engine = start(gpc)
+        assert [type(handler).__name__ for handler in engine.gradient_handlers][:2] == names
+        engine.gradient_handlers.clear()  # a list of the caller's own
+        assert engine.gradient_handlers
+        engine.close()

@@ -213,7 +213,7 @@ def test_a_count_that_is_no_count_is_refused(count):
         engine.step()
 
 
-@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=str)
+@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0]), 0, 0.0, torch.tensor(0)], ids=str)
 def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
     with world_of_one() as gpc:
         book = LossBook(gpc, 2)
@@ -222,7 +222,7 @@ def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
         factor = book.factor()
         assert factor is not None
         assert factor.shape == ()
-        assert factor.item() == 1 / 5
+        assert factor.item() == 1 / (count + 3)
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])

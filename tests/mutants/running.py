@@ -22,8 +22,8 @@ from tests.mutants.changes import Change
 
 TIERS = ("fast", "slow")
 """The tests of `make check`, and the rest of `make test`."""
-GUESS = 10.0
-"""So many seconds are expected of a test file that never ran."""
+GUESS = {"fast": 3.0, "slow": 15.0}
+"""So many seconds are expected of the tests of a file that never ran: what most take."""
 PASSED, NO_TESTS = 0, 5
 NO_IMPORT = "the tests cannot be imported"
 """What noticed a change when no test begins with it, and all files can be read without it."""
@@ -65,7 +65,7 @@ class Known:
         return order
 
     def _expected(self, tier: str, file: str) -> float:
-        return self.seconds[tier].get(file, 0.0 if file in self.longest else GUESS)
+        return self.seconds[tier].get(file, 0.0 if file in self.longest else GUESS[tier])
 
     def learn(self, events: Iterable[dict[str, Any]]) -> None:
         """Take the seconds of a run."""
@@ -167,7 +167,7 @@ class Workshop:
         plan.write_text(json.dumps(content))
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
-        limit = 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS) for tier, file in order)
+        limit = 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)
         code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError

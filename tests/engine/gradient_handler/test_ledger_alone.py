@@ -11,6 +11,7 @@ from torch import nn
 from colonnade.context.build import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.engine.gradient_handler.ledger import Ledger, match, require_complete
+from colonnade.engine.gradient_handler.probe import _Marks
 from colonnade.errors import LedgerError
 from colonnade.parallel.placement import Replicate, place
 from colonnade.reduce.records import Reduction, read_demands
@@ -113,3 +114,8 @@ def test_many_problems_alike_are_one_line():
     assert "0.weight: H sums over DATA [0, 1] and divides by 7, but 2 ranks saw distinct data (and 29 alike)" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1024, [3, 12, 27, 36]), (1025, [1, 4, 9, 12])])
+def test_marks_of_many_ranks_are_expected_to_cancel(world, expected):
+    assert [_Marks(world).largest(count) for count in (1, 4, 9, 16)] == expected
