@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import shutil
@@ -52,16 +53,17 @@ class Known:
     def plan(self, files: Sequence[str], budget: float) -> list[tuple[str, str]]:
         """Return what to run: the nearest file, then the fast tests, then the slow ones; the quick files first.
 
-        What comes after `budget` seconds is left out. A change that those tests would notice counts as not noticed.
+        What comes after `budget` seconds is left out, and after half of them the rest of the same file. A change that those
+        tests would notice counts as not noticed.
         """
         if not files:
             return []
         rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
-            if not order or spent + seconds <= budget:
+            if not order or spent < budget:
                 order.append((tier, file))
-                spent += seconds
+                spent += min(seconds, budget / 2)
         return order
 
     def _expected(self, tier: str, file: str) -> float:
@@ -122,7 +124,7 @@ class Workshop:
                 order = self.known.plan([file for file in files if file not in self.known.failing], budget)
                 read = [*dict.fromkeys(file for _, file in order)]
                 with _changed(copy / change.path, change):
-                    events, ended = self._run(copy, order, {*done, *self.known.failing})
+                    events, ended = self._run(copy, order, {*done, *self.known.failing}, budget=budget)
                     self._learn(events)
                     failed = next((event for event in events if event.get("failed")), None)
                     if failed is None and ended == "passed":
@@ -157,14 +159,19 @@ class Workshop:
         return test in self.known.passing
 
     def _run(
-        self, copy: Path, order: Sequence[tuple[str, str]], skip: set[str], tests: Sequence[str] = ()
+        self,
+        copy: Path,
+        order: Sequence[tuple[str, str]],
+        skip: set[str],
+        tests: Sequence[str] = (),
+        budget: float = math.inf,
     ) -> tuple[list[dict[str, Any]], str]:
         """Run the order, or those tests of it alone; return what was written down and "passed" or how it ended."""
         files = [*dict.fromkeys(file for _, file in order)]
         longest = {file: self.known.longest[file] for file in files if file in self.known.longest}
         plan = copy.parent / "plan.json"
-        content = {"order": order, "skip": [*skip], "limits": {f: max(40, 3 * s) for f, s in longest.items()}}
-        plan.write_text(json.dumps(content))
+        limits = {file: max(40, 3 * seconds) for file, seconds in longest.items()}
+        plan.write_text(json.dumps({"order": order, "skip": [*skip], "limits": limits, "budget": budget}))
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
         limit = 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)

@@ -89,12 +89,13 @@ def test_the_nearest_file_leads_quick_ones_follow_and_the_budget_cuts():
     whole = [("fast", "a"), ("slow", "a"), ("fast", "d"), ("fast", "c"), ("fast", "b"), ("slow", "b"), ("slow", "d")]
     assert known.plan("abcd", math.inf) == [*whole, ("slow", "c")]
     assert known.plan("abcd", 24) == whole
+    assert known.plan("abcd", 25) == [*whole, ("slow", "c")]  # as far as it comes
     assert known.plan("abcd", 1)[0] == ("fast", "a")
 
 
 TESTS = """
-import pytest
-from colonnade.number import one, two
+import time, pytest
+from colonnade.number import one, three, two
 def test_that_fails_anyway():
     assert one() == 3
 def test_one():
@@ -102,10 +103,20 @@ def test_one():
 @pytest.mark.slow
 def test_two():
     assert two() == 2
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_cases(case):
+    time.sleep(case == 1)
+    assert case < 2 or three() == 3
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 1])
+def test_three(case):
+    assert case < 1 or three() == 3
 """
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # starts pytest a dozen times
 def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_path):
     root, known = tmp_path / "root", Known()
     for name, text in {
@@ -125,13 +136,13 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     }
     file = "tests/test_number.py"
     with working_copies(root, 1, known, math.inf) as workshop:
-        outcomes = {
-            name: workshop.judge(changes[name], [file], math.inf) for name in ("2 on 1", "3 on 2", "4 on 3", "1 on 4")
-        }
+        budgets = {"2 on 1": math.inf, "3 on 2": math.inf, "4 on 3": math.inf, "2 on 3": 1.0, "1 on 4": math.inf}
+        outcomes = {name: workshop.judge(changes[name], [file], budget) for name, budget in budgets.items()}
     assert {name: (outcome.noticed, outcome.by) for name, outcome in outcomes.items()} == {
         "2 on 1": ("fast", f"{file}::test_one"),
         "3 on 2": ("slow", f"{file}::test_two"),
-        "4 on 3": ("", ""),
+        "4 on 3": ("slow", f"{file}::test_three[1]"),  # the second case of each test comes before the third of any
+        "2 on 3": ("", ""),  # a test takes the budget
         "1 on 4": ("fast", NO_IMPORT),
     }
     assert known.failing == [f"{file}::test_that_fails_anyway"]
