@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import choose, read_equivalent, unknown_equivalents
+from tests.mutants.__main__ import choose, is_entry, read_equivalent, unknown_equivalents
 from tests.mutants.changes import find_changes
 from tests.mutants.matching import Matching
 from tests.mutants.running import NO_IMPORT, BrokenTestsError, Known, OutOfTimeError, working_copies
@@ -166,6 +166,15 @@ def test_the_mirrored_test_comes_first_and_users_follow():
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):
         assert matching.tests_for(str(module.relative_to(ROOT))), module
+
+
+def test_a_listed_line_stands_for_all_changes_but_those_to_nothing():
+    line, diff = {"module": "a.py", "line": "_CHUNK = 1 << 20"}, {"module": "a.py", "diff": ["-x = 1", "+x = 2"]}
+    for made, is_listed in (("2 << 20", True), ("1 << 19", True), ("0 << 20", False)):
+        assert is_entry(line, ("a.py", "-_CHUNK = 1 << 20", f"+_CHUNK = {made}")) is is_listed
+    assert not is_entry(line, ("b.py", "-_CHUNK = 1 << 20", "+_CHUNK = 2 << 20"))
+    assert is_entry(diff, ("a.py", "-x = 1", "+x = 2"))
+    assert not is_entry(diff, ("a.py", "-x = 1", "+x = 0"))
 
 
 def test_every_change_that_is_listed_as_equivalent_exists_and_has_a_reason():
