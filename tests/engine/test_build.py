@@ -113,3 +113,18 @@ def test_initialize_makes_every_check(check, monkeypatch):
         monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
+    told: dict[str, object] = {}
+    monkeypatch.setattr(build.Placements, "check", lambda self, counts: told.update(parameters=counts))
+    locate = build.MetaStart.locate
+    monkeypatch.setattr(
+        build.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
+    )
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        with meta_init():
+            added = nn.Linear(2, 2, bias=False)
+        model = nn.Sequential(nn.Linear(2, 2), added)
+        initialize(model, lambda parameters: torch.optim.SGD(parameters), context=gpc)[0].close()
+    assert told == {"parameters": [3], "on_meta": 1}

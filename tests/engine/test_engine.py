@@ -277,3 +277,14 @@ def test_the_handlers_of_an_engine_are_those_of_the_config_in_their_order():
         engine.gradient_handlers.clear()  # a list of the caller's own
         assert engine.gradient_handlers
         engine.close()
+
+
+def test_an_engine_trains_until_it_is_told_to_evaluate():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        for is_training in (True, False, True):
+            assert engine.training is engine.model.training is is_training
+            engine.train(False) if is_training else engine.train()
+        engine.eval()
+        assert engine.training is engine.model.training is False
+        engine.close()

@@ -52,3 +52,10 @@ def test_alone_a_norm_is_torchs_built_anew_or_from_one(ours, plain, options):
     taken = ours.from_module(truth)
     assert torch.equal(taken(x), truth(x))
     assert [*taken.state_dict()] == [*truth.state_dict()]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "is_whole"), [(None, 2, True), ("mode", 1, True), ("mode", 2, False)])
+def test_a_hidden_dimension_is_whole_on_one_rank_or_where_nothing_cuts_it(monkeypatch, mode, ranks, is_whole):
+    monkeypatch.setattr(norm, "size_of", lambda mode, context: ranks)
+    layer = SimpleNamespace(arrangement=SimpleNamespace(outer=SimpleNamespace(hidden=mode), context=None))
+    assert norm._Norm._is_whole.fget(layer) is is_whole
