@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -114,4 +115,21 @@ def test_a_step_is_divided_or_dropped_or_neither(divisor, found_inf, flat):
         engine._stepper.step = lambda: engine._stepper._step.step_divided(*given)
         engine.step()
         torch.testing.assert_close(list(model.parameters()), expected)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("flat", "optimizer", "drops"),
+    [
+        (True, torch.optim.SGD, True),
+        (False, torch.optim.SGD, False),
+        (False, partial(torch.optim.AdamW, fused=True), True),
+        (False, torch.optim.RMSprop, False),
+    ],
+)
+def test_who_can_drop_a_step_without_the_host(flat, optimizer, drops):
+    with launch({"flat_step": flat}, context=ParallelContext(), verbose=False) as gpc:
+        model = built()
+        engine = initialize(model, optimizer(model.parameters(), lr=0.1), context=gpc)[0]
+        assert engine._stepper._step.drops_on_device is drops
         engine.close()

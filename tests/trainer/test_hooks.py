@@ -287,6 +287,17 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
     trainer.is_fitting = True
     resumed.after_test_epoch(trainer)
     assert said == ["test Loss has not got better for 3 epochs: 3"]
+    once = EarlyStopHook(patience=0, on="train")
+    loss.get_accumulated_value = lambda: 1.0
+    trainer = SimpleNamespace(states={"metrics": {"train": {"Loss": loss}}}, request_stop=said.append, epoch_done=False)
+    once.after_train_epoch(trainer)  # it was left in the middle
+    once.after_test_epoch(trainer)  # nor what it is about
+    assert once.best is None
+    trainer.epoch_done = True
+    once.after_train_epoch(trainer)
+    assert (once.best, len(said)) == (1.0, 1)
+    once.after_train_epoch(trainer)
+    assert len(said) == 2
     for wrong in ({"mode": "low"}, {"on": "both"}, {"patience": -1}):
         with pytest.raises(ConfigError, match="EarlyStopHook"):
             EarlyStopHook(**wrong)
