@@ -15,6 +15,7 @@ checkpoint.storage.verify.verify: content=True
 checkpoint.storage.verify.newest_good: content=True
 context.parallel_context.ParallelContext.is_pipeline_first_stage: ignore_virtual=False
 context.parallel_context.ParallelContext.is_pipeline_last_stage: ignore_virtual=False
+context.dist_group_initializer.built_in.Initializer_1D: sequence_split=False
 engine.build.initialize: verbose=True
 engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False

@@ -16,7 +16,7 @@ from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
-from colonnade.trainer.hooks.hook_list import POINTS, build_hook
+from colonnade.trainer.hooks.hook_list import POINTS, HookList, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []
@@ -302,3 +302,15 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
         with pytest.raises(ConfigError, match="EarlyStopHook"):
             EarlyStopHook(**wrong)
     EarlyStopHook(patience=0)
+
+
+def test_the_states_of_hooks_of_one_class_are_told_apart():
+    hooks = [EarlyStopHook(), Listener("without a state"), EarlyStopHook(), EarlyStopHook()]
+    for number, hook in enumerate(hooks):
+        hook.best = float(number)  # type: ignore[attr-defined]
+    states = HookList.state_dict(known := SimpleNamespace(hooks=hooks, _named=lambda: HookList._named(known)))  # type: ignore[arg-type]
+    assert {name: state["best"] for name, state in states.items()} == {
+        "EarlyStopHook": 0.0,
+        "EarlyStopHook 2": 2.0,
+        "EarlyStopHook 3": 3.0,
+    }

@@ -12,7 +12,7 @@ import torch
 from colonnade.errors import ConfigError
 from colonnade.trainer import StepRecord
 from colonnade.trainer.hooks import AccuracyHook, GradientNormHook, LossHook, MetricHook, ThroughputHook
-from colonnade.trainer.metrics import MeanMetric, StatefulMetric
+from colonnade.trainer.metrics import _REDUCTIONS, MeanMetric, StatefulMetric
 from tests.engine.test_engine import world_of_one
 from tests.trainer.runs import make_trainer, uneven
 from tests.trainer.test_metrics import COUNT, STATES, Margin, counted, truth
@@ -122,3 +122,15 @@ def _of(output: torch.Tensor, label: torch.Tensor) -> float:
     margin = Margin()
     margin.update(output, label)
     return margin.compute()
+
+
+def test_the_states_of_two_ranks_become_one():
+    values = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])]
+    found = {how: join(values) for how, join in _REDUCTIONS.items()}
+    assert {how: torch.stack(list(value)).tolist() for how, value in found.items() if how != "cat"} == {
+        "sum": [4.0, 7.0],
+        "max": [3.0, 5.0],
+        "min": [1.0, 2.0],
+    }
+    assert [value.tolist() for value in found["cat"]] == [[1.0, 5.0], [3.0, 2.0]]
+    assert _REDUCTIONS["cat"]([[1], [2, 3]]) == [1, 2, 3]
