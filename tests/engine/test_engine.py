@@ -288,3 +288,11 @@ def test_an_engine_trains_until_it_is_told_to_evaluate():
         engine.eval()
         assert engine.training is engine.model.training is False
         engine.close()
+
+
+@pytest.mark.parametrize("criterion", [None, nn.MSELoss()])
+def test_a_trainer_measures_the_loss_where_there_is_one(criterion):
+    with world_of_one() as gpc:
+        engine = initialize(model(), lambda p: torch.optim.SGD(p, lr=0.1), criterion, context=gpc)[0]
+        assert engine.gives_loss is (criterion is not None)
+        engine.close()
