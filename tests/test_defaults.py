@@ -69,6 +69,7 @@ parallel.collectives.scatter: dim=-1
 parallel.collectives.ring: shift=1
 parallel.placement.Replicate: owes='auto'
 parallel.placement.Shard: owes='auto'
+parallel.stages.Chunks.load_state_dict: strict=True assign=False
 reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 reduce.records.Sum: between_stages=False

@@ -11,7 +11,14 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.trainer import StepRecord
-from colonnade.trainer.hooks import AccuracyHook, GradientNormHook, LossHook, MetricHook, ThroughputHook
+from colonnade.trainer.hooks import (
+    AccuracyHook,
+    GradientNormHook,
+    LossHook,
+    LRSchedulerHook,
+    MetricHook,
+    ThroughputHook,
+)
 from colonnade.trainer.metrics import _REDUCTIONS, MeanMetric, StatefulMetric
 from tests.engine.test_engine import world_of_one
 from tests.trainer.runs import make_trainer, uneven
@@ -134,3 +141,26 @@ def test_the_states_of_two_ranks_become_one():
     }
     assert [value.tolist() for value in found["cat"]] == [[1.0, 5.0], [3.0, 2.0]]
     assert _REDUCTIONS["cat"]([[1], [2, 3]]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("by_epoch", [True, False])
+def test_a_learning_rate_moves_after_steps_or_after_epochs(by_epoch):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer: Any = SimpleNamespace(states={"metrics": {"train": {}}}, step_done=False, epoch_done=False)
+    hook = LRSchedulerHook(scheduler, by_epoch)
+    hook.after_hook_is_attached(trainer)
+    seen = []
+    for trainer.step_done, trainer.epoch_done in ((False, False), (True, False), (True, True)):
+        hook.after_train_iter(trainer, None, None, None)
+        seen.append(trainer.states["metrics"]["train"]["LR"].get_accumulated_value())
+        hook.after_train_epoch(trainer)
+        seen.append(trainer.states["metrics"]["train"]["LR"].get_accumulated_value())
+    assert seen == ([8, 8, 8, 8, 8, 4] if by_epoch else [8, 8, 4, 4, 2, 2])
+    saved = hook.state_dict()
+    hook._step()
+    hook.load_state_dict(saved)
+    assert trainer.states["metrics"]["train"]["LR"].get_accumulated_value() == seen[-1]
+    trainer.states["metrics"]["train"].clear()
+    LRSchedulerHook(scheduler, by_epoch, store_lr_in_state=False).after_hook_is_attached(trainer)
+    assert trainer.states["metrics"]["train"] == {}
