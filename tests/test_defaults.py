@@ -85,6 +85,7 @@ trainer.hooks.metrics.ThroughputHook: ignored_steps=0 tflop_per_step=0.0 priorit
 trainer.hooks.stop.EarlyStopHook: metric='Loss' patience=3 min_delta=0.0 on='test' priority=20
 trainer.hooks.stop.StopOnSignal: priority=10
 trainer.hooks.writers.CsvHook: priority=10
+trainer.hooks.writers.JsonlHook: priority=10
 trainer.hooks.writers.TensorBoardHook: interval=1 priority=10
 trainer.hooks.writers.WandbHook: interval=1 priority=10
 trainer.metrics.MeanMetric: higher_is_better=False

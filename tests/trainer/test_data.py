@@ -144,3 +144,12 @@ def test_what_is_in_the_middle_of_a_batch_is_read_again_where_a_loader_cannot_be
         ours = Feed(get_dataloader(rows, batch_size=4, context=gpc), gpc)
         assert ours.load_state_dict(Place(3, 6), None) == Place(3, 6)
         assert [batch[0].tolist() for batch in ours.open(0, Place(3, 6))] == [[6, 7, 8, 9], [10, 11]]
+
+
+def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused():
+    with world_of_one() as gpc:
+        assert read_lengths([1, 2], gpc) == Lengths((2,))
+        assert read_lengths(iter([1, 2]), gpc) == Lengths((None,))
+        for wrong in (torch.zeros(2, 2), {"a": 1}, TensorDataset(torch.zeros(2)), "text", 3, None):
+            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not"):
+                read_lengths(wrong, gpc)
