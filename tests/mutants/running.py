@@ -122,6 +122,8 @@ class Workshop:
         with self.copy() as copy:
             while True:
                 order = self.known.plan([file for file in files if file not in self.known.failing], budget)
+                if not order:  # every matching file fails on the unchanged tree
+                    return Outcome("", "", time.monotonic() - begin)
                 read = [*dict.fromkeys(file for _, file in order)]
                 with _changed(copy / change.path, change):
                     events, ended = self._run(copy, order, {*done, *self.known.failing}, budget=budget)
