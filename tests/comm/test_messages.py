@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from colonnade.comm.messages import (
     Alike,
+    _differences,
+    _digest,
     agreed_errors,
     gather_json,
     gather_numbers,
@@ -120,3 +122,21 @@ def _private_names() -> tuple[list[float], list[bool], timedelta, bytes]:
 def test_the_private_names_of_torch_do_what_we_use_them_for():
     for value in run_world(2, _private_names).values:
         assert value == ([0.0, 1.0], [True, False], timedelta(seconds=37), b"here")
+
+
+def test_what_differs_is_named_with_the_first_rank_and_the_others():
+    same = [("a", "1"), ("b", "2")]
+    assert _differences("key", [(0, same), (1, same)]) == []
+    (line,) = _differences("key", [(0, same), (3, [("a", "1"), ("b", "7")]), (5, [("a", "1"), ("b", "7")])])
+    assert line == "key 'b': 2 on rank 0, 7 on rank 3 (differing from rank 0: 3, 5)"
+    assert "nothing on rank 1" in _differences("key", [(0, same), (1, same[:1])])[0]
+    assert "nothing on rank 0" in _differences("key", [(0, same[:1]), (1, same)])[0]
+    (line,) = _differences("key", [(0, same), (2, same), (4, same[::-1])])
+    assert line == "the order: key 'a' on rank 0 is in the place of 'b' on rank 4"
+
+
+def test_a_digest_is_a_number_of_62_bits_that_texts_share_by_chance_alone():
+    found = [_digest(str(number)) for number in range(200)]
+    assert len(set(found)) == 200
+    assert 2**61 < max(found) < 2**62
+    assert _digest("1") == found[1]

@@ -92,3 +92,13 @@ def test_a_rank_that_goes_on_or_is_outside_says_nothing_and_takes_its_note_back(
     watch.close()
     assert said == []
     assert not any(thread.name == "colonnade waits" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(("ranks", "watches"), [(1, False), (2, True)])
+def test_a_world_of_several_ranks_is_watched_until_it_is_closed(store, ranks, watches):
+    watch = WaitWatch()
+    watch.open(0, ranks, lambda text: None)
+    thread = watch._thread
+    assert (thread is not None and thread.is_alive()) is watches
+    watch.close()
+    assert thread is None or not thread.is_alive()

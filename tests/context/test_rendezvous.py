@@ -8,10 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from colonnade.comm.torch_versions import HashStore, PrefixStore
 from colonnade.context import rendezvous
+from colonnade.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -80,3 +83,29 @@ def test_one_busy_thread_of_several_is_waited_for(monkeypatch):
         assert time.monotonic() - begin >= 0.2
     finally:
         done.set()
+
+
+def test_before_python_ends_threads_are_seen_at_rest_twice_in_a_row(monkeypatch):
+    states = iter([True, False, True, False, False])
+    monkeypatch.setattr(rendezvous, "Path", lambda path: SimpleNamespace(glob=lambda pattern: [path]))
+    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(states))
+    rendezvous._wait_for_threads()
+    assert list(states) == []
+    monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.01)
+    rendezvous._wait_for_threads()  # not for ever
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_takes_a_launch_that_failed_back(monkeypatch, rank):
+    store = HashStore()
+    store.set(rendezvous._launch_key(), "7")
+    monkeypatch.setattr(rendezvous, "_store", lambda *args: PrefixStore("launch", store))
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr(rendezvous, "_meet", fails)
+    with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not join the world at .*: nobody came"):
+        rendezvous.join_world(rank, 2, None, "localhost", 1, 1.0)
+    assert store.get(rendezvous._launch_key()) == (b"" if rank == 0 else b"7")

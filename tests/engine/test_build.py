@@ -1,4 +1,4 @@
-"""initialize: what memory it takes for a moment."""
+"""initialize: every check is made, and what memory it takes for a moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colonnade._launch import launch
+from colonnade.comm import messages
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine import build
 from colonnade.engine.build import initialize
 from colonnade.parallel.meta import meta_init
 from colonnade.reduce import synchroniser
@@ -83,3 +85,46 @@ def test_the_start_takes_little_memory_beside_parameters_and_gradients():
         assert max(built) <= parameters + BUCKET + ONE, built
         assert parameters <= replicated <= parameters + ONE, replicated
         assert parameters // 2 <= sharded <= parameters // 2 + ONE, sharded
+
+
+CHECKS = [
+    *("Precision.read", "ClipSettings.read", "ZeroSettings.read", "Precision.build_scaler", "Precision.apply"),
+    *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "Agreement.require", "Placements.check"),
+    *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
+    *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
+    *("numeric_settings", "broadcast_shared", "shard_parameters", "alike_optimizer", "shard_optimizer"),
+    *("build_handlers", "check_tied", "wants_flat", "build_sync", "Precision.around", "_announced", "_scheduler"),
+]
+
+
+class ReachedError(Exception):
+    """Instead of the check."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_initialize_makes_every_check(check, monkeypatch):
+    def reached(*args: object, **kwargs: object) -> None:
+        raise ReachedError
+
+    name, _, method = check.partition(".")
+    where = {"Agreement": messages}.get(name, build)
+    model = nn.Linear(2, 2)
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
+        with pytest.raises(ReachedError):
+            initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
+    told: dict[str, object] = {}
+    monkeypatch.setattr(build.Placements, "check", lambda self, counts: told.update(parameters=counts))
+    locate = build.MetaStart.locate
+    monkeypatch.setattr(
+        build.MetaStart, "locate", lambda self, count: (told.update(on_meta=count), locate(self, count))
+    )
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        with meta_init():
+            added = nn.Linear(2, 2, bias=False)
+        model = nn.Sequential(nn.Linear(2, 2), added)
+        initialize(model, lambda parameters: torch.optim.SGD(parameters), context=gpc)[0].close()
+    assert told == {"parameters": [3], "on_meta": 1}

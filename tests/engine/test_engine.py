@@ -272,3 +272,32 @@ def test_options_that_torch_compile_refuses_are_named(options):
         pytest.raises(ConfigError, match=rf"compile: torch.compile cannot be called with {options}"),
     ):
         initialize(nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+
+
+def test_the_handlers_of_an_engine_are_those_of_the_config_in_their_order():
+    names = ["PipelineSharedModuleGradientHandler", "DataParallelGradientHandler"]
+    with world_of_one(gradient_handler=names) as gpc:
+        engine = start(gpc)
+        assert [type(handler).__name__ for handler in engine.gradient_handlers][:2] == names
+        engine.gradient_handlers.clear()  # a list of the caller's own
+        assert engine.gradient_handlers
+        engine.close()
+
+
+def test_an_engine_trains_until_it_is_told_to_evaluate():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        for is_training in (True, False, True):
+            assert engine.training is engine.model.training is is_training
+            engine.train(False) if is_training else engine.train()
+        engine.eval()
+        assert engine.training is engine.model.training is False
+        engine.close()
+
+
+@pytest.mark.parametrize("criterion", [None, nn.MSELoss()])
+def test_a_trainer_measures_the_loss_where_there_is_one(criterion):
+    with world_of_one() as gpc:
+        engine = initialize(model(), lambda p: torch.optim.SGD(p, lr=0.1), criterion, context=gpc)[0]
+        assert engine.gives_loss is (criterion is not None)
+        engine.close()

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,7 +214,7 @@ def test_a_count_that_is_no_count_is_refused(count):
         engine.step()
 
 
-@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0])], ids=str)
+@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0]), 0, 0.0, torch.tensor(0)], ids=str)
 def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
     with world_of_one() as gpc:
         book = LossBook(gpc, 2)
@@ -222,7 +223,7 @@ def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
         factor = book.factor()
         assert factor is not None
         assert factor.shape == ()
-        assert factor.item() == 1 / 5
+        assert factor.item() == 1 / (count + 3)
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])
@@ -245,3 +246,22 @@ def test_a_batch_without_anything_to_count_weighs_nothing():
     total, weight = weigh(Counted(), torch.tensor(math.nan))
     assert isinstance(total, Tensor)
     assert (total.item(), float(weight)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"), [([None], 8.0), ([None, None], 8.0), ([3], 3.0), ([3, 4], 7.0), ([0], 0.0)]
+)
+def test_the_scaler_of_fp16_is_told_what_a_step_counted(counts, expected):
+    told: list[Tensor] = []
+    scaler: Any = SimpleNamespace(count=torch.tensor(8.0, dtype=torch.float64), expect=told.append)
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 2)
+        book.uneven = True
+        for count in counts:
+            book.add(count)
+        factor = book.factor(scaler)
+        assert factor is not None
+        total = sum(count or 0 for count in counts)
+        divisor = len(counts) / 2 if counts[0] is None else total / 8 or 1.0
+        assert factor.item() == pytest.approx(1 / divisor)
+    assert [number.item() for number in told] == [expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.sizes import world_axes
 from colonnade.engine.build import initialize
-from colonnade.engine.same_batch import SameBatch, _digest
+from colonnade.engine.same_batch import SameBatch, _digest, _Said
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -197,3 +198,30 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
             watch.see(-1)
         watch.end_step(None, whole=True)
     assert [step for step in looked if step is not None] == [0, 1, 64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([_Said(1, 7, 4, 8, 4)] * 4, None),
+        ([_Said(2, 7, 4, 8, 4)] * 4, None),
+        ([_Said()] * 4, None),
+        ([_Said(1, 7, 4), _Said(), _Said(1, 9, 5), _Said()], None),  # another data rank has other rows
+        ([_Said(1, 7, 4), _Said(2, 7, 4), _Said(), _Said()], "a mean on ranks 0; .* on ranks 1"),
+        (
+            [_Said(1, 7, 4), _Said(1, 6, 4), _Said(), _Said()],
+            "ranks 0 and 1 .* different inputs: 4 rows .* other content",
+        ),
+        ([_Said(), _Said(), _Said(1, 7, 4), _Said(1, 6, 5)], "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 on rank 3"),
+        (
+            [_Said(1, 7, 4, 8, 4), _Said(1, 7, 4, 8, 3), _Said(), _Said()],
+            "different labels: 4 rows on rank 0, 3 on rank 1",
+        ),
+    ],
+)
+def test_what_ranks_say_is_compared_among_those_that_see_the_same_data(said, told):
+    config = {"parallel": {"tensor": 2}}
+    layout = Layout(world_axes(config, 4), run_initializers(config, 4, 0).groups)
+    watch = SameBatch(SimpleNamespace(world_size=4, layout=layout, config={}))
+    with nullcontext() if told is None else pytest.raises(ColonnadeError, match=told):
+        watch._check(said)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.mutants.changes import Change, find_changes
 from tests.mutants.matching import Matching
@@ -33,11 +36,16 @@ PLACES = (
 )
 """Where a mistake means wrong training or lost data."""
 LEFT_OUT = (
-    "colonnade/optim/kernels",  # only a GPU runs them
     "colonnade/engine/schedule/simulate.py",  # pictures of schedules
     "colonnade/trainer/hooks/progress.py",  # what is shown
     "colonnade/trainer/hooks/log.py",
 )
+ON_A_GPU = (
+    *("colonnade/optim/kernels", "colonnade/nn/kernels", "colonnade/nn/moe/kernels.py"),  # Triton
+    "colonnade/nn/sequence/kernels.py",  # torch's own for attention
+    "colonnade/nn/host_store.py",  # copies from a device to the host
+)
+"""What only a GPU runs is left out where there is none."""
 Result = dict[str, Any]
 
 
@@ -48,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n\n".join(_described(change) for change in chosen))
         return 0
-    equivalent = {(entry["module"], *entry["diff"]): entry["why"] for entry in read_equivalent()}
-    to_run = [change for change in chosen if _key(change) not in equivalent]
+    entries = read_equivalent()
+    to_run = [change for change in chosen if not any(is_entry(entry, _key(change)) for entry in entries)]
     print(f"{len(chosen)} changes, {len(chosen) - len(to_run)} of them equivalent by {EQUIVALENT.name}", flush=True)
     record = Record(Path(options.json) if options.json else None)
     run(to_run, options.jobs, record, options.budget, options.stop_after)
@@ -77,6 +85,7 @@ def choose(places: Sequence[str], count: int, seed: int) -> list[Change]:
     The seed gives every change its place in a row, so that other edits of the package do not change the choice.
     """
     known: dict[tuple[str, ...], Change] = {}
+    left_out = LEFT_OUT if torch.cuda.is_available() else (*LEFT_OUT, *ON_A_GPU)
     for place in places:
         name, _, line = place.partition(":")
         path = ROOT / name
@@ -85,7 +94,7 @@ def choose(places: Sequence[str], count: int, seed: int) -> list[Change]:
                 f"there is no {name} in {ROOT}: name a file or a folder, like colonnade/reduce or colonnade/reduce/plan.py:89"
             )
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            if place == str(file.relative_to(ROOT)) or not str(file.relative_to(ROOT)).startswith(LEFT_OUT):
+            if place == str(file.relative_to(ROOT)) or not str(file.relative_to(ROOT)).startswith(left_out):
                 source = file.read_bytes()
                 found = [change for change in find_changes(file, ROOT) if not line or change.line == int(line)]
                 known |= {(change.path, *change.diff(source)): change for change in found}
@@ -161,8 +170,18 @@ EQUIVALENT = Path(__file__).parent / "equivalent.json"
 
 
 def read_equivalent() -> list[dict[str, Any]]:
-    """Return the committed list of changes that cannot change behaviour: module, diff, why."""
+    """Return the committed list of changes that cannot change behaviour: module, why, and `diff` or `line`.
+
+    `line`: every change of this one, as of a constant that is a choice, but those that make it zero.
+    """
     return json.loads(EQUIVALENT.read_text())
+
+
+def is_entry(entry: Mapping[str, Any], key: tuple[str, ...]) -> bool:
+    """Whether an entry of the list is, or stands for, the change with this module and diff."""
+    if "diff" in entry:
+        return [entry["module"], *entry["diff"]] == [*key]
+    return [entry["module"], f"-{entry['line']}"] == [*key[:2]] and len(key) == 3 and not re.search(r"\b0 <<", key[2])
 
 
 def unknown_equivalents(entries: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -173,9 +192,9 @@ def unknown_equivalents(entries: Iterable[Mapping[str, Any]]) -> list[str]:
         module = entry["module"]
         if module not in changes:
             path = ROOT / module
-            changes[module] = {_key(change)[1:] for change in find_changes(path, ROOT)} if path.exists() else set()
-        if tuple(entry["diff"]) not in changes[module]:
-            missing.append(f"{module}: {entry['diff']}")
+            changes[module] = {_key(change) for change in find_changes(path, ROOT)} if path.exists() else set()
+        if not any(is_entry(entry, key) for key in changes[module]):
+            missing.append(f"{module}: {entry.get('diff') or entry['line']}")
     return missing
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import shutil
@@ -22,13 +23,15 @@ from tests.mutants.changes import Change
 
 TIERS = ("fast", "slow")
 """The tests of `make check`, and the rest of `make test`."""
-GUESS = 10.0
-"""So many seconds are expected of a test file that never ran."""
-PASSED, USAGE, NO_TESTS = 0, 4, 5
+GUESS = {"fast": 3.0, "slow": 15.0}
+"""So many seconds are expected of the tests of a file that never ran: what most take."""
+PASSED, NO_TESTS = 0, 5
+NO_IMPORT = "the tests cannot be imported"
+"""What noticed a change when no test begins with it, and all files can be read without it."""
 
 
 class BrokenTestsError(Exception):
-    """The tests cannot be judged by: pytest does not take its arguments."""
+    """The tests cannot be judged by: pytest cannot read them on the unchanged tree."""
 
 
 class OutOfTimeError(Exception):
@@ -50,18 +53,21 @@ class Known:
     def plan(self, files: Sequence[str], budget: float) -> list[tuple[str, str]]:
         """Return what to run: the nearest file, then the fast tests, then the slow ones; the quick files first.
 
-        What comes after `budget` seconds is left out. A change that those tests would notice counts as not noticed.
+        What comes after `budget` seconds is left out, and after half of them the rest of the same file. A change that those
+        tests would notice counts as not noticed.
         """
+        if not files:
+            return []
         rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
-            if not order or spent + seconds <= budget:
+            if not order or spent < budget:
                 order.append((tier, file))
-                spent += seconds
+                spent += min(seconds, budget / 2)
         return order
 
     def _expected(self, tier: str, file: str) -> float:
-        return self.seconds[tier].get(file, 0.0 if file in self.longest else GUESS)
+        return self.seconds[tier].get(file, 0.0 if file in self.longest else GUESS[tier])
 
     def learn(self, events: Iterable[dict[str, Any]]) -> None:
         """Take the seconds of a run."""
@@ -116,19 +122,25 @@ class Workshop:
         with self.copy() as copy:
             while True:
                 order = self.known.plan([file for file in files if file not in self.known.failing], budget)
+                if not order:  # every matching file fails on the unchanged tree
+                    return Outcome("", "", time.monotonic() - begin)
+                read = [*dict.fromkeys(file for _, file in order)]
                 with _changed(copy / change.path, change):
-                    events, ended = self._run(copy, order, {*done, *self.known.failing})
+                    events, ended = self._run(copy, order, {*done, *self.known.failing}, budget=budget)
                     self._learn(events)
                     failed = next((event for event in events if event.get("failed")), None)
                     if failed is None and ended == "passed":
                         return Outcome("", "", time.monotonic() - begin)
-                    if failed is None and not events:  # no test began: nothing can be said
-                        return Outcome("", "", time.monotonic() - begin)
-                    if failed is None:  # it hung, or died: once more, for the machine may have been too busy
+                    if failed is None and events:  # it hung, or died: once more, for the machine may have been too busy
                         failed = events[-1]
                         if self._run(copy, order, set(), [failed["test"]])[1] == "passed":
                             done |= {event["test"] for event in events}
                             continue
+                if failed is None:  # no test began: a conftest needs the module, or its import never ended
+                    _, ended = self._run(copy, [], set(), read)  # without the change; reads the files and runs nothing
+                    if ended == "passed":
+                        return Outcome("fast", NO_IMPORT, time.monotonic() - begin)
+                    raise BrokenTestsError(ended)
                 if self._passes(copy, failed["test"]):
                     return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
                 done |= {event["test"] for event in events if event.get("failed") is False}
@@ -149,24 +161,29 @@ class Workshop:
         return test in self.known.passing
 
     def _run(
-        self, copy: Path, order: Sequence[tuple[str, str]], skip: set[str], tests: Sequence[str] = ()
+        self,
+        copy: Path,
+        order: Sequence[tuple[str, str]],
+        skip: set[str],
+        tests: Sequence[str] = (),
+        budget: float = math.inf,
     ) -> tuple[list[dict[str, Any]], str]:
         """Run the order, or those tests of it alone; return what was written down and "passed" or how it ended."""
         files = [*dict.fromkeys(file for _, file in order)]
         longest = {file: self.known.longest[file] for file in files if file in self.known.longest}
         plan = copy.parent / "plan.json"
-        content = {"order": order, "skip": [*skip], "limits": {f: max(40, 3 * s) for f, s in longest.items()}}
-        plan.write_text(json.dumps(content))
+        # What is slow on a busy machine does not hang.
+        busy = min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 4.0)
+        limits = {file: busy * max(40, 3 * seconds) for file, seconds in longest.items()}
+        plan.write_text(json.dumps({"order": order, "skip": [*skip], "limits": limits, "budget": budget}))
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
-        limit = 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS) for tier, file in order)
+        limit = busy * 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)
         code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError
-        if code == USAGE:
-            raise BrokenTestsError(output[-3000:])
         found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-        return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}"
+        return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}: {output[-3000:]}"
 
 
 def run_tests(copy: Path, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import choose, read_equivalent, unknown_equivalents
+from tests.mutants.__main__ import choose, is_entry, read_equivalent, unknown_equivalents
 from tests.mutants.changes import find_changes
 from tests.mutants.matching import Matching
-from tests.mutants.running import Known, OutOfTimeError, working_copies
+from tests.mutants.running import NO_IMPORT, BrokenTestsError, Known, OutOfTimeError, working_copies
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,12 +89,13 @@ def test_the_nearest_file_leads_quick_ones_follow_and_the_budget_cuts():
     whole = [("fast", "a"), ("slow", "a"), ("fast", "d"), ("fast", "c"), ("fast", "b"), ("slow", "b"), ("slow", "d")]
     assert known.plan("abcd", math.inf) == [*whole, ("slow", "c")]
     assert known.plan("abcd", 24) == whole
+    assert known.plan("abcd", 25) == [*whole, ("slow", "c")]  # as far as it comes
     assert known.plan("abcd", 1)[0] == ("fast", "a")
 
 
 TESTS = """
-import pytest
-from colonnade.number import one, two
+import time, pytest
+from colonnade.number import one, three, two
 def test_that_fails_anyway():
     assert one() == 3
 def test_one():
@@ -102,16 +103,27 @@ def test_one():
 @pytest.mark.slow
 def test_two():
     assert two() == 2
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 1, 2])
+def test_cases(case):
+    time.sleep(case == 1)
+    assert case < 2 or three() == 3
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [0, 1])
+def test_three(case):
+    assert case < 1 or three() == 3
 """
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # starts pytest a dozen times
 def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_path):
     root, known = tmp_path / "root", Known()
     for name, text in {
         "colonnade/__init__.py": "",
-        "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3",
+        "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3\nfour = [4][0]",
         "tests/__init__.py": "",
+        "tests/conftest.py": "import colonnade.number",
         "tests/test_number.py": TESTS,
         "pytest.ini": "[pytest]\nmarkers =\n  slow\n  long",
     }.items():
@@ -124,15 +136,24 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     }
     file = "tests/test_number.py"
     with working_copies(root, 1, known, math.inf) as workshop:
-        outcomes = {name: workshop.judge(changes[name], [file], math.inf) for name in ("2 on 1", "3 on 2", "4 on 3")}
+        budgets = {"2 on 1": math.inf, "3 on 2": math.inf, "4 on 3": math.inf, "2 on 3": 1.0, "1 on 4": math.inf}
+        outcomes = {name: workshop.judge(changes[name], [file], budget) for name, budget in budgets.items()}
     assert {name: (outcome.noticed, outcome.by) for name, outcome in outcomes.items()} == {
         "2 on 1": ("fast", f"{file}::test_one"),
         "3 on 2": ("slow", f"{file}::test_two"),
-        "4 on 3": ("", ""),
+        "4 on 3": ("slow", f"{file}::test_three[1]"),  # the second case of each test comes before the third of any
+        "2 on 3": ("", ""),  # a test takes the budget
+        "1 on 4": ("fast", NO_IMPORT),
     }
     assert known.failing == [f"{file}::test_that_fails_anyway"]
     assert (root / "colonnade" / "number.py").read_text().startswith("def one(): return 1")
     with working_copies(root, 1, known, time.monotonic()) as workshop, pytest.raises(OutOfTimeError):
+        workshop.judge(changes["2 on 1"], [file], math.inf)
+    (root / "tests" / "conftest.py").write_text("import colonnade.missing")
+    with (
+        working_copies(root, 1, known, math.inf) as workshop,
+        pytest.raises(BrokenTestsError, match=r"colonnade\.missing"),
+    ):
         workshop.judge(changes["2 on 1"], [file], math.inf)
 
 
@@ -145,6 +166,15 @@ def test_the_mirrored_test_comes_first_and_users_follow():
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):
         assert matching.tests_for(str(module.relative_to(ROOT))), module
+
+
+def test_a_listed_line_stands_for_all_changes_but_those_to_nothing():
+    line, diff = {"module": "a.py", "line": "_CHUNK = 1 << 20"}, {"module": "a.py", "diff": ["-x = 1", "+x = 2"]}
+    for made, is_listed in (("2 << 20", True), ("1 << 19", True), ("0 << 20", False)):
+        assert is_entry(line, ("a.py", "-_CHUNK = 1 << 20", f"+_CHUNK = {made}")) is is_listed
+    assert not is_entry(line, ("b.py", "-_CHUNK = 1 << 20", "+_CHUNK = 2 << 20"))
+    assert is_entry(diff, ("a.py", "-x = 1", "+x = 2"))
+    assert not is_entry(diff, ("a.py", "-x = 1", "+x = 0"))
 
 
 def test_every_change_that_is_listed_as_equivalent_exists_and_has_a_reason():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -60,6 +61,9 @@ def test_milestones_multiply_after_the_warm_up():
     assert seen == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5])
     with pytest.raises(ConfigError, match="milestones=\\[1\\]"):
         rates(lambda o: MultiStepWarmupLR(o, 10, 2, [1]), 1)
+    for at, is_refused in ((2, True), (3, False), (10, False), (11, True)):
+        with pytest.raises(ConfigError, match="lie after the warm-up") if is_refused else nullcontext():
+            rates(lambda o, at=at: MultiStepWarmupLR(o, 10, 2, [at]), 1)
 
 
 def test_a_polynomial_falls_to_its_end():

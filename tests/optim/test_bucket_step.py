@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,41 @@ def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
         assert len(blocks) == 1
         measured += blocks[0].owned.numel()
     assert measured == (2 if whole else 1) * layout.numel
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+@pytest.mark.parametrize("divisor", [None, 4.0])
+def test_a_step_is_divided_or_dropped_or_neither(divisor, found_inf, flat):
+    with launch({"flat_step": flat}, context=ParallelContext(), verbose=False) as gpc:
+        model = built()
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), context=gpc)[0]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
+        given = [
+            None if value is None else torch.tensor(value).view(shape)
+            for value, shape in ((divisor, (1,)), (found_inf, ()))
+        ]
+        moved = 0.0 if found_inf else 0.5 / (divisor or 1)
+        expected = [old - moved * p.grad for old, p in zip(before, model.parameters(), strict=True)]
+        engine._stepper.step = lambda: engine._stepper._step.step_divided(*given)
+        engine.step()
+        torch.testing.assert_close(list(model.parameters()), expected)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("flat", "optimizer", "drops"),
+    [
+        (True, torch.optim.SGD, True),
+        (False, torch.optim.SGD, False),
+        (False, partial(torch.optim.AdamW, fused=True), True),
+        (False, torch.optim.RMSprop, False),
+    ],
+)
+def test_who_can_drop_a_step_without_the_host(flat, optimizer, drops):
+    with launch({"flat_step": flat}, context=ParallelContext(), verbose=False) as gpc:
+        model = built()
+        engine = initialize(model, optimizer(model.parameters(), lr=0.1), context=gpc)[0]
+        assert engine._stepper._step.drops_on_device is drops
+        engine.close()

@@ -113,7 +113,11 @@ def test_wrong_settings_are_said_at_once() -> None:
     with pytest.raises(ConfigError, match="twice or more: a"):
         ClipPolicy(NormClip(1.0), [ClipGroup("a"), ClipGroup("a")], [0])
     with pytest.raises(ConfigError, match="from 0 to 0"):
-        ClipPolicy(NormClip(1.0), group_of=[1])
+        ClipPolicy(NormClip(1.0), group_of=[0, 1])
+    with pytest.raises(ConfigError, match="from 0 to 0"):
+        ClipPolicy(NormClip(1.0), group_of=[-1])
+    with pytest.raises(ConfigError, match="from 0 to 0"):
+        ClipPolicy(NormClip(1.0), group_of=[])
     with pytest.raises(ConfigError, match="as many names"):
         ClipPolicy(NormClip(1.0), group_of=[0, 0], names=["a"])
     with pytest.raises(ConfigError, match="max_norm of clip group 'a'"):

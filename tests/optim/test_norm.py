@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.errors import GradientError
+from colonnade.optim import norm_readers
 from colonnade.optim.blocks import GradientBlock
 from colonnade.optim.norm import Meter, Norms, powsums, reduce_norms
 from colonnade.testing import run_world
@@ -220,3 +223,40 @@ def test_a_complex_gradient_counts_two_numbers_for_each_element(numel: int) -> N
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
     found = Meter([GradientBlock(grad)], 2.0).measure()
     assert reduce_norms(found, 2.0).total().item() == pytest.approx(grad.to(torch.complex128).norm().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "suits"),
+    [
+        ({}, True),
+        ({"p": 3.0}, False),
+        ({"is_cuda": False}, False),
+        ({"dtype": torch.float64}, False),
+        ({"dtype": torch.bfloat16}, True),
+        ({"numel": 17}, False),
+        ({"contiguous": False}, False),
+        ({"at": 4096 + 4}, False),
+        ({"kernels": False}, False),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
+    monkeypatch.setattr(norm_readers, "kernels_available", lambda: change.get("kernels", True))
+
+    def row(
+        dtype: torch.dtype = torch.float32, numel: int = 16, at: int = 4096, contiguous: bool = True, **more: Any
+    ) -> Any:
+        return SimpleNamespace(
+            is_cuda=more.get("is_cuda", True),
+            dtype=dtype,
+            numel=lambda: numel,
+            data_ptr=lambda: at,
+            is_contiguous=lambda: contiguous,
+            element_size=lambda: dtype.itemsize,
+        )
+
+    rows = [
+        row(is_cuda=change.get("is_cuda", True)),
+        row(**{k: v for k, v in change.items() if k not in ("p", "kernels")}),
+    ]
+    assert norm_readers.suits_kernel(rows, change.get("p", 2.0)) is suits

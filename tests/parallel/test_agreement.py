@@ -174,3 +174,11 @@ def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
         assert "w is marked pipeline_shared_module_pg" in said["shared"]
         assert "ParallelMode.PIPELINE: Tied(" in said["shared"]
         assert ("on rank 0" in said["shared"]) == (rank == 1)
+
+
+def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):
+    monkeypatch.setattr(agreement, "_BROADCAST_BYTES", 16)
+    sizes = [1, 1, 1, 2, 1, 3, 1]
+    batches = list(agreement._batches([torch.zeros(size, dtype=torch.float64) for size in sizes]))
+    assert [[len(tensor) for tensor in batch] for batch in batches] == [[1, 1], [1], [2], [1], [3], [1]]
+    assert list(agreement._batches([])) == []

@@ -180,9 +180,11 @@ def test_stages_are_balanced_by_parameters() -> None:
 def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None:
     parts = min(parts, len(weights))
 
-    def heaviest(starts: Sequence[int]) -> int:
+    def heaviest(starts: Sequence[int]) -> tuple[int, int]:
+        """The largest sum, then how uneven all are."""
         stops = [*starts[1:], len(weights)]
-        return max(sum(weights[start:stop]) for start, stop in zip(starts, stops, strict=True))
+        sums = [sum(weights[start:stop]) for start, stop in zip(starts, stops, strict=True)]
+        return max(sums), sum(each * each for each in sums)
 
     every = [(0, *cuts) for cuts in combinations(range(1, len(weights)), parts - 1)]
     assert heaviest(balanced(weights, parts)) == min(map(heaviest, every))

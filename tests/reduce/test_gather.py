@@ -87,7 +87,7 @@ def test_a_bucket_is_held_back_as_long_as_one_of_its_parameters_is_not_announced
 
 
 def test_a_gather_is_under_way_until_it_is_waited_for_and_then_the_parameters_are_the_new_ones():
-    some = [values([(3,), (2, 2)], torch.float64, 1, 0) for _ in range(2)]
+    some = [values([(3,), (2, 2)], torch.bfloat16, 1, 0, wide=wide) for wide in (False, True)]  # with masters too
     gather = Gather(group(1, 0), some)
     for one in some:
         for part in one.parts:

@@ -15,8 +15,8 @@ from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
-from colonnade.trainer.hooks import LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
-from colonnade.trainer.hooks.hook_list import POINTS, build_hook
+from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
+from colonnade.trainer.hooks.hook_list import POINTS, HookList, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []
@@ -244,3 +244,73 @@ def _refused(folder: Path) -> None:
 
 def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
     run_world(1, _refused, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "higher", "best", "value", "is_better"),
+    [
+        (None, False, 5.0, 4.0, True),
+        (None, False, 5.0, 4.5, False),  # not by more than min_delta
+        (None, False, 5.0, 6.0, False),
+        (None, False, -5.0, -6.0, True),
+        (None, True, 5.0, 6.0, True),
+        (None, True, 5.0, 4.0, False),
+        (None, True, -5.0, -4.0, True),
+        ("min", True, 5.0, 4.0, True),
+        ("max", False, 5.0, 4.0, False),
+        (None, False, None, 9.0, True),
+        (None, False, None, float("nan"), False),
+        (None, False, 5.0, float("nan"), False),
+    ],
+)
+def test_what_an_early_stop_takes_for_better(mode, higher, best, value, is_better):
+    hook = EarlyStopHook(mode=mode, min_delta=0.5)
+    hook.best = best
+    assert hook._is_better(value, higher) is is_better
+
+
+def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
+    said: list[str] = []
+    numbers = iter([5.0, 4.0, 4.0, 3.0, 3.5, 3.0, 3.0])
+    loss = SimpleNamespace(get_accumulated_value=lambda: next(numbers), higher_is_better=False)
+    trainer: Any = SimpleNamespace(
+        states={"metrics": {"test": {"Loss": loss}}}, request_stop=said.append, is_fitting=True
+    )
+    hook = EarlyStopHook(patience=2)
+    for _ in range(6):
+        hook.after_test_epoch(trainer)
+    assert said == []
+    resumed = EarlyStopHook(patience=2)
+    resumed.load_state_dict(hook.state_dict())
+    trainer.is_fitting = False
+    resumed.after_test_epoch(trainer)  # an evaluation by hand is no epoch
+    trainer.is_fitting = True
+    resumed.after_test_epoch(trainer)
+    assert said == ["test Loss has not got better for 3 epochs: 3"]
+    once = EarlyStopHook(patience=0, on="train")
+    loss.get_accumulated_value = lambda: 1.0
+    trainer = SimpleNamespace(states={"metrics": {"train": {"Loss": loss}}}, request_stop=said.append, epoch_done=False)
+    once.after_train_epoch(trainer)  # it was left in the middle
+    once.after_test_epoch(trainer)  # nor what it is about
+    assert once.best is None
+    trainer.epoch_done = True
+    once.after_train_epoch(trainer)
+    assert (once.best, len(said)) == (1.0, 1)
+    once.after_train_epoch(trainer)
+    assert len(said) == 2
+    for wrong in ({"mode": "low"}, {"on": "both"}, {"patience": -1}):
+        with pytest.raises(ConfigError, match="EarlyStopHook"):
+            EarlyStopHook(**wrong)
+    EarlyStopHook(patience=0)
+
+
+def test_the_states_of_hooks_of_one_class_are_told_apart():
+    hooks = [EarlyStopHook(), Listener("without a state"), EarlyStopHook(), EarlyStopHook()]
+    for number, hook in enumerate(hooks):
+        hook.best = float(number)  # type: ignore[attr-defined]
+    states = HookList.state_dict(known := SimpleNamespace(hooks=hooks, _named=lambda: HookList._named(known)))  # type: ignore[arg-type]
+    assert {name: state["best"] for name, state in states.items()} == {
+        "EarlyStopHook": 0.0,
+        "EarlyStopHook 2": 2.0,
+        "EarlyStopHook 3": 3.0,
+    }

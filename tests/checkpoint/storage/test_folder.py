@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -99,3 +100,19 @@ def test_a_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to"):
         make_folder(tmp_path / "file" / "x")
+
+
+def test_what_cannot_be_deleted_is_left_for_the_next_time(tmp_path, monkeypatch):
+    for name in (".tmp-1-00000000", ".tmp-2-00000000", "step-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        clean(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    clean(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]

@@ -98,3 +98,14 @@ def test_work_is_followed_by_rests_until_somebody_waits():
     assert rests[0] == 0
     assert 0.1 <= rests[1] <= 0.5  # five times as long as the work, and half a second at most
     assert rests[2] == "hurry"
+
+
+def test_a_rest_is_several_times_as_long_as_the_work_before_it_and_never_long(monkeypatch):
+    times = iter([0.0, 0.01, 0.02, 1.02, 2.0])  # on a processor: before and after each rest
+    waited: list[float] = []
+    monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    pace = Pace()
+    pace._hurry = SimpleNamespace(wait=waited.append)  # type: ignore[assignment]
+    for _ in range(3):
+        pace.rest()
+    assert waited == pytest.approx([0.0, 0.05, 0.5])

@@ -11,6 +11,7 @@ from torch import nn
 from colonnade.context.build import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.engine.gradient_handler.ledger import Ledger, match, require_complete
+from colonnade.engine.gradient_handler.probe import _divisor, _Marks
 from colonnade.errors import LedgerError
 from colonnade.parallel.placement import Replicate, place
 from colonnade.reduce.records import Reduction, read_demands
@@ -113,3 +114,28 @@ def test_many_problems_alike_are_one_line():
     assert "0.weight: H sums over DATA [0, 1] and divides by 7, but 2 ranks saw distinct data (and 29 alike)" in str(
         error.value
     )
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1024, [3, 12, 27, 36]), (1025, [1, 4, 9, 12])])
+def test_marks_of_many_ranks_are_expected_to_cancel(world, expected):
+    assert [_Marks(world).largest(count) for count in (1, 4, 9, 16)] == expected
+
+
+@pytest.mark.parametrize(
+    ("factor", "due", "exact", "expected"),
+    [
+        (1 / 4, 4, True, 4),
+        (1 / 4, None, True, 4),
+        (1, 4, True, 1),
+        (2, 4, True, 1 / 2),  # counted twice
+        (1 / 4 + 0.001, 4, True, None),
+        (1 / 4 + 0.001, 4, False, 4),
+        (-1, 4, True, None),
+        (0, 4, True, None),
+    ],
+)
+def test_by_what_marks_were_divided(factor, due, exact, expected):
+    total = torch.tensor([3.0, -2.0, 5.0, 1.0], dtype=torch.float64)
+    assert _divisor(total * factor, total, due, 1e-5 if exact else 0.05, exact) == expected
+    nothing = torch.zeros(4, dtype=torch.float64)
+    assert _divisor(nothing, nothing, due, 1e-5, exact) == (due or 1)  # marks that add up to nothing do not tell

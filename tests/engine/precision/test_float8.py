@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,6 +43,12 @@ def test_what_is_not_there_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(ConfigError, match=r"recipe='rowwise' needs .* 9\.0 or above, and cuda:0 has 8\.9"):
         Float8("rowwise").convert(model, torch.device("cuda:0"))
+    least = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}  # as torchao says
+    for recipe, needed in least.items():
+        for found in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=found: found)
+            with nullcontext() if found >= needed else pytest.raises(ConfigError, match=recipe):
+                Float8(recipe)._check(torch.device("cuda:0"))
 
 
 def test_which_layers_are_taken():

@@ -147,3 +147,18 @@ def test_a_schedule_that_does_not_return_output_label_and_loss_is_refused(result
         engine.schedule.result = result
         with pytest.raises(ScheduleError, match=rf"Returns.forward_back_step\(\) returned {told}; it returns"):
             engine.execute_schedule(iter([(BATCH["input_ids"], BATCH["labels"])]))
+
+
+@pytest.mark.parametrize("config", SCHEDULES, ids=["whole", "pipeline"])
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("with_output", [False, True])
+def test_what_is_not_asked_for_is_none(with_output, with_loss, forward_only, config):
+    with world_of_one(**config) as gpc:
+        model = Strict()
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), F.cross_entropy, context=gpc)
+        asked = {"forward_only": forward_only, "return_loss": with_loss, "return_output_label": with_output}
+        output, label, loss = engine.execute_schedule(iter([dict(BATCH)]), **asked)
+        assert [value is not None for value in (output, label, loss)] == [with_output, with_output, with_loss]
+        assert (model.head.weight.grad is None) is forward_only
+        engine.close()

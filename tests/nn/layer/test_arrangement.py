@@ -15,6 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
+from colonnade.nn.layer.arrangement import masked_rows
 from colonnade.parallel import collectives
 from colonnade.parallel.placement import placement_of
 from colonnade.testing import gather_weights, run_world
@@ -178,3 +179,17 @@ def _own_mode() -> None:
 
 def test_an_arrangement_of_ones_own_is_found_by_its_mode():
     run_world(2, _own_mode)
+
+
+@pytest.mark.parametrize("padding", [None, 3, 5])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
+def test_the_rows_of_two_halves_of_a_vocabulary_add_up_to_the_whole_ones(shape, padding):
+    tokens = torch.tensor([0, 3, 5, 2, 1, 4]).view(shape)
+    whole = torch.arange(24.0).view(6, 4).requires_grad_()
+    halves = [part.detach().clone().requires_grad_() for part in whole.split([4, 2])]
+    parts = [masked_rows(tokens, halves[0], 0, padding), masked_rows(tokens, halves[1], 4, padding)]
+    parts.append(masked_rows(tokens, torch.zeros(0, 4), 6, padding))
+    expected = F.embedding(tokens, whole, padding)
+    assert torch.equal(sum(parts), expected)
+    (expected.square().sum() + sum(part.square().sum() for part in parts)).backward()
+    assert torch.equal(torch.cat([half.grad for half in halves]), whole.grad)

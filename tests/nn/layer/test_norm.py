@@ -1,14 +1,15 @@
-"""The statistics of a hidden dimension that two ranks share, from one process."""
+"""One process: norms alone are torch's, and the statistics of a hidden dimension that two ranks share."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colonnade.nn.layer import norm
-from colonnade.nn.layer.norm import LayerNorm
+from colonnade.nn.layer.norm import LayerNorm, RMSNorm
 
 
 def test_mean_and_variance_are_those_of_the_whole(monkeypatch):
@@ -29,3 +30,32 @@ def test_mean_and_variance_are_those_of_the_whole(monkeypatch):
         mean, variance = LayerNorm._moments(layer, half)
         torch.testing.assert_close(mean, x.mean(-1, keepdim=True))
         torch.testing.assert_close(variance, x.var(-1, correction=0, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "options"),
+    [
+        (RMSNorm, nn.RMSNorm, {}),
+        (RMSNorm, nn.RMSNorm, {"eps": 0.5}),
+        (LayerNorm, nn.LayerNorm, {}),
+        (LayerNorm, nn.LayerNorm, {"eps": 0.5}),
+        (LayerNorm, nn.LayerNorm, {"bias": False}),
+    ],
+)
+def test_alone_a_norm_is_torchs_built_anew_or_from_one(ours, plain, options):
+    truth = plain(8, dtype=torch.float64, **options)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(ours(8, dtype=torch.float64, **options)(x), truth(x))
+    with torch.no_grad():
+        for parameter in truth.parameters():
+            parameter.copy_(torch.arange(8.0) - 2)
+    taken = ours.from_module(truth)
+    assert torch.equal(taken(x), truth(x))
+    assert [*taken.state_dict()] == [*truth.state_dict()]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "is_whole"), [(None, 2, True), ("mode", 1, True), ("mode", 2, False)])
+def test_a_hidden_dimension_is_whole_on_one_rank_or_where_nothing_cuts_it(monkeypatch, mode, ranks, is_whole):
+    monkeypatch.setattr(norm, "size_of", lambda mode, context: ranks)
+    layer = SimpleNamespace(arrangement=SimpleNamespace(outer=SimpleNamespace(hidden=mode), context=None))
+    assert norm._Norm._is_whole.fget(layer) is is_whole

@@ -248,3 +248,18 @@ def test_what_is_kept_for_backward_grows_with_the_part_and_not_with_the_sequence
     kept, largest = run_world(2, _memory).values[0]
     assert largest == 64 * 4
     assert kept == 4 * 64 * 4 + 64  # q, k, v, the output, and one number for each query
+
+
+@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [
+        ((2, 3, 5, 6), (2, 3, 5, 6)),
+        ((2, 4, 5, 6), (2, 2, 5, 6)),
+        ((2, 4, 7, 6), (2, 4, 7, 6)),
+        ((1, 4, 5, 6), (1, 4, 5, 6)),
+    ],
+)
+def test_shapes_that_cannot_be_meant_are_refused(attention, k, v):
+    with pytest.raises(LayoutError, match=r"q \(2, 4, 5, 6\), k "):
+        attention(torch.zeros(2, 4, 5, 6), torch.zeros(k), torch.zeros(v))

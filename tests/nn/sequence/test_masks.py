@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from colonnade.errors import LayoutError
 from colonnade.nn.sequence import Parts
-from colonnade.nn.sequence.masks import Mask, Sight, ring_turns
+from colonnade.nn.sequence.masks import Mask, Sight, _needed, ring_turns
 from tests.nn.sequence.training import seen_keys
 
 
@@ -60,6 +61,9 @@ def test_the_blocks_of_all_ranks_are_the_whole_mask_once(case):
             for queries, keys, mask in turn.pieces:
                 block = _of_a_block(mask, len(mine[queries]), len(theirs[keys]))
                 found[mine[queries].unsqueeze(-1), theirs[keys]] += block
+                for side in () if sight.documents or mask.is_causal else ("left", "right"):
+                    if getattr(mask, side) is not None:  # it hides something: else None, for which kernels are faster
+                        assert not torch.equal(_of_a_block(replace(mask, **{side: None}), *block.shape), block)
     assert torch.equal(found, seen_keys(total, sight.causal, sight.window, sight.documents).int())
 
 
@@ -99,3 +103,8 @@ def test_documents_that_lie_on_the_device_are_not_read_in_every_layer():
 def test_a_window_is_not_negative():
     with pytest.raises(LayoutError, match="window=-1"):
         Sight.of(True, -1, None, 9)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, slice(0, 0)), (1, slice(0, 1)), (5, slice(0, 1))])
+def test_a_turn_in_which_a_rank_needs_nothing_takes_one_row(length, expected):
+    assert _needed([], length) == expected

@@ -150,3 +150,16 @@ def test_what_has_a_gradient_is_said_only_where_it_is_not_all():
     assert str(Event("reduces a", 0, names)) == "reduces a"
     assert Event("reduces a", 1, names).code != Event("reduces a", 2, names).code
     assert Event("reduces a", 1, names) == Event("reduces a", 1)
+
+
+def test_a_gathered_parameter_tells_once_that_it_has_a_gradient():
+    layer = torch.nn.Linear(2, 2)
+    shard = torch.nn.Parameter(torch.zeros(1))
+    member = fsdp_checks.Member("weight", layer, layer.weight, shard)
+    noted: list[object] = []
+    for _ in range(2):  # in forward, and again in backward
+        assert member.gathered(noted.append) is layer.weight
+    layer(torch.ones(1, 2)).sum().backward()
+    assert len(noted) == 1
+    layer.weight.requires_grad_(False)
+    assert member.gathered(noted.append) is layer.weight

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from colonnade.engine.materialise import read_recipes
 from colonnade.errors import PlacementError
 from colonnade.parallel.meta import counter, meta_init
 from colonnade.parallel.meta.recipe import Recipe, recipes_of
@@ -285,3 +287,16 @@ def test_what_cannot_be_done_later_is_named():
         recipes_of([read])
     with pytest.raises(PlacementError, match=r"0\.tables holds a tensor without values.*register_buffer"):
         recipes_of([nn.Sequential(bare)])
+
+
+def test_most_parameters_have_a_program_so_that_nobody_makes_the_whole(everything):
+    whole = {recipe.name for recipe in recipes_of([everything]).values() if recipe.program is None}
+    assert "orthogonal.weight" in whole
+    assert not whole & {"linear.weight", "linear.bias", "table.weight", "conv.weight", "truncated", "ones"}
+
+
+def test_names_are_those_of_the_whole_model_unless_stages_are_built_apart(everything):
+    contexts = [SimpleNamespace(pipeline_parallel_size=size, get_local_rank=lambda mode: 1) for size in (1, 2)]
+    whole, stage = ({recipe.name for recipe in read_recipes(everything, context).values()} for context in contexts)
+    assert whole == {name for name, parameter in everything.named_parameters() if parameter.is_meta}
+    assert stage == {f"stage 1: {name}" for name in whole}

@@ -14,7 +14,7 @@ from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.executor.executor import _first_sharing
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
-from colonnade.errors import ScheduleError
+from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(7, 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -134,3 +134,15 @@ def test_stages_that_share_a_parameter_are_known_by_the_first_of_them():
     both = nn.ModuleList([b, c])
     assert _first_sharing({0: a, 2: b, 4: c, 6: d}) == {0: 0, 2: 2, 4: 0, 6: 6}
     assert _first_sharing({1: b, 3: a, 5: both, 7: d}) == {1: 1, 3: 1, 5: 1, 7: 7}
+
+
+def test_the_loss_of_the_last_stage_keeps_its_form_on_ranks_without_it():
+    loss, count = torch.tensor(2.0), torch.tensor(3.0)
+    for given in (None, count):
+        made = executor(stages())
+        assert made.form.counted is None
+        mean, counted = made.share_loss(loss, given)
+        assert (mean.item(), None if counted is None else counted.item()) == (2.0, None if given is None else 3.0)
+        assert made.form.counted is (given is not None)
+        with pytest.raises(GradientError, match="the loss was"):
+            made.form.keep(given is None)

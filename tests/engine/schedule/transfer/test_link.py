@@ -15,7 +15,7 @@ from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
 from colonnade.engine.schedule.transfer import link as link_module
-from colonnade.engine.schedule.transfer.link import Link, PeerFailed
+from colonnade.engine.schedule.transfer.link import Link, PeerFailed, _FrameSize
 from colonnade.engine.schedule.transfer.values import describe
 from colonnade.engine.schedule.transfer.wire import Wire, backends_of, wait, with_cpu
 from colonnade.errors import ScheduleError
@@ -347,3 +347,20 @@ def test_a_group_that_cannot_move_cpu_memory_is_refused_with_the_right_backend()
     assert "cpu:gloo" in wanted
     assert "moves cuda memory, but cpu must be moved too" in message
     assert "backend='cpu:gloo,cuda:gloo'" in message
+
+
+def test_a_frame_holds_the_largest_message_of_the_step_before():
+    size = _FrameSize()
+    assert not size.fits(8)
+    assert not size.fits(5)
+    size.next_step()
+    assert (size.fits(8), size.fits(9), size.bytes) == (True, False, 8)
+    size.next_step()
+    assert size.fits(9)
+    size.next_step()
+    size.next_step()  # one without a message says nothing
+    assert (size.fits(9), size.fits(10)) == (True, False)
+    size.next_step()
+    size.fits(0)
+    size.next_step()
+    assert size.bytes == 10

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.engine.schedule.transfer.values import (
+    _padded,
     describe,
     empty_frame,
     header_of,
@@ -135,3 +136,7 @@ def test_a_tensor_changed_in_place_spoils_no_other_one() -> None:
     loss.backward()
     assert activation.grad is not None
     torch.testing.assert_close(activation.grad, 2 * sent[0], rtol=0, atol=0)
+
+
+def test_tensors_of_a_frame_begin_at_multiples_of_64_bytes_and_no_later():
+    assert [_padded(size) for size in (0, 1, 63, 64, 65, 128, 129)] == [0, 64, 64, 64, 128, 128, 192]

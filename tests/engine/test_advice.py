@@ -1,0 +1,99 @@
+"""What is said once when a model trains otherwise than its user may think: to whom, and to nobody else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.context.build import build_layout
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine import advice
+from colonnade.parallel.placement import Replicate, Shard, place
+
+
+@pytest.fixture
+def said(monkeypatch):
+    said: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, ranks=None: said.append(text))
+    monkeypatch.setattr(advice, "get_dist_logger", lambda: logger)
+    return said
+
+
+def world(ranks: int, rank: int = 0, **parallel: Any) -> Any:
+    layout = build_layout({"parallel": parallel}, ranks)
+    return SimpleNamespace(
+        layout=layout,
+        get_global_rank=lambda: rank,
+        pipeline_parallel_size=parallel.get("pipeline", 1),
+        tensor_parallel_size=parallel.get("tensor", 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "layer", "is_said"),
+    [
+        (world(2), nn.BatchNorm1d(2), True),
+        (world(2), nn.BatchNorm1d(2).eval(), False),
+        (world(2), nn.SyncBatchNorm(2), False),
+        (world(2), nn.LayerNorm(2), False),
+        (world(1), nn.BatchNorm1d(2), False),
+        (world(2, rank=1), nn.BatchNorm1d(2), False),  # the first rank of a stage says it
+        (world(2, tensor=2), nn.BatchNorm1d(2), False),
+        (world(2, pipeline=2), nn.BatchNorm1d(2), True),
+        (world(2, rank=1, pipeline=2), nn.BatchNorm1d(2), True),
+    ],
+)
+def test_batch_norms_that_see_a_part_of_the_batch(said, context, layer, is_said):
+    advice.warn_of_batch_norm(nn.Sequential(nn.Linear(2, 2), layer), context)
+    assert len(said) == is_said
+    if is_said:
+        assert said[0].startswith("BatchNorm1d (1) normalises over the rows that one rank has")
+
+
+def test_of_many_batch_norms_three_are_named(said):
+    advice.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3))), world(2))
+    advice.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(4))), world(2))
+    assert ["..." in text for text in said] == [False, True]
+
+
+def model(spec: Any = None) -> nn.Module:
+    made = nn.Linear(2, 2)
+    if spec is not None:
+        place(made.weight, {ParallelMode.TENSOR: spec})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "is_said"),
+    [
+        (world(2, tensor=2), model(), True),
+        (world(2, tensor=2), model(Shard(0)), False),
+        (world(2, tensor=2), model(Replicate(owes="sum")), False),
+        (world(2, tensor=2), nn.Tanh(), False),
+        (world(1), model(), False),
+        (world(2), model(), False),
+        (world(2, pipeline=2), model(), False),
+        (world(2, sequence=2), model(), False),
+    ],
+)
+def test_ranks_that_repeat_the_work_of_others(said, context, given, is_said):
+    advice.warn_of_repeated_work(given, context)
+    assert len(said) == is_said
+    if is_said:
+        assert said[0].startswith("no parameter of the model is split over the 2 ranks of TENSOR")
+
+
+@pytest.mark.parametrize("split", [None, "outer", "inner"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_layers_of_ours_that_split_nothing(said, split, size):
+    given = model(Shard(0))
+    given.arrangement = SimpleNamespace(is_split=lambda side: side == split)  # type: ignore[assignment]
+    context = world(2, tensor=2) if size == 2 else world(2)
+    advice.warn_of_repeated_work(given if size == 2 else nn.Sequential(torch.nn.Tanh()), context)
+    assert [text.startswith("the layers of colonnade.nn in the model are whole") for text in said] == [True] * (
+        size == 2 and split is None
+    )

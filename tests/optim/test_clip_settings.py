@@ -1,0 +1,64 @@
+"""`clip_grad_norm` of a config: every form of it, and which parameters are in which group."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from colonnade.errors import ConfigError
+from colonnade.optim.clip_policy import ClipGroup
+from colonnade.optim.clip_settings import ClipSettings
+
+HEAD = {"head": {"params": "head.*", "max_norm": 2}}
+HEAD_GROUP = (ClipGroup("head", 2.0, True, True, ("head.*",)),)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (0, None),
+        ({"max_norm": 0}, None),
+        (1, ClipSettings(options={"max_norm": 1.0})),
+        ({"max_norm": 1}, ClipSettings(options={"max_norm": 1.0})),
+        ({"max_norm": 1, "norm_type": 3}, ClipSettings(options={"max_norm": 1.0}, norm_type=3.0)),
+        ({"max_norm": 1, "nonfinite": "raise"}, ClipSettings(options={"max_norm": 1.0}, nonfinite="raise")),
+        ({"max_norm": 1, "per": "layer"}, ClipSettings(options={"max_norm": 1.0}, per="layer")),
+        ({"groups": HEAD}, ClipSettings(options={"max_norm": math.inf}, groups=HEAD_GROUP)),
+        ({"max_norm": 0, "groups": HEAD}, ClipSettings(options={"max_norm": math.inf}, groups=HEAD_GROUP)),
+        ({"max_norm": 5, "groups": HEAD}, ClipSettings(options={"max_norm": 5.0}, groups=HEAD_GROUP)),
+        ({"method": "adagc"}, ClipSettings("adagc", {}, per="parameter")),
+        ({"method": "adagc", "per": "group"}, ClipSettings("adagc", {}, per="group")),
+        ({"method": {"type": "zscore", "factor": 3}}, ClipSettings("zscore", {"factor": 3})),
+        ({"method": {"max_norm": 4}}, ClipSettings(options={"max_norm": 4})),
+    ],
+    ids=str,
+)
+def test_forms(given, expected):
+    assert ClipSettings.read(given) == expected
+
+
+def test_a_group_says_what_it_is_and_is_not():
+    entries = {"a": {"params": ["x", "y.*"], "counted": False}, "b": {"params": "*", "clipped": False}}
+    settings = ClipSettings.read({"max_norm": 1, "groups": entries})
+    assert settings is not None
+    assert settings.groups == (
+        ClipGroup("a", None, False, True, ("x", "y.*")),
+        ClipGroup("b", None, True, False, ("*",)),
+    )
+    assert [group.name for group in settings.clip_groups()] == ["a", "b", "rest"]
+    assert [group.name for group in ClipSettings().clip_groups()] == ["all"]
+
+
+def test_a_parameter_is_in_the_first_group_that_names_it_or_in_the_rest():
+    entries = {"a": {"params": ["x", "y.*"]}, "b": {"params": "y.z"}, "c": {"params": "w"}}
+    settings = ClipSettings.read({"max_norm": 1, "groups": entries})
+    assert settings is not None
+    assert [settings.group_of(name) for name in ("x", "y.z", "w", "v", "xx")] == [0, 0, 2, 3, 3]
+
+
+def test_options_that_the_method_does_not_take_are_refused():
+    assert ClipSettings(options={"max_norm": 3.0}).build_method() is not None
+    with pytest.raises(ConfigError, match="method 'norm' takes no such options"):
+        ClipSettings(options={"max_norm": 1.0, "no": 1}).build_method()

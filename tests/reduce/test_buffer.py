@@ -1,0 +1,31 @@
+"""The owned slice of a bucket: what passes bring is put into it, or on top of what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colonnade.reduce.buffer import GradientShard
+
+DTYPES = [torch.float64, torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("into", DTYPES)
+@pytest.mark.parametrize("total", DTYPES)
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_total_lands_times_its_factor(landed, total, into, factor):
+    shard = GradientShard(torch.tensor([9.0, 2.0, 3.0, 9.0], dtype=into))
+    shard.landed = landed
+    shard.land(torch.tensor([4.0, 6.0], dtype=total), factor, start=1)
+    there = torch.tensor([2.0, 3.0]) if landed else torch.zeros(2)
+    middle = there + torch.tensor([4.0, 6.0]) * float(factor)
+    assert shard.flat.tolist() == [9.0, *middle.tolist(), 9.0]
+
+
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_sum_that_is_too_large_for_the_slice_is_divided_before_it_lands(landed):
+    shard = GradientShard(torch.zeros(1, dtype=torch.float16))
+    shard.landed = landed
+    shard.land(torch.tensor([1e6]), 0.001)
+    assert shard.flat.item() == 1000.0

@@ -1,0 +1,119 @@
+"""What stands where a user gives nothing: a default that changes is a decision, and runs of today would not be those of then."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+DEFAULTS = """
+_launch.launch: verbose=True
+checkpoint.manager.CheckpointManager: keep=3 background=False verify=True read_only=False
+checkpoint.storage.verify.verify: content=True
+checkpoint.storage.verify.newest_good: content=True
+context.parallel_context.ParallelContext.is_pipeline_first_stage: ignore_virtual=False
+context.parallel_context.ParallelContext.is_pipeline_last_stage: ignore_virtual=False
+context.dist_group_initializer.built_in.Initializer_1D: sequence_split=False
+engine.build.initialize: verbose=True
+engine.engine.Engine.train: mode=True
+engine.engine.Engine.memory: reset=False
+engine.precision.float8.Float8: recipe='tensorwise' emulate=False
+engine.precision.policy.Precision: master_weights=True
+engine.precision.scaler.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
+engine.schedule.base.BaseSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.non_pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.pipeline.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.base.BaseSchedule.load_batch: to_gpu=True
+engine.schedule.loss.LossForm: allow_counts=True implicit=True
+engine.schedule.loss.split_loss: implicit=True
+engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
+nn.activations.ActivationSettings: mode='none' every=1 offload=False
+nn.layer.arrangement.gather_output: side='outer' sequence=-2 hidden=-1 unit=1
+nn.layer.arrangement.partition_input: side='outer' sequence=-2 hidden=-1 unit=1
+nn.layer.attention.SelfAttention: causal=False balanced=False dropout=0.0 bias=True
+nn.layer.attention.SelfAttention.from_module: causal=False
+nn.layer.dropout.Dropout: p=0.5 inplace=False
+nn.layer.linear.Classifier: bias=False
+nn.layer.linear.Linear: bias=True gather_output=False input_is_parallel=True parts=1 unit=1
+nn.layer.linear.Linear.from_module: parts=1
+nn.layer.linear.MLP: gated=False bias=True
+nn.layer.linear_loss.LinearCrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
+nn.layer.loss.CrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
+nn.layer.norm.LayerNorm: eps=1e-05 bias=True
+nn.layer.rotary.Rotary: theta=10000.0
+nn.lr_scheduler.CosineAnnealingLR: eta_min=0.0 warmup_steps=0 last_epoch=-1
+nn.lr_scheduler.CosineAnnealingWarmupLR: warmup_steps=0 eta_min=0.0 last_epoch=-1
+nn.lr_scheduler.LinearWarmupLR: warmup_steps=0 last_epoch=-1
+nn.lr_scheduler.MultiStepWarmupLR: warmup_steps=0 gamma=0.1 last_epoch=-1
+nn.lr_scheduler.PolynomialWarmupLR: warmup_steps=0 end=0.0 power=1.0 last_epoch=-1
+nn.metric.Accuracy: ignore_index=-100
+nn.moe.experts.Experts: gated=False bias=True
+nn.moe.layer.MoE: gated=False bias=True
+nn.moe.router.TopKRouter: k=2 normalize=True scale=1.0 groups=1 top_groups=1 balance_loss=0.01 z_loss=0.0 bias_rate=0.0 noise=0.0
+nn.sequence.parts.split_sequence: dim=1 balanced=False
+nn.sequence.parts.gather_sequence: dim=1 balanced=False
+nn.sequence.parts.sequence_positions: balanced=False
+nn.sequence.ring.ring_attention: causal=False dropout=0.0 balanced=False
+nn.sequence.ulysses.ulysses_attention: causal=False dropout=0.0
+optim.norm.Meter: p=2.0 slots=1 once=False
+optim.norm.reduce_norms: p=2.0 riders=0 whole=False
+optim.zero.formula.bytes_held: width=4 state=8 master=0 largest=0
+optim.zero.formula.bytes_moved: width=4 passes=1
+optim.zero.settings.ZeroSettings: stage=0 reduce_scatter=True offload=False gather_ahead=False prefetch=0 master_weights=True reshard=True
+parallel.collectives.all_gather: dim=0
+parallel.collectives.reduce_scatter: dim=0
+parallel.collectives.gather: dim=-1
+parallel.collectives.scatter: dim=-1
+parallel.collectives.ring: shift=1
+parallel.placement.Replicate: owes='auto'
+parallel.placement.Shard: owes='auto'
+parallel.stages.Chunks.load_state_dict: strict=True assign=False
+reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
+reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
+reduce.records.Sum: between_stages=False
+trainer.hooks.base.BaseHook: priority=10
+trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
+trainer.hooks.checkpoint.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
+trainer.hooks.metrics.AccuracyHook: priority=0
+trainer.hooks.metrics.GradientNormHook: interval=1 priority=10
+trainer.hooks.metrics.LRSchedulerHook: store_lr_in_state=True priority=1
+trainer.hooks.metrics.LossHook: priority=0
+trainer.hooks.metrics.MetricHook: priority=0
+trainer.hooks.metrics.ThroughputHook: ignored_steps=0 tflop_per_step=0.0 priority=2
+trainer.hooks.stop.EarlyStopHook: metric='Loss' patience=3 min_delta=0.0 on='test' priority=20
+trainer.hooks.stop.StopOnSignal: priority=10
+trainer.hooks.writers.CsvHook: priority=10
+trainer.hooks.writers.JsonlHook: priority=10
+trainer.hooks.writers.TensorBoardHook: interval=1 priority=10
+trainer.hooks.writers.WandbHook: interval=1 priority=10
+trainer.metrics.MeanMetric: higher_is_better=False
+trainer.trainer.Trainer.evaluate: return_output_label=True
+trainer.trainer.Trainer.fit: test_interval=1 display_progress=False return_output_label=True
+trainer.trainer.Trainer.request_stop: leave=False
+utils.checkpoint: use_reentrant=False
+utils.get_dataloader: shuffle=False seed=1024 add_sampler=True drop_last=False pin_memory=False num_workers=0
+utils.sampler.DistinctDataSampler: shuffle=False seed=1024 drop_last=False
+"""
+
+
+def found(path: str) -> Any:
+    """What lies at this path in the package."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"colonnade.{module}"), name)
+    except ModuleNotFoundError:
+        return getattr(found(module), name)
+
+
+@pytest.mark.parametrize("line", DEFAULTS.strip().splitlines(), ids=lambda line: line.partition(":")[0])
+def test_defaults(line):
+    path, _, expected = line.partition(": ")
+    given = [f"{one.name}={one.default!r}" for one in inspect.signature(found(path)).parameters.values()]
+    assert [default for default in expected.split(" ") if default not in given] == [], given
+
+
+def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
+    launch = importlib.import_module("colonnade._launch")
+    assert (launch.DEFAULT_SEED, launch.LEAST_TORCH) == (1024, (2, 11))

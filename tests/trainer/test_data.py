@@ -1,0 +1,155 @@
+"""Places in an epoch and lengths of loaders, in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from colonnade.context.build import run_initializers
+from colonnade.context.layout import Layout
+from colonnade.context.sizes import world_axes
+from colonnade.errors import ConfigError
+from colonnade.trainer import data
+from colonnade.trainer.data import Feed, Lengths, Place, moves_together, read_lengths
+from colonnade.utils import get_dataloader
+from tests.engine.test_engine import world_of_one
+
+
+def world(ranks: int, **parallel: Any) -> Any:
+    """What lengths are read by, of a world that is not there."""
+    config = {"parallel": parallel}
+    layout = Layout(world_axes(config, ranks), run_initializers(config, ranks, 0).groups)
+    sizes = {axis.name: axis.size for axis in layout.axes}
+    return SimpleNamespace(
+        layout=layout,
+        world_size=ranks,
+        data_parallel_size=sizes.get("data", 1),
+        is_initialized=layout.has,
+        get_world_size=lambda mode: len(layout.group_of(mode, 0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "lengths", "told"),
+    [
+        (world(2), [3, 4], None),
+        (world(2), [3, None], None),
+        (world(2), [0, 1], None),
+        (world(2), [0, 0], "no batches on any rank"),
+        (world(2, tensor=2), [3, 3], None),
+        (world(2, tensor=2), [3, 4], "ranks 0 and 1 see the same data, but have 3 and 4 batches"),
+        (world(4, tensor=2), [3, 3, 5, 5], None),
+        (world(4, tensor=2), [3, 3, 5, 4], "ranks 2 and 3 see the same data, but have 5 and 4"),
+        (world(2, pipeline=2), [3, 4], "see the same data"),
+        (world(2, sequence=2), [3, 4], r"ranks 0 and 1 share forward passes \(axes sequence\)"),
+        (world(4, sequence=2), [3, 3, 4, 4], None),
+        (world(2, expert=2), [3, 4], r"share forward passes \(axes data\)"),
+    ],
+)
+def test_which_ranks_need_loaders_of_one_length(context, lengths, told, monkeypatch):
+    monkeypatch.setattr(data, "gather_json", lambda mine, _: [[None, length] for length in lengths])
+    if told is None:
+        assert read_lengths([], context) == Lengths(tuple(lengths))
+    else:
+        with pytest.raises(ConfigError, match=told):
+            read_lengths([], context)
+
+
+@pytest.mark.parametrize(
+    ("context", "known", "unknown"),
+    [
+        (world(2), False, False),
+        (world(2, tensor=2), False, True),
+        (world(2, pipeline=2), False, True),
+        (world(2, sequence=2), True, True),
+        (world(2, expert=2), True, True),
+    ],
+)
+def test_who_would_be_missed(context, known, unknown):
+    assert moves_together(Lengths((3, 3)), context) is known
+    assert moves_together(Lengths((3, None)), context) is unknown
+
+
+def test_places_are_counted_in_samples_where_they_are_known():
+    two = SimpleNamespace(layout=SimpleNamespace(distinct_data=2))
+    feed = Feed(SimpleNamespace(batch_size=3), two)  # type: ignore[arg-type]
+    place = feed.after(Place(), 4)
+    assert place == Place(4, 24)
+    assert feed.after(place, 1) == Place(5, 30)
+    assert feed.after(Place(2, None), 1) == Place(3, None)
+    assert [feed.batches_behind(Place(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 0, 1, 2, 9]
+    assert [feed.inside_batch(Place(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 5, 0, 1, 0]
+    unknown = Feed([], two)  # type: ignore[arg-type]
+    assert unknown.after(Place(), 4) == Place(4, None)
+    assert (unknown.batches_behind(Place(4, 24)), unknown.inside_batch(Place(4, 23))) == (4, 0)
+
+
+@pytest.mark.parametrize("kind", ["ours", "torch's", "a list"])
+def test_an_epoch_goes_on_after_any_batch_as_it_would_have(kind):
+    rows = TensorDataset(torch.arange(12))
+    with world_of_one() as gpc:
+
+        def feed() -> Feed:
+            if kind == "ours":
+                return Feed(get_dataloader(rows, shuffle=True, batch_size=2, context=gpc), gpc)
+            generator = torch.Generator().manual_seed(5)
+            loader: Any = DataLoader(rows, batch_size=2, shuffle=True, generator=generator)
+            return Feed(loader if kind == "torch's" else [[at] for at in range(6)], gpc)
+
+        first = feed()
+        whole = [[*map(int, batch[0].flatten() if kind != "a list" else batch)] for batch in first.open(3, Place())]
+        own = first.own_state()
+        assert len(whole) == 6
+        for behind in (1, 5):
+            second = feed()
+            place = second.load_state_dict(second.after(Place(), behind), own)
+            torch.manual_seed(8)  # somewhere else by now
+            before = torch.get_rng_state()
+            rest = [[*map(int, batch[0].flatten() if kind != "a list" else batch)] for batch in second.open(3, place)]
+            assert rest == whole[behind:]
+            assert torch.equal(torch.get_rng_state(), before), "the random streams are as they were"
+
+
+def test_a_loader_with_a_state_of_its_own_is_asked():
+    class Loader:
+        at = 0
+
+        def __iter__(self) -> Any:
+            yield from range(self.at, 4)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 2}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    with world_of_one() as gpc:
+        own = Feed(Loader(), gpc).own_state()
+        feed = Feed(Loader(), gpc)
+        place = feed.load_state_dict(Place(2, None), own)
+        assert list(feed.open(0, place)) == [2, 3]
+        elsewhere = Feed(Loader(), gpc)  # another layout has no state of this rank
+        assert list(elsewhere.open(0, elsewhere.load_state_dict(Place(3, None), None))) == [3]
+
+
+def test_what_is_in_the_middle_of_a_batch_is_read_again_where_a_loader_cannot_begin_there():
+    rows = TensorDataset(torch.arange(12))
+    with world_of_one() as gpc:
+        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(Place(3, 6), None) == Place(3, 4)
+        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(Place(3, 8), None) == Place(3, 8)
+        ours = Feed(get_dataloader(rows, batch_size=4, context=gpc), gpc)
+        assert ours.load_state_dict(Place(3, 6), None) == Place(3, 6)
+        assert [batch[0].tolist() for batch in ours.open(0, Place(3, 6))] == [[6, 7, 8, 9], [10, 11]]
+
+
+def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused():
+    with world_of_one() as gpc:
+        assert read_lengths([1, 2], gpc) == Lengths((2,))
+        assert read_lengths(iter([1, 2]), gpc) == Lengths((None,))
+        for wrong in (torch.zeros(2, 2), {"a": 1}, TensorDataset(torch.zeros(2)), "text", 3, None):
+            with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not"):
+                read_lengths(wrong, gpc)
