@@ -139,7 +139,7 @@ def _compare_whole(engine: Any, truth: dict[str, Tensor], case: Case) -> None:
         assert first.keys() == (found.keys() if engine.context.get_global_rank() == 0 else set())
     for name, value in found.items():
         if name in truth:
-            assert torch.equal(value, truth[name].view(value.shape).to(value.dtype)), (case, name)
+            assert torch.equal(value, truth[name].view(value.shape).to(value)), (case, name)
         if name in first:
             assert torch.equal(first[name], value.double() if value.is_floating_point() else value), (case, name)
 

@@ -96,15 +96,19 @@ def on_ranks(folder: str) -> None:
     for layout, names in CELLS:
         run_all(layout, names, folder)
     for attention in ("ring", "ulysses"):
-        config = {"parallel": {"sequence": {"size": 2, "attention": attention}}}
-        with colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc:
-            _outputs_of_the_model(gpc, attention)
+        _on_two(attention)
     config = {"parallel": {"sequence": {"size": 2, "attention": "flash"}}}
     with (
         colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc,
         pytest.raises(ConfigError, match=r"parallel\.sequence\.attention='flash'"),
     ):
         colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
+
+
+def _on_two(attention: str) -> None:
+    config = {"parallel": {"sequence": {"size": 2, "attention": attention}}}
+    with colonnade.launch(config, context=ParallelContext(), verbose=False) as gpc:
+        _outputs_of_the_model(gpc, attention)
 
 
 def _outputs_of_the_model(gpc: ParallelContext, attention: str) -> None:

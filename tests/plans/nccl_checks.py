@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.device.check import Check
-from tests.plans import test_check, test_parallelize
+from tests.plans import test_check, test_experts, test_parallelize
 
 
 def checks() -> Iterator[Check]:
@@ -13,3 +13,5 @@ def checks() -> Iterator[Check]:
     yield Check("plans", "styles", 2, test_parallelize._all_styles, (names,))
     yield Check("plans", "with data and ZeRO", 4, test_parallelize._combined, ())
     yield Check("plans", "wrong ones", 2, test_check._wrong, ())
+    yield Check("plans", "experts over tensor, over expert ranks", 2, test_experts._over_two, ())
+    yield Check("plans", "experts over both", 4, test_experts._over_four, ())
