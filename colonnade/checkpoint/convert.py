@@ -52,6 +52,8 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
     path = Path(source)
     with as_checkpoint_errors(f"importing {path}"):
         _check_format(kind)
+        if step < 0:
+            raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
         if kind == "dcp":
             from colonnade.checkpoint.dcp import read_dcp  # which needs a part of torch that takes two seconds
 

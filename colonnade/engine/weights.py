@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import CheckpointError
 from colonnade.hf.lora import lora_layers, save_adapters
 
 
@@ -33,6 +34,8 @@ class WholeWeights:
         the safetensors file to write, one tensor at a time, and the dict is empty everywhere. With `dtype`, floating point
         tensors have that type. A plain model takes them by `load_state_dict`, unless its modules have extra state.
         """
+        if to not in ("all", "first") and Path(to).suffix != ".safetensors":
+            raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
         whole = self._whole_tensors()
         if to not in ("all", "first"):
             from colonnade.checkpoint.pretrained import save_full

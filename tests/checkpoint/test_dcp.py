@@ -106,6 +106,8 @@ def test_only_what_is_trusted_is_read(tmp_path: Path) -> None:
         import_checkpoint(tmp_path, tmp_path / "run", "dcp")
     with pytest.raises(CheckpointError, match="the format is one of safetensors, hf, dcp, not 'zip'"):
         import_checkpoint(tmp_path, tmp_path / "run", "zip")
+    with pytest.raises(CheckpointError, match="a step is a whole number from 0 on, not -1"):
+        import_checkpoint(tmp_path, tmp_path / "run", "dcp", -1, trust=True)
     with pytest.raises(CheckpointError, match="is no file; give a safetensors file"):
         import_checkpoint(tmp_path, tmp_path / "run", "safetensors")
     assert not (tmp_path / "run").exists()

@@ -22,13 +22,15 @@ from tests.hf.zoo import BY_NAME, EPS, ROWS, batch_of, rows_of
 RTOL = 1e-9
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 PLAIN: dict[str, Any] = {"parallel": {}}
+SCHEDULE = {"type": "OneFOneB", "num_microbatches": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": TENSOR,
     "data": PLAIN,
     "zero 1": {"zero": {"stage": 1}},
     "zero 3": {"zero": {"stage": 3}},
-    "pipeline": {"parallel": {"pipeline": 2}, "schedule": {"type": "OneFOneB", "num_microbatches": 3}},
+    "pipeline": {"parallel": {"pipeline": 2}, "schedule": SCHEDULE},
 }
+ON_FOUR = {"tensor x pipeline": {"parallel": {"pipeline": 2, **TENSOR["parallel"]}, "schedule": SCHEDULE}}
 TARGETS = {
     "llama": ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens"],
     "gpt2": ["c_attn", "c_proj"],
@@ -110,12 +112,14 @@ def trained(layout: str) -> list[str]:
 def _layouts(folder: str, layouts: list[str]) -> None:
     truths = {name: one_process(name) for name in TARGETS}
     for layout in layouts:
-        with launch({**LAYOUTS[layout], "clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
+        with launch(
+            {**(LAYOUTS | ON_FOUR)[layout], "clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False
+        ) as gpc:
             for name in trained(layout):
                 engine = compared(name, gpc, truths[name])
                 cut = [key for key, value in engine.model.named_parameters() if placement_of(value).shards]
                 assert (
-                    any("lora_B" in key for key in cut) == any("lora_A" in key for key in cut) == (layout == "tensor")
+                    any("lora_B" in key for key in cut) == any("lora_A" in key for key in cut) == ("tensor" in layout)
                 )
                 engine.save_pretrained(Path(folder, layout, name))
                 engine.close()
@@ -212,6 +216,11 @@ def test_adapters_train_as_in_one_process_and_peft_loads_them(tmp_path):
             loaded = peft.PeftModel.from_pretrained(BY_NAME[name].build(), tmp_path / layout / name)
             found = {key: value for key, value in loaded.named_parameters() if "lora_" in key}
             compare(truth[name], found, RTOL)
+
+
+@pytest.mark.long
+def test_adapters_train_on_stages_that_are_cut(tmp_path):
+    run_world(4, _layouts, str(tmp_path), list(ON_FOUR), timeout=240)
 
 
 def test_other_adapters_and_modules_to_save_have_names_of_their_own():

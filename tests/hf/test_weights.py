@@ -322,6 +322,10 @@ def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path, monkeypat
         assert engine.full_state_dict(tmp_path / "new/all.safetensors", dtype=torch.float64) == {}
         found = load_file(tmp_path / "new/all.safetensors")
         assert same(found, {name: value.double() for name, value in truth.items()}) == []
+        with pytest.raises(
+            CheckpointError, match=r"to is 'all', 'first' or the name of a \.safetensors file .* 'frist'"
+        ):
+            engine.full_state_dict("frist")
         with pytest.raises(CheckpointError, match=r"max_shard_size is a number of bytes or a text such as '5GB'"):
             engine.save_pretrained(out, max_shard_size="5 parrots")
         with pytest.raises(CheckpointError, match="is a file; give the name of a folder"):

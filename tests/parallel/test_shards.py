@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from colonnade.context.build import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.errors import PlacementError
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.parallel.placement import Placement, Shard
-from colonnade.parallel.shards import ShardedOptimizer, part_indices
+from colonnade.parallel.placement import Placement, Shard, logical_shape, place, placement_of
+from colonnade.parallel.shards import ShardedOptimizer, packed_runs, part_indices, section_runs
 
 
 def test_the_first_mode_cuts_first_and_dimensions_are_apart():
@@ -23,6 +25,32 @@ def test_the_first_mode_cuts_first_and_dimensions_are_apart():
         apart = Placement({M.DATA: Shard(1), M.TENSOR: Shard(0)})
         assert part_indices(layout, apart, rank) == {1: (data, 3), 0: (tensor, 2)}
         assert part_indices(layout, Placement(), rank) == {}
+
+
+def test_of_sections_each_is_cut_and_the_parts_make_the_whole():
+    layout = build_layout({"parallel": {"tensor": 2}}, 4)
+    packed = Placement({M.TENSOR: Shard(1, sections=(4, 2, 2))})
+    assert packed_runs(layout, packed, 2) == {1: [(0, 2), (4, 1), (6, 1)]}
+    assert packed_runs(layout, packed, 3) == {1: [(2, 2), (5, 1), (7, 1)]}
+    assert packed_runs(layout, Placement({M.TENSOR: Shard(1)}), 3) == {}
+    with pytest.raises(PlacementError, match=r"sections of 4, 3 elements cannot each be cut evenly into 2 parts"):
+        section_runs((4, 3), 0, 2)
+
+
+def test_sections_that_cannot_be_are_refused():
+    part = nn.Parameter(torch.zeros(4, 3))
+    placed = place(part, {M.TENSOR: Shard(-2, sections=(6, 2))})
+    assert logical_shape(placed, placement_of(placed), {M.TENSOR: 2}) == (8, 3)
+    assert str(placement_of(placed)) == "{TENSOR: Shard(0, sections=(6, 2))}"
+    place(part, {M.TENSOR: Shard(0, sections=(8,))})
+    assert placement_of(part).shards[M.TENSOR] == Shard(0)  # one section is none
+    for sections, said in (((6, 3), "is no even share"), ((8, 0), "is no even share")):
+        with pytest.raises(PlacementError, match=said):
+            place(part, {M.TENSOR: Shard(0, sections=sections)})
+    with pytest.raises(PlacementError, match="the sections are 8 elements along dimension 0, and the whole of shape"):
+        place(part, {M.TENSOR: Shard(0, sections=(6, 2))}, shape=(16, 3))
+    with pytest.raises(PlacementError, match="dimension 0 has sections, so only one mode can cut it"):
+        place(part, {M.TENSOR: Shard(0, sections=(6, 2)), M.DATA: Shard(0)})
 
 
 def test_a_plain_optimizer_is_not_a_sharded_one():

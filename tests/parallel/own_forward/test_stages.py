@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward.make import OwnForward
 from colonnade.parallel.split import find_ties, split
-from tests.parallel.own_forward.models import WIDTH, Block, Decoder, Net, Outer, Telling, ids, run_all
+from tests.parallel.own_forward.models import WIDTH, Block, Decoder, Net, Outer, Telling, Writing, ids, run_all
 
 
 def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
@@ -114,6 +114,17 @@ def test_a_cut_that_forward_reaches_across_is_refused_by_name() -> None:
     assert_same(model.double(), split(model, at="down.0", sample=x.double()).stages, x.double())
     with pytest.raises(ScheduleError, match="no layer 'nowhere' to cut at; layers: words, drop, blocks"):
         split(Decoder(), at="nowhere", sample=ids())
+
+
+def test_what_is_written_in_place_is_followed() -> None:
+    torch.manual_seed(0)
+    model, x = Writing().double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    own = OwnForward(model, lambda run: run(x))
+    assert [name for name, _ in own.layers] == ["stem", "layers.2", "layers.3"]
+    assert "'layers.2' uses more of what comes before 'layers.1'" in own.why_not("layers.1")
+    with torch.no_grad():
+        for firsts in ([0, 1], [0, 2], [0, 1, 2]):
+            torch.testing.assert_close(run_all(own.stages(firsts), x), model(x), rtol=0, atol=0)
 
 
 def test_what_cannot_be_cut_says_what_to_do() -> None:
