@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from colonnade.testing import in_double
 
-ROWS, LENGTH, VOCABULARY, STEPS, EPS, MAX_NORM = 12, 12, 96, 3, 1e-6, 0.1
+ROWS, LENGTH, VOCABULARY, STEPS, EPS, MAX_NORM = 12, 12, 96, 3, 1e-6, 0.05
 """EPS is Adam's: gradients that are zero but for rounding (a bias on keys) must not become steps of full size."""
 
 Kind = Literal["causal", "masked", "image", "seq2seq"]
