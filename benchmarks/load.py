@@ -41,10 +41,11 @@ GOALS = {"tensor 4": 1.3}
 """Under ZeRO 3 ranks hold their slices of bf16 weights in fp32: twice the bytes that are read."""
 
 
-def write_checkpoint(folder: Path, gib: float, dtype: torch.dtype = torch.bfloat16, hidden: int = 2048) -> None:
-    """A Llama of about this size; of its weights only the number matters."""
+def write_checkpoint(folder: Path, gib: float, dtype: torch.dtype = torch.bfloat16) -> None:
+    """A Llama of about this size, with layers as wide as those of one; of its weights only the number matters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    hidden = 4096 if gib >= 2 else 2048
     config = LlamaConfig(
         vocab_size=8 * hidden,
         hidden_size=hidden,
