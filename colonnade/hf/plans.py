@@ -50,8 +50,7 @@ def _both(expert: str, tensor: Any) -> Any:
 def expert_plan(model: nn.Module) -> dict[str, Any]:
     """The plan for expert parallelism: upstream's, and all parameters of experts that lie stacked. Empty if there is none."""
     base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
-    # transformers 5.17 has it in the config alone.
-    plan = getattr(model, "ep_plan", None) or {_prefix(model) + name: style for name, style in base.items()}
+    plan = getattr(model, "ep_plan", None) or _of_base(model, base)  # transformers 5.17 has it in the config alone
     # A parameter of the experts that is whole on every expert rank has its share of the gradient there, as any other has.
     found = {name: style for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     for pattern, experts in _stacked_experts(model):
@@ -66,18 +65,19 @@ def tensor_plan(model: nn.Module) -> dict[str, Any]:
     kind = getattr(config, "model_type", "")
     ours = OWN_PLANS.get(kind)
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if ours is not None and (kind in INSTEAD or not getattr(config, "base_model_tp_plan", None)):
-        prefix = _prefix(model)
-        plan = {name: style for name, style in plan.items() if not (prefix and name.startswith(prefix))}
-        plan = {**{prefix + name: style for name, style in ours(config).items()}, **_vocabulary(model), **plan}
+    upstream = getattr(config, "base_model_tp_plan", None) or {}
+    if ours is not None and (kind in INSTEAD or not upstream):
+        heads = {name: style for name, style in plan.items() if name not in _of_base(model, upstream)}
+        plan = {**_of_base(model, ours(config)), **_vocabulary(model), **heads}
     plan = _present(plan, model)
     return {**plan, **_inside_attention(model, plan), **_inside_experts(model)}
 
 
-def _prefix(model: nn.Module) -> str:
-    """What the names of the base model's layers begin with."""
+def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan for the base model, by the names that the model has for its layers."""
     base = getattr(model, "base_model", model)
-    return next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is base), "")
+    return {prefix + name: style for name, style in plan.items()}
 
 
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:

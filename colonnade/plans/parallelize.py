@@ -25,7 +25,7 @@ from colonnade.plans.styles import style_of
 
 
 def parallelize(
-    model: nn.Module, plan: Plan | None = None, *, context: ParallelContext | None = None
+    model: nn.Module, plan: Plan | None = None, *, sample: Any = None, context: ParallelContext | None = None
 ) -> nn.Module | Split:
     """Cut the layers of a model by a plan, for tensor parallelism, and into stages where there is a pipeline.
 
@@ -34,6 +34,8 @@ def parallelize(
     same, built alike, on every rank; it may be on the meta device. Without tensor parallelism in the launched
     config nothing is cut. With sequence parallelism a model of Hugging Face's takes its part of each batch. Give what is
     returned to `initialize`.
+
+    In a pipeline a model that is not Hugging Face's needs `sample`, the data of a batch, as for `colonnade.split`.
     """
     context = given_or_global(context)
     if not context.is_launched:
@@ -41,21 +43,23 @@ def parallelize(
     check_mode(context)
     adapters = Adapters(model, context)
     try:
-        stages = _cut(adapters.base, plan, context, adapters)
+        stages = _cut(adapters.base, plan, context, adapters, sample)
     except BaseException:
         adapters.undo()
         raise
     return model if stages is None else stages
 
 
-def _cut(model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters) -> Split | None:
+def _cut(
+    model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters, sample: Any
+) -> Split | None:
     """Cut the layers, and the adapters that sit on them; the stages, if there is a pipeline."""
     entries = resolve(_own_plan(model, context) if plan is None else plan, model)
     entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
     check_entries(entries, model, context)
     join_router_loss(model, context)
     prepare_sequence(model, context)
-    stages = _stages(model, context)
+    stages = make_stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
     parts = WeakIdKeyDictionary()
     for stage in [model] if stages is None else stages:
         note_plan(stage)
@@ -72,12 +76,6 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
             f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})"
         )
     return plan
-
-
-def _stages(model: nn.Module, context: ParallelContext) -> Split | None:
-    if context.pipeline_parallel_size == 1:
-        return None
-    return make_stages(model, context)
 
 
 def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext, parts: Any) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
@@ -63,7 +61,6 @@ def on_ranks(folder: str) -> None:
     for layout in LAYOUTS:
         run_all(layout, CELLS[layout.name], folder)
     upstream_plans_are_refused()
-    upstream_hook_under_accumulation()
 
 
 def upstream_plans_are_refused() -> None:
@@ -77,22 +74,6 @@ def upstream_plans_are_refused() -> None:
             with pytest.raises((PlacementError, RuntimeError), match=message), in_double():
                 engine(**batch_of("causal", 0))
             engine.close()
-
-
-def upstream_hook_under_accumulation() -> None:
-    """transformers sums what has piled up in every backward pass; with placements it is summed once a step."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from transformers.integrations.tensor_parallel import ReplicatedWithGradAllReduce
-
-    theirs, passes, ranks = nn.Linear(1, 1, bias=False), 3, dist.get_world_size()
-    ReplicatedWithGradAllReduce().install_forward(theirs, init_device_mesh("cpu", (ranks,)))
-    for _ in range(passes):
-        theirs(torch.ones(1)).sum().backward()
-    assert theirs.weight.grad is not None
-    found = 0.0
-    for _ in range(passes):
-        found = (found + 1.0) * ranks
-    assert theirs.weight.grad.item() == found == 84.0  # and not 12, which is 3 passes of 4 ranks
 
 
 @pytest.mark.slow

@@ -13,7 +13,19 @@ from colonnade import parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
-from tests.plans.models import CASES, HIDDEN, INNER, PLAN, SEQUENCE_SPLIT, Model, build, tokens, torch_plan
+from tests.plans.models import (
+    CASES,
+    HIDDEN,
+    INNER,
+    PLAN,
+    SEQUENCE_SPLIT,
+    Model,
+    build,
+    labels,
+    summed_loss,
+    tokens,
+    torch_plan,
+)
 from tests.plans.training import CLIP, check
 
 TENSOR = {"size": 2, "mode": "1d"}
@@ -61,6 +73,23 @@ def _combined() -> None:
 @pytest.mark.slow
 def test_with_data_parallelism_and_zero():
     run_world(4, _combined, timeout=110)
+
+
+def _compiled() -> None:
+    with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
+        model = parallelize(build(CASES["packed"][0]), CASES["packed"][1], context=gpc)
+        found = []
+        for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            model.zero_grad()
+            summed_loss(run(tokens(2)), labels(2))[0].backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_model_that_is_cut_compiles_to_one_graph():
+    run_world(2, _compiled, timeout=280)
 
 
 def _copied() -> None:

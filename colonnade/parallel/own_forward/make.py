@@ -224,7 +224,7 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
     if not isinstance(inputs, dict) or main not in inputs:
         raise ScheduleError(
             f"a {type(model).__name__} is cut into stages by its forward pass, which takes an input that is not known: pass "
-            f"sample=, the data of a batch (tensors of any values), to colonnade.split"
+            f"sample=, the data of a batch (tensors of any values)"
         )
     return lambda function: function(**inputs)
 
