@@ -29,7 +29,13 @@ def _run(page: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("page", PAGES)
+def _in_its_tier(page: str) -> object:
+    """As a parameter of a test: the import of transformers on every rank takes longer than a fast test may."""
+    slow = "transformers import" in (ROOT / page).read_text(encoding="utf-8")
+    return pytest.param(page, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize("page", map(_in_its_tier, PAGES))
 def test_the_blocks_of_the_page_run(page):
     ranks = _RANKS.search((ROOT / page).read_text(encoding="utf-8"))
     world = int(ranks[1]) if ranks else 1

@@ -24,6 +24,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 START_UP_TIMEOUT = timedelta(minutes=2)
 """How long at most where all ranks are known to be there, and nobody has anything long to do."""
 
+COMPILES_COLLECTIVES = torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
+"""Whether torch.compile keeps the backward pass of our functions around collectives. torch 2.11 leaves its sums out."""
+
 all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
 

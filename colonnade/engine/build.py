@@ -74,7 +74,7 @@ def initialize(
         built, start = _build_model(model, context, schedule)
         criterion, own_loss = _losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
-        compile_model(built, criterion, config.get("compile"))
+        compile_model(built, criterion, config.get("compile"), context)
         placements = Placements(built, context)
         agreement.require(numeric_settings(), placements.alike(), start.alike())
     placements.check(agreement.sizes[1])

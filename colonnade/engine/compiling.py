@@ -6,15 +6,22 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from colonnade.comm import torch_versions
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.loss import CrossEntropyLoss
 from colonnade.optim.zero.fsdp_modules import outer_members
 from colonnade.parallel.split import Stage
 
+_INSIDE = (ParallelMode.TENSOR, ParallelMode.SEQUENCE, ParallelMode.EXPERT)
+"""Modes whose collectives are in the forward pass."""
 
-def compile_model(model: nn.Module, criterion: Any, options: Any) -> None:
+
+def compile_model(model: nn.Module, criterion: Any, options: Any, context: ParallelContext) -> None:
     """torch.compile in place, so that parameter names stay; `options` are the config's.
 
     `blocks=False` compiles the model (each chunk of a pipeline stage) in one piece, as is done where it has no blocks.
@@ -22,6 +29,7 @@ def compile_model(model: nn.Module, criterion: Any, options: Any) -> None:
     """
     if not options:
         return
+    _refuse_lost_sums(context)
     given = dict(options) if isinstance(options, dict) else {}
     by_block = given.pop("blocks", True)
     losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
@@ -34,6 +42,15 @@ def compile_model(model: nn.Module, criterion: Any, options: Any) -> None:
             module.compile(**given)
         except Exception as error:  # torch says in many ways that it cannot
             raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
+
+
+def _refuse_lost_sums(context: ParallelContext) -> None:
+    split = [mode for mode in _INSIDE if context.is_initialized(mode) and context.get_world_size(mode) > 1]
+    if split and not torch_versions.COMPILES_COLLECTIVES:
+        raise ConfigError(
+            f"compile: torch {torch.__version__} leaves sums over {split[0]} out of the backward pass, and gradients would be "
+            f"wrong; use torch 2.13 or later, or leave compile out of the config"
+        )
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

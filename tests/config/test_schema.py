@@ -52,11 +52,11 @@ READERS = {
     "bf16": "engine/precision/policy.py",
     "float8": "engine/precision/float8.py",
     "zero": "engine/zero.py engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
-    "schedule": "engine/build.py",
+    "schedule": "parallel/schedules.py",
     "activation_checkpoint": "nn/activations.py",
     "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
     "compile": "engine/compiling.py",
-    "model": "engine/build.py",
+    "model": "parallel/schedules.py",
 }
 """Which files read what stands in a section."""
 

@@ -10,10 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from colonnade._launch import launch
+from colonnade.comm import torch_versions
+from colonnade.comm.torch_versions import COMPILES_COLLECTIVES
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.compiling import blocks_of
+from colonnade.errors import ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
@@ -80,8 +83,23 @@ def test_models_compile_by_block_without_a_break_and_equal_one_process():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not COMPILES_COLLECTIVES, reason="refused with this torch")
 def test_models_that_are_split_compile_without_a_break_too():
     run_world(2, _trained, OVER_TENSOR, timeout=110)
+
+
+def _refused() -> None:
+    torch_versions.COMPILES_COLLECTIVES = False
+    with launch({"parallel": TENSOR, "compile": True}, context=ParallelContext(), verbose=False) as gpc:
+        model = GPT(16, 8, 16, 4, 2, context=gpc)
+        with pytest.raises(
+            ConfigError, match="leaves sums over .*TENSOR.* out of the backward pass.*torch 2.13 or later"
+        ):
+            initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
+    run_world(2, _refused)
 
 
 def test_blocks_are_the_members_of_the_outer_containers():

@@ -333,7 +333,8 @@ def give_weights(model: nn.Module) -> None:
     draw = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
+            drawn = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.add_(0.1 * drawn.to(parameter.device))
 
 
 def batch_of(kind: Kind, step: int) -> Batch:

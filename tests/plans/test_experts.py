@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade import parallelize
+from colonnade import initialize, parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, PlacementError
-from colonnade.parallel.placement import placement_of
+from colonnade.parallel.placement import is_dtensor, placement_of
 from colonnade.testing import run_world
 from tests.plans.mixtures import (
     CHOICES,
@@ -54,8 +54,18 @@ def _over_two() -> None:
     config = {**CONFIG, "parallel": {"expert": 2}, "zero": 3}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         check(both(Gated), gpc, lambda: model_of(Gated)).close()
+        _steps_on_shards_and_whole_experts(gpc)
         _uneven_and_empty(gpc)
         _refused_expert(gpc)
+
+
+def _steps_on_shards_and_whole_experts(gpc: ParallelContext) -> None:
+    """With one rank to each expert nothing is left to shard it over; an optimizer that steps on all at once has both kinds."""
+    model: Any = parallelize(build(lambda: model_of(Gated)), both(Gated), context=gpc)
+    engine = initialize(model, torch.optim.AdamW(model.parameters(), foreach=True), context=gpc)[0]
+    engine.backward(sum(parameter.sum() for parameter in model.parameters() if not is_dtensor(parameter)))
+    engine.step()
+    engine.close()
 
 
 def _refused_tensor(gpc: ParallelContext) -> None:

@@ -70,6 +70,7 @@ class Sharding:
         with agreed_errors(self._units.context.device):
             for mesh in self._units.meshes:
                 check_optimizer(optimizer, mesh)
+        _step_kinds_apart(optimizer)
         order, guards = self._units.order, self._units.guards
         self._new, self._kept = {}, []  # the whole parameters go now
 
@@ -89,6 +90,13 @@ class Sharding:
             return step(*args, **kwargs)
 
         optimizer.step = checked_step
+
+
+def _step_kinds_apart(optimizer: Any) -> None:
+    """torch steps on many tensors in one call, which cannot hold both shards and whole parameters: such a group goes one by one."""
+    for group in optimizer.param_groups:
+        if len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
+            group.update({kind: False for kind in ("foreach", "fused") if kind in group})
 
 
 def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:

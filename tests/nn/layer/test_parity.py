@@ -67,7 +67,8 @@ def truth(case: Case) -> dict[str, Any]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)  # a tied weight under each of its names
+    return {name: parameter.grad.clone() for name, parameter in named}
 
 
 def mine(x: Tensor, gpc: ParallelContext) -> Tensor:

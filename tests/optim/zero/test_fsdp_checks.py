@@ -154,8 +154,7 @@ def test_what_has_a_gradient_is_said_only_where_it_is_not_all():
 
 def test_a_gathered_parameter_tells_once_that_it_has_a_gradient():
     layer = torch.nn.Linear(2, 2)
-    shard = torch.nn.Parameter(torch.zeros(1))
-    member = fsdp_checks.Member("weight", layer, layer.weight, shard)
+    member = fsdp_checks.Member("weight", layer, layer.weight, layer.weight)
     noted: list[object] = []
     for _ in range(2):  # in forward, and again in backward
         assert member.gathered(noted.append) is layer.weight
