@@ -38,7 +38,7 @@ bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minut
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
 check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -93,7 +93,7 @@ def _refused() -> None:
     with launch({"parallel": TENSOR, "compile": True}, context=ParallelContext(), verbose=False) as gpc:
         model = GPT(16, 8, 16, 4, 2, context=gpc)
         with pytest.raises(
-            ConfigError, match="leaves sums over .*TENSOR.* out of the backward pass.*torch 2.13 or later"
+            ConfigError, match=r"leaves sums over .*TENSOR.* out of the backward pass.*torch 2.13 or later"
         ):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
