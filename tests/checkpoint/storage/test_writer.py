@@ -69,7 +69,9 @@ def save_until_killed(folder: Path, point: str, victim: int, background: bool) -
 
 
 SOURCE = "".join(path.read_text() for path in sorted(Path(fault.__file__).parent.rglob("*.py")))
-POINTS = sorted(set(re.findall(r'fault_point\("(.+?)"\)', SOURCE)))
+OF_FOLDERS = {"files written", "old one aside"}
+"""Points that only folders for others have; tests/hf/test_weights.py fails there."""
+POINTS = sorted(set(re.findall(r'fault_point\("(.+?)"\)', SOURCE)) - OF_FOLDERS)
 AFTER_RENAME = ("renamed", "parent synced", "retired")
 
 
