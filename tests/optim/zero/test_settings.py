@@ -66,11 +66,11 @@ def test_each_unit_has_just_the_next_ones_gathered_ahead(ahead):
 def test_before_a_step_the_ranks_compare_and_everything_gathered_is_given_back(monkeypatch, is_torchs):
     said: list[str] = []
 
-    class Step(torch.optim.SGD if is_torchs else object):  # type: ignore[misc]
+    class Step(torch.optim.SGD if is_torchs else SimpleNamespace):  # type: ignore[misc]
         def step(self) -> None:
             said.append("step")
 
-    optimizer = Step([torch.nn.Parameter(torch.zeros(1))]) if is_torchs else Step()
+    optimizer = Step([torch.nn.Parameter(torch.zeros(1))]) if is_torchs else Step(param_groups=[])
     monkeypatch.setattr(fsdp, "agreed_errors", lambda device: nullcontext())
     units = SimpleNamespace(
         context=SimpleNamespace(device=None),
