@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from colonnade.hf.sequence_rules import IGNORED, check_model, label_kind, parame
 from colonnade.nn.sequence.parts import Parts, sequence_place
 from colonnade.nn.sequence.ring import ring_attention
 from colonnade.nn.sequence.ulysses import ulysses_attention
+from colonnade.parallel.forward import override_forward
 
 Over = Literal["ring", "ulysses"]
 
@@ -103,12 +103,7 @@ def prepare_sequence(model: nn.Module, context: ParallelContext) -> None:
     causal = {module.is_causal for module in model.modules() if hasattr(module, "is_causal")} == {True}
     how = _How(over, over == "ring" and causal, context, tuple(parameters_of(model)), label_kind(model))
     model.split_sequences = how  # type: ignore[assignment]
-    before: Any = model.forward.__func__  # type: ignore[attr-defined]
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, before, *args, **kwargs)
-
-    model.forward = MethodType(forward, model)
+    override_forward(model, _forward)
 
 
 def _over(context: ParallelContext) -> Over:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
 from colonnade.nn.moe.scope import Scope
+from colonnade.parallel.forward import override_forward
 
 
 def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
@@ -32,9 +33,8 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
                 f"batch; set model.config.output_router_logits = False, or leave no ranks for data parallelism"
             )
         return
-    before: Any = model.forward.__func__  # type: ignore[attr-defined]
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = before(self, *args, **kwargs)
         own, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
         if isinstance(own, Tensor) and loss is not None:
@@ -43,7 +43,7 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
             output.loss = loss + self.router_aux_loss_coef * (output.aux_loss - own)
         return output
 
-    model.forward = MethodType(forward, model)
+    override_forward(model, forward)
 
 
 def _sums(logits: tuple[Tensor, ...], mask: Tensor | None, choices: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from colonnade.errors import PlacementError, listed
 from colonnade.nn.layer.arrangement import Arrangement
 from colonnade.nn.layer.linear import own
 from colonnade.parallel.collectives import split_sizes
+from colonnade.parallel.forward import override_forward
 from colonnade.parallel.meta import keep_start
 from colonnade.parallel.placement import Replicate, Shard, Spec, place, placement_of
 from colonnade.parallel.shards import section_runs
@@ -69,20 +69,10 @@ def replicate(target: Target, name: str, owes: bool) -> None:
 
 
 def set_forward(target: Target, forward: Callable[..., Any], here: Arrangement | None = None) -> None:
-    """Give the target's module another forward pass: a function of the module, its forward pass so far, and the arguments.
-
-    Bound as a method, so that a deep copy of the model computes with its own weights.
-    """
-    module: Any = target.module
-    given: Any = module.forward
-    before = getattr(given, "__func__", None) or (lambda self, *args, **kwargs: given(*args, **kwargs))
+    """Give the target's module another forward pass: a function of the module, its forward pass so far, and the arguments."""
     if here is not None:
-        module.arrangement = here
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, before, *args, **kwargs)
-
-    module.forward = MethodType(run, module)
+        target.module.arrangement = here  # type: ignore[assignment]
+    override_forward(target.module, forward)
 
 
 def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...]:

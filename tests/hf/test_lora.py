@@ -145,10 +145,10 @@ def _mistakes(gpc: ParallelContext) -> None:
             ),
         ),
     ):
-        before = [type(module) for module in model.modules()]
+        before = [f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()]
         with pytest.raises(PlacementError, match=told):
             colonnade.parallelize(model, context=gpc)
-        assert [type(module) for module in model.modules()] == before
+        assert [f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()] == before
     cut = colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
     late: Any = peft.get_peft_model(cut, peft.LoraConfig(target_modules=["o_proj"], r=2))  # type: ignore[arg-type]
     with pytest.raises(PlacementError, match=r"o_proj.*get_peft_model.*first and colonnade.parallelize"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -104,6 +106,10 @@ def _copied() -> None:
             layer = parallelize(copy.deepcopy(plain), {"linear1": "colwise", "linear2": "rowwise"}, context=gpc)
             x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
             torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+        weights = [weakref.ref(parameter) for parameter in model.parameters()]
+        gc.disable()
+        del model
+        assert [weight for weight in weights if weight() is not None] == []  # no cycle keeps them
 
 
 def test_a_copy_of_the_model_and_a_layer_of_torch_that_evaluates_otherwise_compute_with_their_own_weights():

@@ -1,0 +1,61 @@
+"""Another forward pass for one module: in copies too, and with no cycle."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.parallel.forward import override_forward
+
+
+def doubled(self: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    return 2 * before(self, *args, **kwargs)
+
+
+def of_class(layer: nn.Module) -> None:
+    """As it is."""
+
+
+def bound(layer: nn.Module) -> None:
+    layer.forward = MethodType(lambda self, x: x @ self.weight.T + self.bias, layer)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("given", [of_class, bound])
+def test_a_copy_computes_with_its_own_weights(given: Any) -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(4, 3)
+    expected = layer(x)
+    given(layer)
+    override_forward(layer, doubled)
+    override_forward(layer, doubled)
+    copied = copy.deepcopy(layer)
+    nn.init.zeros_(copied.weight)
+    torch.testing.assert_close(layer(x), 4 * expected)
+    torch.testing.assert_close(copied(x), 4 * layer.bias.expand(4, 2))
+    assert isinstance(layer, nn.Linear)
+
+
+def test_a_function_on_the_instance_stays_what_it_was() -> None:
+    layer = nn.Linear(3, 2)
+    layer.forward = lambda x: x + 1  # type: ignore[assignment]
+    override_forward(layer, doubled)
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 4.0))
+
+
+def test_weights_go_with_the_module() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        layer = nn.Linear(3, 2)
+        override_forward(layer, doubled)
+        weight = weakref.ref(layer.weight)
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
