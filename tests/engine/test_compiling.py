@@ -129,7 +129,8 @@ class Seen:
         return graph
 
 
-@pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", [True, False])
 def test_equal_blocks_are_compiled_once(blocks):
     torch._dynamo.reset()
     seen = Seen()

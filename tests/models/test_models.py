@@ -184,6 +184,7 @@ def _lost() -> None:
         train(gpc, stages, plain, run, loss_of, criterion=model.criterion())
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_of_early_stages_reach_the_loss():
     run_world(2, _lost)
 

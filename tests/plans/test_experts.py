@@ -119,6 +119,7 @@ def _uneven_and_empty(gpc: ParallelContext) -> None:
             assert sum(rows) or not any(gradient.any() for gradient in towards)
 
 
+@pytest.mark.slow
 def test_over_tensor_ranks_and_over_expert_ranks():
     run_world(2, _over_two, timeout=110)
 
