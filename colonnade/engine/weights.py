@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -63,7 +64,8 @@ class WholeWeights:
         from colonnade.checkpoint.pretrained import save_pretrained
 
         self._wait()
-        if any(True for _ in lora_layers(self.model)):
+        # Asked of all: some stages of a pipeline may have no adapters.
+        if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
             return save_adapters(self.model, folder, self.context, dtype)
         return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 

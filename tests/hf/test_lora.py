@@ -200,6 +200,29 @@ def _loaded_on_meta(gpc: ParallelContext, folder: str) -> None:
     engine.close()
 
 
+def _first_stage_alone(folder: str) -> None:
+    """Only the first layer has adapters, so the second stage has none."""
+    for number, config in enumerate((LAYOUTS["pipeline"], PLAIN)):
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = colonnade.parallelize(
+                adapted("llama", layers_to_transform=[0], layers_pattern="layers"), context=gpc
+            )
+            engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+            engine.save_pretrained(Path(folder, str(number)))
+            engine.close()
+
+
+@pytest.mark.slow
+def test_adapters_of_one_stage_alone_are_saved(tmp_path):
+    from safetensors.torch import load_file
+
+    run_world(2, _first_stage_alone, str(tmp_path))
+    found, plain = (load_file(tmp_path / str(number) / "adapter_model.safetensors") for number in range(2))
+    assert {key.split(".")[4] for key in found} == {"0"}
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[key], plain[key]) for key in found)
+
+
 @pytest.mark.slow
 def test_adapters_train_as_in_one_process_and_peft_loads_them(tmp_path):
     import peft
