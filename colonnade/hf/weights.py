@@ -16,12 +16,16 @@ from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import CheckpointError, ConfigError, ContextError, listed
-from colonnade.hf.sources import Source, sources_for
+from colonnade.hf.sources import Source, are_same, sources_for
 from colonnade.parallel.meta import give_source, meta_init
 from colonnade.parallel.split import Split
 from colonnade.plans.parallelize import parallelize
 
 _SHOWN = 12
+_ABOUT_TIES = (
+    " Of two weights for one tied parameter name the one that is to be left out, or set tie_word_embeddings to false in "
+    "config.json to train them apart."
+)
 _NEVER_STORED = r"rotary_emb\.inv_freq$"
 """A buffer that is computed, and that old folders have."""
 
@@ -160,6 +164,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
         for names in _all_names(model).values()
         if not any(name in sources or _fits(name, spared, missing) for name in names)
     ]
+    untied = _untied(model, sources, unexpected)
     problems = {
         "missing in the folder": lost,
         "in the folder, but not in the model": [key for key in strange if not _fits(key, ignored, unexpected)],
@@ -168,6 +173,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
             for name, source in sources.items()
             if tuple(state[name].shape) != source.shape
         ],
+        "tied in the model, two weights in the folder": untied,
     }
     lines = [
         f"  {what} ({len(names)}): {listed(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
@@ -180,8 +186,26 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
             + "\n".join(lines)
             + "\nTake the model that was saved, or say "
             "what may be drawn anew (allow_missing=['classifier.*']) or left out (allow_unexpected=[...])."
+            + (_ABOUT_TIES if untied else "")
         )
     return sources
+
+
+def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str]) -> list[str]:
+    """Names of one parameter for which the folder has two values; those that are left out are taken from the sources."""
+    state, found = model.state_dict(), []
+    for names in _all_names(model).values():
+        there = [name for name in names if name in sources]
+        for name in [name for name in there if _fits(name, (), left_out)][: len(there) - 1]:
+            del sources[name]
+            there.remove(name)
+        first = there[0] if there else ""
+        found += [
+            f"{first} and {name}"
+            for name in there[1:]
+            if not are_same(sources[first], sources[name], state[name].dtype)
+        ]
+    return found
 
 
 def _fits(name: str, expressions: Sequence[str], patterns: Sequence[str]) -> bool:
