@@ -57,7 +57,7 @@ class WholeWeights:
         """Write the folder that `from_pretrained`, transformers' and ours, loads bit for bit: weights, index, configs.
 
         All ranks write, each some of the files, and none holds more than one whole tensor at a time. The folder appears when
-        all of it is on disk, or takes the place of an earlier one, whose other files (a tokenizer's, say) stay.
+        all of it is on disk, or its files take the place of earlier ones; what else lies there stays as it is.
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
