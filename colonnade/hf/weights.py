@@ -40,6 +40,7 @@ def from_pretrained(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     trust: bool = False,
+    sample: Any = None,
     context: ParallelContext | None = None,
     **options: Any,
 ) -> nn.Module | Split:
@@ -48,7 +49,7 @@ def from_pretrained(
     `path_or_config` is a folder as `save_pretrained` writes it, of which each rank reads just the slices that it holds; or a
     config, for weights that are drawn as transformers draws them, the same on every layout. The model is built on the
     meta device and takes no memory until `initialize`. `model_class` is a class of transformers, or one of its Auto classes; left out, it
-    is the one that the config names. `plan` is as in `parallelize`, `dtype` that of the weights (else as the config says),
+    is the one that the config names. `plan` and `sample` are as in `parallelize`, `dtype` that of the weights (else as the config says),
     `options` go to the model's class (attn_implementation="sdpa"). `adapters` is a config of peft: the model gets them, and
     they alone are trained.
 
@@ -75,7 +76,7 @@ def from_pretrained(
             from peft import get_peft_model
 
             whole = get_peft_model(whole, adapters)
-    model = parallelize(whole, plan, context=context)
+    model = parallelize(whole, plan, sample=sample, context=context)
     for stage in list(model) if isinstance(model, Split) else [model]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")  # as it was before peft

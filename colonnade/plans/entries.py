@@ -70,29 +70,41 @@ def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.
 
 
 def unfit_layers(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
-    """Layers whose weight is made of others, not there yet, no number to train, or used otherwise than it is here."""
+    """Layers that cannot be cut, with the reason and what can be done."""
     for name in (name for name, style in cuts.items() if style in styles):
-        holder, key = place_of(name, model)
-        if key is not None or not (is_linear(holder) or isinstance(holder, nn.Embedding)):
-            continue
-        missing = [each for each in ("weight", "bias") if each not in holder._parameters and hasattr(holder, each)]
-        weight: Any = holder._parameters.get("weight")
-        if missing:
-            yield (
-                f"{name!r} cannot be cut: its {missing[0]!r} is no parameter of it but computed (weight_norm, spectral_norm, "
-                f"pruning or another parametrization); remove that before parallelize, or leave the layer out of the plan"
-            )
-        elif is_lazy(weight):
-            yield f"{name!r} is lazy: its sizes are not known yet; run the model once before parallelize"
-        elif not weight.is_floating_point():
-            yield f"{name!r} cannot be cut: its 'weight' has the type {weight.dtype}, as quantised layers have"
-        elif placement_of(weight).shards:
-            yield f"{name!r} is cut and placed already ({placement_of(weight)}); parallelize a model once"
-        elif isinstance(holder, nn.Linear) and _has_own_forward(holder):
-            yield (
-                f"{name!r} is a {type(holder).__name__}, whose forward pass is its own and would be replaced by that of "
-                f"nn.Linear; put what it does beside multiplying into a module around it, or leave it out of the plan"
-            )
+        layer, parameter = place_of(name, model)
+        if parameter is None:
+            yield from (f"{name!r} {reason}" for reason in _why_unfit(layer))
+
+
+def _why_unfit(layer: nn.Module) -> Iterator[str]:
+    """Its weight is made of others, not there yet, no number to train, cut before, or used otherwise than styles use it."""
+    if hasattr(layer, "original_module") and hasattr(layer, "adapter_layer_names"):
+        yield (
+            "is trained as a whole beside the adapters (modules_to_save or trainable_token_indices of peft), and the plan cuts "
+            "it. Name it in target_modules instead, whose adapters are cut with their layer, or train without tensor "
+            "parallelism: under data parallelism, ZeRO or a pipeline it stays whole"
+        )
+    if not is_linear(layer) and not isinstance(layer, nn.Embedding):
+        return
+    weight: Any = layer._parameters.get("weight")
+    computed = [each for each in ("weight", "bias") if each not in layer._parameters and hasattr(layer, each)]
+    if computed:
+        yield (
+            f"cannot be cut: its {computed[0]!r} is no parameter of it but computed (weight_norm, spectral_norm, pruning or "
+            f"another parametrization); remove that before parallelize, or leave the layer out of the plan"
+        )
+    elif is_lazy(weight):
+        yield "is lazy: its sizes are not known yet; run the model once before parallelize"
+    elif not weight.is_floating_point():
+        yield f"cannot be cut: its 'weight' has the type {weight.dtype}, as quantised layers have; take the original weights"
+    elif placement_of(weight).shards:
+        yield f"is cut and placed already ({placement_of(weight)}); parallelize a model once"
+    elif isinstance(layer, nn.Linear) and _has_own_forward(layer):
+        yield (
+            f"is a {type(layer).__name__}, whose forward pass is its own and would be replaced by that of nn.Linear; put what it "
+            f"does beside multiplying into a module around it, or leave it out of the plan"
+        )
 
 
 def is_linear(module: nn.Module) -> bool:

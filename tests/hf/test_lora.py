@@ -137,6 +137,7 @@ def _mistakes(gpc: ParallelContext) -> None:
 
     for told, model in (
         (r"DoraLinear.*q_proj|q_proj.*DoraLinear", adapted("llama", use_dora=True)),
+        (r"'lm_head' .*modules_to_save.*target_modules", adapted("llama", modules_to_save=["lm_head"])),
         ("of the kind ia3", peft.get_peft_model(BY_NAME["llama"].build(), ia3())),
         (
             "target_parameters",
@@ -149,6 +150,8 @@ def _mistakes(gpc: ParallelContext) -> None:
         with pytest.raises(PlacementError, match=told):
             colonnade.parallelize(model, context=gpc)
         assert [type(module) for module in model.modules()] == before
+    advised = peft.get_peft_model(BY_NAME["llama"].build(), peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2))
+    assert colonnade.parallelize(advised, context=gpc) is advised
     cut = colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
     late: Any = peft.get_peft_model(cut, peft.LoraConfig(target_modules=["o_proj"], r=2))  # type: ignore[arg-type]
     with pytest.raises(PlacementError, match=r"o_proj.*get_peft_model.*first and colonnade.parallelize"):
