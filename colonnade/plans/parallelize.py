@@ -19,6 +19,7 @@ from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
 from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
+from colonnade.plans.compare import compared
 from colonnade.plans.match import Entry, Plan, Target, has_plan, note_plan, place_of, resolve
 from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
@@ -35,7 +36,9 @@ def parallelize(
     config nothing is cut. With sequence parallelism a model of Hugging Face's takes its part of each batch. Give what is
     returned to `initialize`.
 
-    In a pipeline a model that is not Hugging Face's needs `sample`, the data of a batch, as for `colonnade.split`.
+    `sample`, the data of a batch, is needed in a pipeline by models that are not Hugging Face's, as for `colonnade.split`. Where
+    it is given and layers are cut, one pass of the model before and one after are compared, and a layer that gives something
+    else is named; then this is collective over the world.
     """
     context = given_or_global(context)
     if not context.is_launched:
@@ -72,14 +75,18 @@ def _cut(
     entries = resolve(_own_plan(model, context) if plan is None else plan, model)
     entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
     check_entries(entries, model, context)
+    compare = compared(model, entries, sample, context)
     join_router_loss(model, context)
     prepare_sequence(model, context)
     stages = make_stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
     parts, done = WeakIdKeyDictionary(), set[Any]()
     note_plan(model)
-    for stage in [model] if stages is None else stages:
+    all_stages = [model] if stages is None else list(stages)
+    for stage in all_stages:
         note_plan(stage)
         _apply(stage, entries, context, parts, done)
+    compare(all_stages)
+    for stage in all_stages:
         adapters.put_back(stage, entries, parts)
     return stages
 

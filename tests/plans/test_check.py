@@ -19,7 +19,20 @@ from colonnade.parallel.split import Split
 from colonnade.plans.check import check_entries
 from colonnade.plans.match import fits, resolve
 from colonnade.testing import run_world
-from tests.plans.models import CASES, HIDDEN, PACKED, PLAN, Model, build, labels, packed_model, summed_loss, tokens
+from tests.plans.models import (
+    CASES,
+    HIDDEN,
+    MLP,
+    PACKED,
+    PLAN,
+    GatedMLP,
+    Model,
+    build,
+    labels,
+    packed_model,
+    summed_loss,
+    tokens,
+)
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 
@@ -73,6 +86,7 @@ def one_layer_twice() -> nn.Module:
     return nn.ModuleDict({"up": up, "down": down, "other": nn.ModuleDict({"first": up, "last": down})})
 
 
+PLAN_OF_ATTENTION = {name: style for name, style in PLAN.items() if "attention" in name}
 UP_DOWN = {"up": "colwise", "down": "rowwise"}
 
 
@@ -280,6 +294,47 @@ def _forgotten(gpc: ParallelContext) -> None:
                 with pytest.raises(PlacementError, match=r"q_norm.*'replicated_with_grad_allreduce'"):
                     engine(tokens(4))
             engine.close()
+
+
+class Mixing(MLP):
+    """A softmax over all features between its two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class Flat(Model):
+    """Whose attention has as many features as its blocks: queries, keys and values, cut as if they were one weight, fit."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp=GatedMLP)
+
+
+def _compared() -> None:
+    """What only values tell, by one pass on a sample; plans that are right pass, in one stage and in two."""
+    gathered = {"blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"}
+    mixing = lambda: Model(mlp=Mixing)  # noqa: E731
+    sections = {"style": "packed_colwise", "sections": (HIDDEN, HIDDEN)}
+    wrong = [
+        (mixing, PLAN, "down"),
+        (Flat, {**PLAN_OF_ATTENTION, "blocks.*.mlp.gate_up": "colwise", "blocks.*.mlp.down": "rowwise"}, "down"),
+        (packed_model, {**PACKED, "blocks.*.attention.qkv": sections}, "o_proj"),
+    ]
+    with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        for made, plan, layer in wrong:
+            said = rf"with this plan 'blocks\.0\.(attention|mlp)\.{layer}' gives something else for the sample.*packed_colwise"
+            with pytest.raises(PlacementError, match=said):
+                parallelize(build(made), plan, sample=tokens(2), context=gpc)
+            parallelize(build(made), plan, context=gpc)  # nobody can see it without one
+        for made, plan in [*CASES.values(), (mixing, {**PLAN_OF_ATTENTION, **gathered})]:
+            model = build(made).train()
+            parallelize(model, plan, sample=(tokens(2),), context=gpc)
+            assert model.training
+            assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_sample_shows_what_names_cannot_tell():
+    run_world(2, _compared)
 
 
 def test_every_wrong_plan_is_named_by_every_rank():
