@@ -10,7 +10,7 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError, listed
 from colonnade.nn.layer.spread import size_of
-from colonnade.plans.entries import check_said, is_linear, two_styles, unfit_layers, weights_alone
+from colonnade.plans.entries import check_said, is_linear, two_styles, undivided, unfit_layers, weights_alone
 from colonnade.plans.match import Entry
 from colonnade.plans.styles import STYLES
 
@@ -48,6 +48,7 @@ def check_entries(entries: Mapping[str, Entry], model: nn.Module, context: Paral
         two_styles(entries, model),
         weights_alone(cuts, _DIM_OF_WEIGHT, model),
         unfit_layers(cuts, _DIM_OF_WEIGHT, model),
+        undivided(entries, model, context.tensor_parallel_size),
     ]
     problems = [problem for found in layers for problem in found]
     if not problems:

@@ -69,6 +69,15 @@ def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.
             )
 
 
+def undivided(entries: Mapping[str, Entry], model: nn.Module, ranks: int) -> Iterator[str]:
+    """Attributes that the plan divides, and that the tensor size does not."""
+    for name, entry in entries.items():
+        for attribute in entry.options.get("divide", ()):
+            size = getattr(place_of(name, model)[0], attribute, None)
+            if not isinstance(size, int) or size % ranks:
+                yield f"{name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
+
+
 def unfit_layers(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
     """Layers that cannot be cut, with the reason and what can be done."""
     for name in (name for name, style in cuts.items() if style in styles):

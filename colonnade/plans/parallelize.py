@@ -125,9 +125,4 @@ def _named(model: nn.Module) -> Iterable[tuple[str, object]]:
 def _divide(target: Target, ranks: int) -> None:
     """The module's attributes that hold sizes, as they are on one rank."""
     for attribute in target.options.get("divide", ()):
-        size = getattr(target.module, attribute, None)
-        if not isinstance(size, int) or size % ranks:
-            raise PlacementError(
-                f"{target.name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
-            )
-        setattr(target.module, attribute, size // ranks)
+        setattr(target.module, attribute, getattr(target.module, attribute) // ranks)
