@@ -68,7 +68,7 @@ def from_pretrained(
         _compute_buffers(whole)
         sources: dict[str, Source] = {}
         if path is not None:
-            sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
+            sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected), context)
             _read_buffers(whole, sources)
             _read_generation_config(whole, path)
         names = {name: group for group in _all_names(whole).values() for name in group}
@@ -154,7 +154,9 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str]) -> dict[str, Source]:
+def _matched(
+    model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str], context: ParallelContext
+) -> dict[str, Source]:
     """What each name of the model's state is read from; refuses a folder that does not fit."""
     sources, strange = sources_for(model, tensors_in(path, trust))
     state = model.state_dict(keep_vars=True)
@@ -165,7 +167,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
         for names in _all_names(model).values()
         if not any(name in sources or _fits(name, spared, missing) for name in names)
     ]
-    untied = _untied(model, sources, unexpected)
+    untied = _untied(model, sources, unexpected, compare=context.get_global_rank() == 0)  # which all hear of
     problems = {
         "missing in the folder": lost,
         "in the folder, but not in the model": [key for key in strange if not _fits(key, ignored, unexpected)],
@@ -192,7 +194,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
     return sources
 
 
-def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str]) -> list[str]:
+def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str], compare: bool) -> list[str]:
     """Names of one parameter for which the folder has two values; those that are left out are taken from the sources."""
     state, found = model.state_dict(), []
     for names in _all_names(model).values():
@@ -200,11 +202,10 @@ def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str]) -> 
         for name in [name for name in there if _fits(name, (), left_out)][: len(there) - 1]:
             del sources[name]
             there.remove(name)
-        first = there[0] if there else ""
         found += [
-            f"{first} and {name}"
+            f"{there[0]} and {name}"
             for name in there[1:]
-            if not are_same(sources[first], sources[name], state[name].dtype)
+            if compare and not are_same(sources[there[0]], sources[name], state[name].dtype)
         ]
     return found
 

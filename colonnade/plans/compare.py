@@ -41,7 +41,8 @@ def compared(
     """
     names = [name for name, entry in entries.items() if entry.style is not None and entry.style not in _PARTS]
     cut = size_of(ParallelMode.TENSOR, context) > 1 or size_of(ParallelMode.EXPERT, context) > 1
-    if sample is None or not cut or size_of(ParallelMode.SEQUENCE, context) > 1:
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if sample is None or not cut or is_meta or size_of(ParallelMode.SEQUENCE, context) > 1:
         return lambda stages: None
     if any(parameter.device.type != context.device.type for parameter in model.parameters()):
         get_dist_logger().warning(f"sample= is not compared: the model is not on {context.device}", ranks=[0])
@@ -71,14 +72,15 @@ def _values(stages: Sequence[nn.Module], names: Sequence[str], sample: Any) -> V
 def _watched(stages: Sequence[nn.Module], names: Sequence[str]) -> Iterator[Values]:
     """What the layers of these names give, as they give it."""
     values: Values = []
-    modules = {name: module for stage in stages for name, module in stage.named_modules() if name in names}
+    # A module of several names, or on several stages, is watched wherever it stands.
+    modules = {module: name for stage in stages for name, module in stage.named_modules() if name in names}
 
     def keep(name: str) -> Any:
         return lambda module, args, output: values.extend(
             (name, leaf.detach().clone()) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
         )
 
-    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    handles = [module.register_forward_hook(keep(name)) for module, name in modules.items()]
     try:
         yield values
     finally:

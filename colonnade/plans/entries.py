@@ -57,14 +57,15 @@ def two_styles(entries: Mapping[str, Entry], model: nn.Module) -> Iterator[str]:
 
 
 def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.Module) -> Iterator[str]:
-    """Parameters of linear layers that the plan cuts, where the layer would go on as if it had the whole."""
+    """Parameters that the plan cuts, where the layer, linear or by vocabulary, would go on as if it had the whole."""
     for name in (name for name, style in cuts.items() if style in styles):
         owner, _, last = name.rpartition(".")
         layer = model.get_submodule(owner)
         summed = any(around in cuts for around in [owner, *_outward(owner)])
-        if is_linear(layer) and last in layer._parameters and not summed:
+        by_words = isinstance(layer, nn.Embedding) and styles[cuts[name]] == 0
+        if (is_linear(layer) or by_words) and last in layer._parameters and not summed:
             yield (
-                f"{name!r} is a parameter of {owner!r}, a {type(layer).__name__}, which would compute with its part as if it "
+                f"{name!r} is a parameter of {owner!r}, of the class {type(layer).__name__}, which would compute with its part as if it "
                 f"were the whole; name {owner!r} instead, which cuts all of its parameters"
             )
 

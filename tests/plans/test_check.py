@@ -169,7 +169,12 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a weight for its layer": (
         pair(bias=False),
         {"up.weight": "colwise", "down.weight": "rowwise"},
-        r"'up\.weight' is a parameter of 'up', a Linear.*name 'up'.*'down\.weight' is",
+        r"'up\.weight' is a parameter of 'up', of the class Linear.*name 'up'.*'down\.weight' is",
+    ),
+    "words of an embedding": (
+        Model,
+        {**PLAN, "embedding.weight": "colwise"},
+        r"'embedding\.weight' is a parameter of 'embedding', of the class Embedding.*name 'embedding'",
     ),
     "one layer, two styles": (
         one_layer_twice,

@@ -149,6 +149,21 @@ def test_a_module_under_several_names_is_cut_once():
     run_world(2, _shared)
 
 
+def _shared_by_stages() -> None:
+    config = {"parallel": {"tensor": TENSOR, "pipeline": 2}, "num_microbatches": 2}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        x = torch.randn(2, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        stages = parallelize(build(Repeated), PLAN, sample=x, context=gpc)  # which compares
+        parts = [stage.get_parameter("blocks.1.mlp.up.weight") for stage in stages]  # type: ignore[union-attr]
+        assert parts[0] is parts[1]
+        assert parts[0].shape == (INNER // 2, HIDDEN)
+
+
+@pytest.mark.slow
+def test_a_module_on_several_stages_is_cut_once():
+    run_world(4, _shared_by_stages)
+
+
 def test_without_tensor_parallelism_nothing_is_cut():
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = build()
