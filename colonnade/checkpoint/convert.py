@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,8 @@ from colonnade.checkpoint.format.manifest import MANIFEST, ItemRecord, TensorRec
 from colonnade.checkpoint.format.slices import tensors_in
 from colonnade.checkpoint.format.tensors import TensorReader, write_tensors
 from colonnade.checkpoint.format.values import decode
-from colonnade.checkpoint.storage.folder import (
-    check_space,
-    clean_beside,
-    saving_name,
-    step_of,
-    sync_folder,
-    told_of_space,
-)
+from colonnade.checkpoint.storage.exchange import place_file, staging
+from colonnade.checkpoint.storage.folder import step_of
 from colonnade.checkpoint.storage.verify import newest_good, verify
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.shards import MASTER
@@ -85,16 +78,15 @@ def export_checkpoint(
         state = _state_of(source, under_all_names=kind == "dcp")
         needed = sum(entry.size for entry in state.weights.values())
         out = Path(target)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        clean_beside(out)
-        check_space(out.parent, needed)
-        with told_of_space(out.parent, needed):
+        if out.exists() and not out.is_dir():
+            raise CheckpointError(f"{out} is a file; give the name of a folder")
+        with staging(out, needed) as staged:
             if kind == "dcp":
                 from colonnade.checkpoint.dcp import write_dcp  # as above
 
-                write_dcp(state, out)
+                write_dcp(state, staged, out)
             else:
-                write_folder(list(state.weights.values()), out, Path(config) if config is not None else None)
+                write_folder(list(state.weights.values()), staged, out, Path(config) if config is not None else None)
         return out
 
 
@@ -146,17 +138,9 @@ def export_full(checkpoint: str | Path, file: str | Path) -> Path:
         reader = TensorReader(source, manifest)
         weights = [record for record in manifest.tensors if not record.state_name]
         entries = [_entry(name, record, reader) for record in weights for name in record.names]
-        needed = sum(entry.size for entry in entries)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        check_space(target.parent, needed)
-        unfinished = target.with_name(saving_name(target))
-        try:
-            with told_of_space(target.parent, needed):
-                write_tensors(unfinished, entries)
-            os.replace(unfinished, target)
-            sync_folder(target.parent)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with staging(target, sum(entry.size for entry in entries)) as staged:
+            write_tensors(staged, entries)
+            place_file(staged, target)
     return target
 
 

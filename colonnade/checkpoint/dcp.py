@@ -6,7 +6,6 @@ code reads and writes them. Decision 0008 says why our checkpoints are no such f
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.foreign import ForeignState
 from colonnade.checkpoint.format.entries import Entry, dtype_named, name_of
-from colonnade.checkpoint.storage.folder import replace_folder, saving_name
+from colonnade.checkpoint.storage.exchange import place_folder
 from colonnade.errors import CheckpointError, listed
 
 _METADATA = ".metadata"
@@ -47,10 +46,10 @@ def read_dcp(path: Path, trust: bool) -> ForeignState:
     return ForeignState(weights, state, groups)
 
 
-def write_dcp(state: ForeignState, target: Path) -> None:
+def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
     """Write weights under "model" and the optimizer under "optim", as torch's `get_state_dict` gives them.
 
-    The folder appears, or takes the place of an earlier DCP folder, when all of it is written.
+    The folder appears, or its files take the place of an earlier DCP folder's, when all of it is written to `staged`.
     """
     if target.exists() and not (target.is_dir() and ((target / _METADATA).is_file() or not any(target.iterdir()))):
         raise CheckpointError(f"{target} is there, and no folder of torch.distributed.checkpoint; give another name")
@@ -78,16 +77,13 @@ def write_dcp(state: ForeignState, target: Path) -> None:
             """A tensor when its turn to be written comes."""
             return entries[index.fqn].read() if index.fqn in entries else super().lookup_object(index)
 
-    staged = target.with_name(saving_name(target))
     try:
         writer = FileSystemWriter(staged, thread_count=1)
         with _quiet():
             save(content, storage_writer=writer, planner=Planner(), no_dist=True)
-        replace_folder(staged, target, lambda name: False)
+        place_folder(staged, target, lambda name: name.endswith(".distcp"), (".metadata",))
     except CheckpointException as error:  # which is no Exception
         raise CheckpointError(f"torch could not write {target}: {error}") from error
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 class _Folder:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil, prod
@@ -19,13 +17,8 @@ from colonnade.checkpoint.folders import LARGEST, files_of, publish_folder
 from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of
 from colonnade.checkpoint.format.manifest import WIDTHS, TensorRecord
 from colonnade.checkpoint.format.tensors import write_tensors
-from colonnade.checkpoint.storage.folder import (
-    check_space,
-    clean_beside,
-    saving_name,
-    sync_folder,
-    told_of_space,
-)
+from colonnade.checkpoint.storage.exchange import discard, make_room, place_file, staging_path
+from colonnade.checkpoint.storage.folder import told_of_space
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
@@ -45,18 +38,11 @@ def save_full(
     """Write all tensors, each under each of its names, into one safetensors file that replaces `file`. Collective."""
     target = Path(file)
     content = [(name, record) for record in whole.records for name in record.names]
-    unfinished = target.with_name(gather_json(saving_name(target), context)[0])
-    first = context.get_global_rank() == 0
-    try:
-        with _room(target, content, dtype, context):
-            _write(whole, [(unfinished, content)], dtype, context)
+    with _staging(target, content, dtype, context) as staged:
+        _write(whole, [(staged, content)], dtype, context)
         with agreed(context, f"writing {target}"):
-            if first:
-                os.replace(unfinished, target)
-                sync_folder(target.parent)
-    finally:
-        if first:
-            unfinished.unlink(missing_ok=True)
+            if context.get_global_rank() == 0:
+                place_file(staged, target)
     return target
 
 
@@ -70,7 +56,7 @@ def save_pretrained(
     """Write the folder that transformers' `from_pretrained` loads: safetensors files, their index and the configs.
 
     Collective. All ranks write, each some of the files, of which each tensor is assembled by its writer. The folder
-    appears, or takes the place of an earlier one, when all of it is on disk; what else lay there stays.
+    appears, or its files take the place of earlier ones, when all of it is on disk; what else lies there is left alone.
     """
     target = Path(folder)
     with agreed(context, f"saving to {target}"):
@@ -86,22 +72,17 @@ def save_pretrained(
         limit = min(LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
     files = files_of(((key, _size(record, dtype)) for key, record in content), limit)
     records = dict(content)
-    staged = target.with_name(gather_json(saving_name(target), context)[0])
     first = context.get_global_rank() == 0
-    try:
-        with _room(target, content, dtype, context):
-            with agreed(context, f"saving to {target}"):
-                if first:
-                    staged.mkdir()
-            named = [(staged / name, [(key, records[key]) for key in keys]) for name, keys in files.items()]
-            _write(whole, named, dtype, context)
-            with agreed(context, f"saving to {target}"):
-                if first:
-                    _write_configs(staged, main, config, dtype)
-                    publish_folder(staged, target, files, total)
-    finally:
-        if first:
-            shutil.rmtree(staged, ignore_errors=True)
+    with _staging(target, content, dtype, context) as staged:
+        with agreed(context, f"saving to {target}"):
+            if first:
+                staged.mkdir()
+        named = [(staged / name, [(key, records[key]) for key in keys]) for name, keys in files.items()]
+        _write(whole, named, dtype, context)
+        with agreed(context, f"saving to {target}"):
+            if first:
+                _write_configs(staged, main, config, dtype)
+                publish_folder(staged, target, files, total)
     get_dist_logger().info(f"saved {len(content)} tensors to {target} in {len(files)} files", ranks=[0])
     return target
 
@@ -152,16 +133,21 @@ def _bytes_of(size: int | str) -> int:
 
 
 @contextmanager
-def _room(target: Path, content: Content, dtype: torch.dtype | None, context: ParallelContext) -> Iterator[None]:
-    """See before and while it is written that there is room. Collective at its start."""
-    needed = sum(_size(record, dtype) for _, record in content)
+def _staging(target: Path, content: Content, dtype: torch.dtype | None, context: ParallelContext) -> Iterator[Path]:
+    """Where all ranks write what is to become `target`, as the first rank says; it sees that there is room. Collective."""
+    needed, first = sum(_size(record, dtype) for _, record in content), context.get_global_rank() == 0
+    staged = target
     with agreed(context, f"writing {target}"):
-        if context.get_global_rank() == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            clean_beside(target)
-            check_space(target.parent, needed)
-    with told_of_space(target.parent, needed):
-        yield
+        if first:
+            staged = staging_path(target)
+            make_room(staged, needed)
+    staged = Path(gather_json(str(staged), context)[0])
+    try:
+        with told_of_space(staged.parent, needed):
+            yield staged
+    finally:
+        if first:
+            discard(staged)
 
 
 def _write(

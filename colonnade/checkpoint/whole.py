@@ -7,7 +7,6 @@ the pieces then travel between ranks instead of lying in files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ class WholeTensors:
         self._pieces = Manifest(0, 0.0, LayoutRecord.of(context.layout), files, cuts, self.records, None, ())
         self._owners = {file.name: rank for rank, file in enumerate(files)}
         self._mine = {entry.key: entry for entry in plan.entries}
+        self._wires: Any = None
 
     def gather(self, record: TensorRecord) -> Tensor:
         """A whole tensor, on the CPU of every rank. Collective over the world."""
@@ -77,6 +77,8 @@ class WholeTensors:
 
         A rank holds no more than that tensor, one piece that it receives and one that it sends.
         """
+        if self._context.world_size > 1:
+            self._open_wires()
         whole: Tensor | None = None
         copy: Tensor | None = None
         works: list[Any] = []
@@ -112,10 +114,13 @@ class WholeTensors:
             for block in self._pieces.blocks(part, part.box):
                 yield self._owners[block.file], block.key, block.box
 
-    @cached_property
-    def _wires(self) -> Any:
-        """Between any two ranks. Of their own: messages of two ranks would be missed among those of all others."""
-        return own_gloo()
+    def _open_wires(self) -> None:
+        """Between any two ranks. Of their own: messages of two ranks would be missed among those of all others.
+
+        Collective, so a rank that has nothing to send opens them too.
+        """
+        if self._wires is None:
+            self._wires = own_gloo()
 
 
 def _raw(tensor: Tensor, device: torch.device = _CPU) -> Tensor:

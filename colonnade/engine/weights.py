@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -56,14 +57,15 @@ class WholeWeights:
         """Write the folder that `from_pretrained`, transformers' and ours, loads bit for bit: weights, index, configs.
 
         All ranks write, each some of the files, and none holds more than one whole tensor at a time. The folder appears when
-        all of it is on disk, or takes the place of an earlier one, whose other files (a tokenizer's, say) stay.
+        all of it is on disk, or its files take the place of earlier ones; what else lies there stays as it is.
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
         from colonnade.checkpoint.pretrained import save_pretrained
 
         self._wait()
-        if any(True for _ in lora_layers(self.model)):
+        # Asked of all: some stages of a pipeline may have no adapters.
+        if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
             return save_adapters(self.model, folder, self.context, dtype)
         return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 

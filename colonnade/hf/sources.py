@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from colonnade.checkpoint.format.boxes import Box, whole_box
 from colonnade.checkpoint.format.slices import AnyTensor
 from colonnade.errors import CheckpointError, listed
+
+_COMPARED = 1 << 25
+"""Bytes that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,36 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
         if name not in state:
             strange.append(key)
         elif pattern is None:
-            found[name] = Pieces(stored[key].shape, (Piece(stored[key], whole_box(stored[key].shape)),))
+            source = Pieces(stored[key].shape, (Piece(stored[key], whole_box(stored[key].shape)),))
+            if name in found and not are_same(found[name], source, state[name].dtype):
+                raise CheckpointError(
+                    f"the folder has more than one for {name}: {found[name]}, {source}; leave the one that is meant in the files"
+                )
+            found[name] = source
         else:
             _, tensors = groups.setdefault(name, (by_pattern[pattern], {}))
             tensors.setdefault(pattern, []).append(stored[key])
     for name, (converter, tensors) in groups.items():
         found |= _converted(name, converter, tensors, model)
     return found, strange
+
+
+def are_same(one: Source, other: Source, dtype: torch.dtype) -> bool:
+    """Whether two sources give a parameter of this type the same values; some rows of each are read at a time."""
+    if one.shape != other.shape:
+        return False
+    length, *rest = one.shape or (1,)
+    rows = max(1, _COMPARED // max(1, prod(rest) * dtype.itemsize))
+    if isinstance(one, Converted) or isinstance(other, Converted):
+        rows = length  # which makes the whole for any part
+    for first in range(0, length, rows):
+        box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if one.shape else Box((), ())
+        parts = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
+        one.read_into(parts[0], box.offset)
+        other.read_into(parts[1], box.offset)
+        if not torch.equal(*parts):
+            return False
+    return True
 
 
 def _converted(name: str, converter: Any, stored: dict[str, list[AnyTensor]], model: Any) -> dict[str, Source]:

@@ -16,12 +16,16 @@ from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import CheckpointError, ConfigError, ContextError, listed
-from colonnade.hf.sources import Source, sources_for
+from colonnade.hf.sources import Source, are_same, sources_for
 from colonnade.parallel.meta import give_source, meta_init
 from colonnade.parallel.split import Split
 from colonnade.plans.parallelize import parallelize
 
 _SHOWN = 12
+_ABOUT_TIES = (
+    " Of two weights for one tied parameter name the one that is to be left out, or set tie_word_embeddings to false in "
+    "config.json to train them apart."
+)
 _NEVER_STORED = r"rotary_emb\.inv_freq$"
 """A buffer that is computed, and that old folders have."""
 
@@ -36,6 +40,7 @@ def from_pretrained(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     trust: bool = False,
+    sample: Any = None,
     context: ParallelContext | None = None,
     **options: Any,
 ) -> nn.Module | Split:
@@ -44,7 +49,7 @@ def from_pretrained(
     `path_or_config` is a folder as `save_pretrained` writes it, of which each rank reads just the slices that it holds; or a
     config, for weights that are drawn as transformers draws them, the same on every layout. The model is built on the
     meta device and takes no memory until `initialize`. `model_class` is a class of transformers, or one of its Auto classes; left out, it
-    is the one that the config names. `plan` is as in `parallelize`, `dtype` that of the weights (else as the config says),
+    is the one that the config names. `plan` and `sample` are as in `parallelize`, `dtype` that of the weights (else as the config says),
     `options` go to the model's class (attn_implementation="sdpa"). `adapters` is a config of peft: the model gets them, and
     they alone are trained.
 
@@ -63,7 +68,7 @@ def from_pretrained(
         _compute_buffers(whole)
         sources: dict[str, Source] = {}
         if path is not None:
-            sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected))
+            sources = _matched(whole, path, trust, list(allow_missing), list(allow_unexpected), context)
             _read_buffers(whole, sources)
             _read_generation_config(whole, path)
         names = {name: group for group in _all_names(whole).values() for name in group}
@@ -71,7 +76,7 @@ def from_pretrained(
             from peft import get_peft_model
 
             whole = get_peft_model(whole, adapters)
-    model = parallelize(whole, plan, context=context)
+    model = parallelize(whole, plan, sample=sample, context=context)
     for stage in list(model) if isinstance(model, Split) else [model]:
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")  # as it was before peft
@@ -149,7 +154,9 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str]) -> dict[str, Source]:
+def _matched(
+    model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str], context: ParallelContext
+) -> dict[str, Source]:
     """What each name of the model's state is read from; refuses a folder that does not fit."""
     sources, strange = sources_for(model, tensors_in(path, trust))
     state = model.state_dict(keep_vars=True)
@@ -160,6 +167,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
         for names in _all_names(model).values()
         if not any(name in sources or _fits(name, spared, missing) for name in names)
     ]
+    untied = _untied(model, sources, unexpected, compare=context.get_global_rank() == 0)  # which all hear of
     problems = {
         "missing in the folder": lost,
         "in the folder, but not in the model": [key for key in strange if not _fits(key, ignored, unexpected)],
@@ -168,6 +176,7 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
             for name, source in sources.items()
             if tuple(state[name].shape) != source.shape
         ],
+        "tied in the model, two weights in the folder": untied,
     }
     lines = [
         f"  {what} ({len(names)}): {listed(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
@@ -180,8 +189,25 @@ def _matched(model: Any, path: Path, trust: bool, missing: list[str], unexpected
             + "\n".join(lines)
             + "\nTake the model that was saved, or say "
             "what may be drawn anew (allow_missing=['classifier.*']) or left out (allow_unexpected=[...])."
+            + (_ABOUT_TIES if untied else "")
         )
     return sources
+
+
+def _untied(model: Any, sources: dict[str, Source], left_out: Sequence[str], compare: bool) -> list[str]:
+    """Names of one parameter for which the folder has two values; those that are left out are taken from the sources."""
+    state, found = model.state_dict(), []
+    for names in _all_names(model).values():
+        there = [name for name in names if name in sources]
+        for name in [name for name in there if _fits(name, (), left_out)][: len(there) - 1]:
+            del sources[name]
+            there.remove(name)
+        found += [
+            f"{there[0]} and {name}"
+            for name in there[1:]
+            if compare and not are_same(sources[there[0]], sources[name], state[name].dtype)
+        ]
+    return found
 
 
 def _fits(name: str, expressions: Sequence[str], patterns: Sequence[str]) -> bool:

@@ -28,7 +28,7 @@ from colonnade.parallel.chain import (
     runs_in_order,
 )
 from colonnade.parallel.own_forward.make import OwnForward
-from colonnade.parallel.own_forward.stage import result_of
+from colonnade.parallel.own_forward.stage import no_generate, result_of
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -73,6 +73,8 @@ class Split:
     stages: list[nn.Module]
     ties: list[Tie] = field(default_factory=list)
     """Parameters held by more than one stage; their gradients must be summed over these stages."""
+
+    generate = no_generate
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.stages)

@@ -10,12 +10,15 @@ from torch import nn
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ScheduleError
+from colonnade.parallel.own_forward.stage import no_generate
 from colonnade.parallel.placement import Tied, place, placement_of
 from colonnade.parallel.split import Split
 
 
 class Chunks(nn.ModuleList):
     """The stages of one rank. Unlike a plain list, it puts no number before names: they stay the whole model's."""
+
+    generate = no_generate
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

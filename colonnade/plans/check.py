@@ -10,8 +10,9 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError, listed
 from colonnade.nn.layer.spread import size_of
+from colonnade.plans.entries import check_said, is_linear, two_styles, undivided, unfit_layers, weights_alone
 from colonnade.plans.match import Entry
-from colonnade.plans.styles import STYLES, style_of
+from colonnade.plans.styles import STYLES
 
 _GIVES_PARTS = ("colwise", "packed_colwise")
 _TAKES_PARTS = ("rowwise", "packed_rowwise")
@@ -39,12 +40,20 @@ def check_mode(context: ParallelContext) -> None:
 
 def check_entries(entries: Mapping[str, Entry], model: nn.Module, context: ParallelContext) -> None:
     """Refuse, with all that is wrong in one message, entries that cannot be right."""
+    for name, entry in entries.items():
+        check_said(name, entry)
     named = {name: entry for name, entry in entries.items() if entry.style is not None}
-    for name, entry in named.items():
-        style_of(entry.style, name)
     cuts = {name: str(entry.style) for name, entry in named.items() if size_of(STYLES[entry.style][1], context) > 1}
-    problems = [*_inside_attention(cuts, model), *_partners(cuts, model), *_summed_twice(cuts, model)]
-    if context.tensor_parallel_size > 1:
+    layers = [
+        two_styles(entries, model),
+        weights_alone(cuts, _DIM_OF_WEIGHT, model),
+        unfit_layers(cuts, _DIM_OF_WEIGHT, model),
+        undivided(entries, model, context.tensor_parallel_size),
+    ]
+    problems = [problem for found in layers for problem in found]
+    if not problems:
+        problems = [*_inside_attention(cuts, model), *_partners(cuts, model), *_summed_twice(cuts, model)]
+    if not problems and context.tensor_parallel_size > 1:
         problems += _heads(cuts, entries, model, context.tensor_parallel_size)
     if problems:
         lines = "\n  ".join(dict.fromkeys(problems[:12]))
@@ -64,9 +73,12 @@ def with_ties(entries: dict[str, Entry], model: nn.Module) -> dict[str, Entry]:
     for names in owners.values():
         modules = {name: name.rpartition(".")[0] for name in names}
         dims = {name: dim for name in names if (dim := _dim_of(name, found, model)) is not None}
+        named = [model.get_submodule(modules[name]) for name in dims]
         for name in (name for name in names if dims and name not in dims):
             first, dim = next(iter(dims.items()))
             module = model.get_submodule(modules[name])
+            if any(module is other for other in named):
+                continue  # the same layer by another name
             style = _style_for(module, dim)
             if style is None or modules[name] in found or name in found:
                 raise PlacementError(
@@ -115,7 +127,7 @@ def _partners(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
     We look for a partner in the module around a layer, and further out only as long as the plan names every linear layer
     inside: the attention of some models has its last layer one module further out.
     """
-    linear = [name for name, module in model.named_modules(remove_duplicate=False) if _is_linear(module)]
+    linear = [name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)]
     left = [name for name in linear if name not in cuts]
     beside_left = {around for name in left for around in _around(name)}
     for mine, theirs in ((_GIVES_PARTS, _TAKES_PARTS), (_TAKES_PARTS, _GIVES_PARTS)):
@@ -177,7 +189,7 @@ def _module_at(name: str, model: nn.Module) -> Any:
     """The linear layer of this name; None where the name is that of a parameter or of another module."""
     owner, _, last = name.rpartition(".")
     module = (model.get_submodule(owner) if owner else model)._modules.get(last)
-    return module if module is not None and _is_linear(module) else None
+    return module if module is not None and is_linear(module) else None
 
 
 def _around(name: str) -> Iterator[str]:
@@ -189,7 +201,3 @@ def _around(name: str) -> Iterator[str]:
 
 def _is_inside(name: str, around: str) -> bool:
     return not around or name.startswith(f"{around}.")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

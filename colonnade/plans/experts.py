@@ -32,7 +32,7 @@ def moe_tp_experts(target: Target) -> None:
     _mix(target)
 
 
-@style("grouped_gemm", mode=_EXPERT)
+@style("grouped_gemm", mode=_EXPERT, options=("tensor", "sections"))
 def grouped_gemm(target: Target) -> None:
     """This rank's experts of a stacked parameter. The tokens of all ranks of the expert group come to them."""
     if target.parameter is None:
@@ -56,13 +56,13 @@ def grouped_gemm(target: Target) -> None:
     _mix(target)
 
 
-@style("ep_dispatch_experts", mode=_EXPERT)
+@style("ep_dispatch_experts", mode=_EXPERT, options=("tensor",))
 def ep_dispatch_experts(target: Target) -> None:
     """Experts whose parameters other entries of the plan cut by `grouped_gemm`: tokens go to the ranks that have them."""
     _mix(target)
 
 
-@style("ep_router", mode=_EXPERT)
+@style("ep_router", mode=_EXPERT, options=("tensor",))
 def ep_router(target: Target) -> None:
     """A router stays whole: tokens go to the experts that it chose, and not its choices to the ranks."""
 
@@ -78,7 +78,7 @@ def moe_identity_expert(target: Target) -> None:
     set_forward(target, forward)
 
 
-@style("megamoe_router", "megamoe_experts", mode=_EXPERT)
+@style("megamoe_router", "megamoe_experts", mode=_EXPERT, options=("tensor",))
 def megamoe(target: Target) -> None:
     """Refused: a kernel for inference on one kind of GPU."""
     raise PlacementError(

@@ -85,14 +85,26 @@ def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     return {name: found[name] for name in (*parameters, *modules) if name in found}
 
 
+def place_of(name: str, model: nn.Module) -> tuple[nn.Module, str | None]:
+    """The module of this name, and None; or the owner of a parameter, and the parameter's name in it."""
+    owner, _, last = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    return (holder, last) if last in holder._parameters else (model.get_submodule(name), None)
+
+
 def note_plan(model: nn.Module) -> None:
     """Remember that a plan has cut the model, or a stage of it."""
     model._colonnade_plan = True  # type: ignore[assignment]
 
 
+def has_plan(model: nn.Module) -> bool:
+    """Whether `note_plan` was told of the model itself."""
+    return "_colonnade_plan" in vars(model)
+
+
 def is_cut_by_plan(model: nn.Module) -> bool:
     """Whether the model has in it what `note_plan` was told of."""
-    return any("_colonnade_plan" in vars(module) for module in model.modules())
+    return any(map(has_plan, model.modules()))
 
 
 def fits(pattern: str, name: str) -> bool:

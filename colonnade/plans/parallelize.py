@@ -12,14 +12,15 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ContextError, PlacementError
 from colonnade.hf.attention import prepare_sequence
-from colonnade.hf.lora import Adapters
+from colonnade.hf.lora import Adapters, base_model
 from colonnade.hf.plans import plan_of
 from colonnade.hf.router_loss import join_router_loss
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.split import Split
 from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
-from colonnade.plans.match import Entry, Plan, Target, note_plan, resolve
+from colonnade.plans.compare import compared
+from colonnade.plans.match import Entry, Plan, Target, has_plan, note_plan, place_of, resolve
 from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
 
@@ -35,11 +36,14 @@ def parallelize(
     config nothing is cut. With sequence parallelism a model of Hugging Face's takes its part of each batch. Give what is
     returned to `initialize`.
 
-    In a pipeline a model that is not Hugging Face's needs `sample`, the data of a batch, as for `colonnade.split`.
+    `sample`, the data of a batch, is needed in a pipeline by models that are not Hugging Face's, as for `colonnade.split`. Where
+    it is given and layers are cut, one pass of the model before and one after are compared, and a layer that gives something
+    else is named; then this is collective over the world.
     """
     context = given_or_global(context)
     if not context.is_launched:
         raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
+    _check_model(model)
     check_mode(context)
     adapters = Adapters(model, context)
     try:
@@ -50,6 +54,20 @@ def parallelize(
     return model if stages is None else stages
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlacementError(
+            f"parallelize() takes the whole model, an nn.Module, not a {type(model).__name__}; it makes the stages of a "
+            f"pipeline itself"
+        )
+    base = base_model(model)
+    if has_plan(base):
+        raise PlacementError(
+            f"{type(base).__name__} was given to parallelize already (from_pretrained does that too), and a model is cut once: "
+            f"give what it returned to initialize, or build the model again"
+        )
+
+
 def _cut(
     model: nn.Module, plan: Plan | None, context: ParallelContext, adapters: Adapters, sample: Any
 ) -> Split | None:
@@ -57,13 +75,18 @@ def _cut(
     entries = resolve(_own_plan(model, context) if plan is None else plan, model)
     entries = with_ties(entries, model) if context.tensor_parallel_size > 1 else entries
     check_entries(entries, model, context)
+    compare = compared(model, entries, sample, context)
     join_router_loss(model, context)
     prepare_sequence(model, context)
     stages = make_stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
-    parts = WeakIdKeyDictionary()
-    for stage in [model] if stages is None else stages:
+    parts, done = WeakIdKeyDictionary(), set[Any]()
+    note_plan(model)
+    all_stages = [model] if stages is None else list(stages)
+    for stage in all_stages:
         note_plan(stage)
-        _apply(stage, entries, context, parts)
+        _apply(stage, entries, context, parts, done)
+    compare(all_stages)
+    for stage in all_stages:
         adapters.put_back(stage, entries, parts)
     return stages
 
@@ -78,17 +101,20 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
     return plan
 
 
-def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext, parts: Any) -> None:
-    """Give every module and parameter of the stage the style that the plan has for it."""
+def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext, parts: Any, done: set[Any]) -> None:
+    """Give every module and parameter of the stage the style that the plan has for it, once, whatever names it has."""
     here = {name for name, _ in _named(stage)}
-    for name, entry in entries.items():
-        if name in here:
-            target = _target(stage, name, entry, context, parts)
-            if entry.style is not None:
-                style, mode = style_of(entry.style, name)
-                if size_of(mode, context) > 1:
-                    style(target)
-            _divide(target, context.tensor_parallel_size)
+    for name, entry in ((name, entry) for name, entry in entries.items() if name in here):
+        place = place_of(name, stage)
+        if place in done:
+            continue
+        done.add(place)
+        target = Target(name, *place, stage, context, entry.options, parts)
+        if entry.style is not None:
+            style, mode = style_of(entry.style, name)
+            if size_of(mode, context) > 1:
+                style(target)
+        _divide(target, context.tensor_parallel_size)
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, object]]:
@@ -96,20 +122,7 @@ def _named(model: nn.Module) -> Iterable[tuple[str, object]]:
     yield from model.named_parameters(remove_duplicate=False)
 
 
-def _target(model: nn.Module, name: str, entry: Entry, context: ParallelContext, parts: Any) -> Target:
-    owner, _, last = name.rpartition(".")
-    holder = model.get_submodule(owner)
-    is_parameter = last in holder._parameters
-    module = holder if is_parameter else model.get_submodule(name)
-    return Target(name, module, last if is_parameter else None, model, context, entry.options, parts)
-
-
 def _divide(target: Target, ranks: int) -> None:
     """The module's attributes that hold sizes, as they are on one rank."""
     for attribute in target.options.get("divide", ()):
-        size = getattr(target.module, attribute, None)
-        if not isinstance(size, int) or size % ranks:
-            raise PlacementError(
-                f"{target.name!r}: the attribute {attribute!r} is {size!r}, which cannot be divided by the tensor size {ranks}"
-            )
-        setattr(target.module, attribute, size // ranks)
+        setattr(target.module, attribute, getattr(target.module, attribute) // ranks)

@@ -30,12 +30,18 @@ _TENSOR = ParallelMode.TENSOR
 STYLES: dict[str, tuple[Style, ParallelMode]] = {}
 """Styles by name, each with the mode that it is for: where that has one rank, nothing is cut."""
 
+OPTIONS: dict[str, tuple[str, ...]] = {}
+"""What a plan may say beside each style, and beside "divide", which it may say of any module."""
 
-def style(*names: str, mode: ParallelMode = _TENSOR) -> Callable[[Style], Style]:
-    """Register a style under these names."""
+_PACKED = ("sections", "sequence")
+
+
+def style(*names: str, mode: ParallelMode = _TENSOR, options: tuple[str, ...] = ()) -> Callable[[Style], Style]:
+    """Register a style under these names, with the options that it reads."""
 
     def register(function: Style) -> Style:
         STYLES.update(dict.fromkeys(names, (function, mode)))
+        OPTIONS.update(dict.fromkeys(names, options))
         return function
 
     return register
@@ -43,7 +49,7 @@ def style(*names: str, mode: ParallelMode = _TENSOR) -> Callable[[Style], Style]
 
 def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
     """The style of this name and its mode; refuses others."""
-    if name not in STYLES:
+    if not isinstance(name, str) or name not in STYLES:
         raise PlacementError(
             f"the plan gives {where!r} the style {name!r}, which is not known; styles are {listed(sorted(STYLES))}."
             f"{did_you_mean(str(name), STYLES)}"
@@ -54,7 +60,7 @@ def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
 # -- linear layers ----------------------------------------------------------------------------------------
 
 
-@style("colwise")
+@style("colwise", options=_PACKED)
 def colwise(target: Target) -> None:
     """This rank's output features of a linear layer, for a whole input: they stay split, until a `rowwise` layer."""
     if target.parameter is not None:
@@ -65,7 +71,7 @@ def colwise(target: Target) -> None:
         _linear(target, "column")
 
 
-@style("colwise_gather_output", "colwise_rep")
+@style("colwise_gather_output", "colwise_rep", options=_PACKED)
 def colwise_gather_output(target: Target) -> None:
     """As `colwise`, and the output is made whole on every rank. Its features may be cut unevenly (a vocabulary)."""
     if target.parameter is not None:
@@ -74,7 +80,7 @@ def colwise_gather_output(target: Target) -> None:
         _linear(target, "column", whole=True)
 
 
-@style("packed_colwise")
+@style("packed_colwise", options=_PACKED)
 def packed_colwise(target: Target) -> None:
     """As `colwise`, of several weights in one, each cut: 2 equal ones, or as `sections` of the plan says."""
     if target.parameter is not None:
@@ -83,7 +89,7 @@ def packed_colwise(target: Target) -> None:
         _linear(target, "column", packed=2)
 
 
-@style("rowwise")
+@style("rowwise", options=_PACKED)
 def rowwise(target: Target) -> None:
     """This rank's input features of a linear layer, which takes what a `colwise` one gives; results are summed."""
     if target.parameter is not None:
@@ -94,7 +100,7 @@ def rowwise(target: Target) -> None:
         _linear(target, "row")
 
 
-@style("rowwise_split_input", "rowwise_rep")
+@style("rowwise_split_input", "rowwise_rep", options=_PACKED)
 def rowwise_split_input(target: Target) -> None:
     """As `rowwise`, for an input that is whole on every rank: each takes its features of it."""
     if target.parameter is not None:
@@ -103,7 +109,7 @@ def rowwise_split_input(target: Target) -> None:
         _linear(target, "row", whole=True)
 
 
-@style("packed_rowwise")
+@style("packed_rowwise", options=_PACKED)
 def packed_rowwise(target: Target) -> None:
     """As `rowwise`, where several weights lie side by side along the input: 2 equal ones, or `sections` of the plan."""
     if target.parameter is not None:
@@ -169,7 +175,7 @@ def _cut_features(target: Target, dim: int, packed: int = 1) -> None:
 # -- embeddings -------------------------------------------------------------------------------------------
 
 
-@style("embedding_rowwise")
+@style("embedding_rowwise", options=("sequence",))
 def embedding_rowwise(target: Target) -> None:
     """This rank's part of the vocabulary; words of the other parts count as zero, and the vectors are summed."""
     module, here = _embedding(target), target.arrangement
@@ -189,7 +195,7 @@ def embedding_rowwise(target: Target) -> None:
     set_forward(target, forward, here)
 
 
-@style("embedding_colwise")
+@style("embedding_colwise", options=("sequence",))
 def embedding_colwise(target: Target) -> None:
     """This rank's part of every vector; the vectors are joined."""
     _embed_part(target, join=True)
@@ -240,7 +246,7 @@ def replicated_with_grad_allreduce(target: Target) -> None:
         replicate(target, name, owes=True)
 
 
-@style("sequence_parallel")
+@style("sequence_parallel", options=("sequence",))
 def sequence_parallel(target: Target) -> None:
     """Whole parameters, of a norm say, that each rank uses for its part of the sequence; gradients are summed."""
     if not target.arrangement.sequence_split:
@@ -251,7 +257,7 @@ def sequence_parallel(target: Target) -> None:
     replicated_with_grad_allreduce(target)
 
 
-@style("gather_sequence")
+@style("gather_sequence", options=("inputs",))
 def gather_sequence(target: Target) -> None:
     """A module whose `inputs` (places and names of arguments) come split along the sequence, and are made whole for it.
 

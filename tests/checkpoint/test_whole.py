@@ -13,9 +13,10 @@ from colonnade.checkpoint import fault
 from colonnade.checkpoint.pretrained import save_full, save_pretrained
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
-from tests.checkpoint.models import ALIAS, WAYS, build, launched, whole, zero
+from tests.checkpoint.models import ALIAS, WAYS, Way, build, launched, whole, zero
 
 
 def wrong(found: dict[str, Tensor]) -> list[str]:
@@ -63,6 +64,28 @@ def check_failure(model: torch.nn.Module, folder: Path, context: ParallelContext
         save_pretrained(model, folder / "never", context, max_shard_size=200)
     fault.hook = None
     assert list(folder.glob("*never*")) == []
+
+
+def check_idle(folder: Path) -> None:
+    """Of three ranks one holds a weight for the others, and one writes: some have nothing to send, to write, or both."""
+    with launched(Way(3)) as context:
+        model = torch.nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        model.config, model.can_generate = Config(), lambda: False  # type: ignore[assignment]
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=context)[0]
+        for to in (1, 2, 0):
+            found = WholeTensors(model, context).gather_apart([(WholeTensors(model, context).records[0], to)])
+            assert (found is not None) == (context.get_global_rank() == to)
+        assert bool(engine.full_state_dict("first")) == (context.get_global_rank() == 0)
+        engine.full_state_dict(folder / "all.safetensors")
+        engine.save_pretrained(folder / "model")
+
+
+def test_ranks_without_anything_to_send_or_to_write_take_part(tmp_path: Path) -> None:
+    run_world(3, check_idle, tmp_path, timeout=30)
+    for file in ("all.safetensors", "model/model.safetensors"):
+        assert load_file(tmp_path / file)["weight"].tolist() == [[1.0, 2.0]]
 
 
 @pytest.mark.slow

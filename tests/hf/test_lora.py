@@ -137,6 +137,7 @@ def _mistakes(gpc: ParallelContext) -> None:
 
     for told, model in (
         (r"DoraLinear.*q_proj|q_proj.*DoraLinear", adapted("llama", use_dora=True)),
+        (r"'lm_head' .*modules_to_save.*target_modules", adapted("llama", modules_to_save=["lm_head"])),
         ("of the kind ia3", peft.get_peft_model(BY_NAME["llama"].build(), ia3())),
         (
             "target_parameters",
@@ -149,6 +150,8 @@ def _mistakes(gpc: ParallelContext) -> None:
         with pytest.raises(PlacementError, match=told):
             colonnade.parallelize(model, context=gpc)
         assert [f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()] == before
+    advised = peft.get_peft_model(BY_NAME["llama"].build(), peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2))
+    assert colonnade.parallelize(advised, context=gpc) is advised
     cut = colonnade.parallelize(BY_NAME["llama"].build(), context=gpc)
     late: Any = peft.get_peft_model(cut, peft.LoraConfig(target_modules=["o_proj"], r=2))  # type: ignore[arg-type]
     with pytest.raises(PlacementError, match=r"o_proj.*get_peft_model.*first and colonnade.parallelize"):
@@ -198,6 +201,29 @@ def _loaded_on_meta(gpc: ParallelContext, folder: str) -> None:
     drawn = adapters(gather_weights(engine.model, gpc))
     assert all(bool(value.any()) == ("lora_A" in key or "embedding_B" in key) for key, value in drawn.items())
     engine.close()
+
+
+def _first_stage_alone(folder: str) -> None:
+    """Only the first layer has adapters, so the second stage has none."""
+    for number, config in enumerate((LAYOUTS["pipeline"], PLAIN)):
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = colonnade.parallelize(
+                adapted("llama", layers_to_transform=[0], layers_pattern="layers"), context=gpc
+            )
+            engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+            engine.save_pretrained(Path(folder, str(number)))
+            engine.close()
+
+
+@pytest.mark.slow
+def test_adapters_of_one_stage_alone_are_saved(tmp_path):
+    from safetensors.torch import load_file
+
+    run_world(2, _first_stage_alone, str(tmp_path))
+    found, plain = (load_file(tmp_path / str(number) / "adapter_model.safetensors") for number in range(2))
+    assert {key.split(".")[4] for key in found} == {"0"}
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[key], plain[key]) for key in found)
 
 
 @pytest.mark.slow

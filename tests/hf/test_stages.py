@@ -15,6 +15,7 @@ import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ScheduleError
 from colonnade.parallel.split import split
+from colonnade.parallel.stages import take_stages
 from colonnade.testing import in_double, run_world
 from tests.hf.runs import Layout, run_one
 from tests.hf.zoo import BY_NAME, LENGTH, Architecture, batch_of, reference
@@ -167,3 +168,40 @@ def test_schedules_beside_one_process() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bert", "t5"])
 def test_every_schedule_beside_one_process(name: str) -> None:
     compare_in_world([(name, layout(schedule)) for schedule in SCHEDULES])
+
+
+def vision_language_model() -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(hidden_size=16, image_size=8, patch_size=4, projection_dim=16, **sizes)
+    text = LlamaConfig(vocab_size=96, hidden_size=32, pad_token_id=0, **{**sizes, "num_hidden_layers": 4})
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=95, image_seq_length=4)
+    with in_double():
+        return LlavaForConditionalGeneration(config).double().eval()
+
+
+def test_a_model_with_other_inputs_beside_tokens_needs_a_sample() -> None:
+    """Its pass calls other layers with images than without them: which, only a batch of the run can say."""
+    model, tokens = vision_language_model(), batch_of("causal", 0)["input_ids"][:2] % 90
+    with pytest.raises(
+        ScheduleError, match=r"LlavaForConditionalGeneration takes 'pixel_values' beside 'input_ids'.*sample="
+    ):
+        split(model, num_stages=2)
+    assert_same(model, split(model, num_stages=2, sample={"input_ids": tokens}), input_ids=tokens)
+    tokens[:, 1:5] = 95
+    images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with pytest.raises(ScheduleError, match=r"LlavaForConditionalGeneration, one after another, give another result"):
+        split(model, num_stages=2, sample={"input_ids": tokens, "pixel_values": images})
+
+
+def test_a_stage_cannot_generate_and_says_what_can() -> None:
+    stages = split(BY_NAME["llama"].build(), num_stages=3)
+    tokens = batch_of("causal", 0)["input_ids"][:2]
+    for each in (*stages, stages, take_stages(stages, [0, 1, 0], 0)):
+        with pytest.raises(
+            ScheduleError, match=r"generate\(\) needs all stages.*engine\.save_pretrained\(folder\).*one process"
+        ):
+            each.generate(input_ids=tokens, max_new_tokens=2)  # type: ignore[union-attr, operator]
+    assert not hasattr(split(torch.nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_stages=2)[0], "generate")

@@ -230,6 +230,37 @@ def test_a_folder_that_does_not_fit_is_told_by_name(folders: Path, tmp_path: Pat
         assert same(found, truth) == []
 
 
+def test_two_values_for_one_tied_weight_are_refused_by_name(folders: Path, tmp_path: Path) -> None:
+    """The config ties them; a folder may have the same bits twice, but not two weights for one parameter."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+
+    def other(tensors: dict[str, Tensor]) -> None:
+        tensors[head] = tensors[embedding].clone()
+        tensors[head][-1, -1] += 1
+
+    def twice(tensors: dict[str, Tensor]) -> None:
+        tensors["norm.weight"] = tensors["model.norm.weight"] + 1  # which transformers takes for the same name
+
+    truth = torch.load(folders / "llama/tied" / "truth.pt")
+    same_twice = edited(folders / "llama/tied", tmp_path / "same", lambda t: t.update({head: t[embedding].clone()}))
+    apart = edited(folders / "llama/tied", tmp_path / "apart", other)
+    with alone() as gpc:
+        assert same(started(from_pretrained(same_twice, context=gpc), gpc).full_state_dict(), truth) == []
+        told = (
+            r"two weights in the folder \(1\): model\.embed_tokens\.weight and lm_head\.weight\n.*tie_word_embeddings"
+        )
+        with pytest.raises(CheckpointError, match=f"(?s){told}"):
+            from_pretrained(apart, context=gpc)
+        found = started(from_pretrained(apart, allow_unexpected=[head], context=gpc), gpc).full_state_dict()
+        assert same(found, truth) == []
+        found = started(from_pretrained(apart, allow_unexpected=[embedding], context=gpc), gpc).full_state_dict()
+        assert found[embedding][-1, -1] == truth[embedding][-1, -1] + 1
+        with pytest.raises(
+            CheckpointError, match=r"one for model\.norm\.weight: model\.norm\.weight in .*, norm\.weight in"
+        ):
+            from_pretrained(edited(folders / "llama/tied", tmp_path / "twice", twice), context=gpc)
+
+
 def test_pickles_are_read_only_where_they_are_trusted(folders: Path, tmp_path: Path) -> None:
     path = tmp_path / "pickled"
     shutil.copytree(folders / "llama/tied", path)

@@ -15,10 +15,24 @@ from colonnade import initialize, parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ColonnadeError, ConfigError, GradientError, PlacementError
+from colonnade.parallel.split import Split
 from colonnade.plans.check import check_entries
 from colonnade.plans.match import fits, resolve
 from colonnade.testing import run_world
-from tests.plans.models import CASES, HIDDEN, PACKED, PLAN, Model, build, labels, packed_model, summed_loss, tokens
+from tests.plans.models import (
+    CASES,
+    HIDDEN,
+    MLP,
+    PACKED,
+    PLAN,
+    GatedMLP,
+    Model,
+    build,
+    labels,
+    packed_model,
+    summed_loss,
+    tokens,
+)
 
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 
@@ -48,6 +62,36 @@ def tied_to_a_convolution() -> nn.Module:
     model: Any = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "other": nn.Conv1d(4, 8, 1)})
     model.up.weight = model.other.weight
     return model
+
+
+class Scaled(nn.Linear):
+    """With a forward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def pair(change: Callable[[nn.Linear], Any] = lambda layer: layer, **options: Any) -> Callable[[], nn.Module]:
+    """Two layers, of which the first is another."""
+    return lambda: nn.ModuleDict({"up": change(nn.Linear(4, 8, **options)), "down": nn.Linear(8, 4)})
+
+
+def quantised(layer: nn.Linear) -> nn.Linear:
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return layer
+
+
+def one_layer_twice() -> nn.Module:
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+    return nn.ModuleDict({"up": up, "down": down, "other": nn.ModuleDict({"first": up, "last": down})})
+
+
+PLAN_OF_ATTENTION = {name: style for name, style in PLAN.items() if "attention" in name}
+UP_DOWN = {"up": "colwise", "down": "rowwise"}
+
+
+def packed(sections: Any) -> dict[str, Any]:
+    return {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": sections}}
 
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
@@ -97,6 +141,64 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": (40, 40)}},
         r"64 features cannot be the sections \(40, 40\)",
     ),
+    "no section": (
+        packed_model,
+        packed(0),
+        r"'blocks\.0\.mlp\.gate_up': .*sections=0.* number of equal ones, or .*lengths",
+    ),
+    "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up': .*sections=\(96, -32\)"),
+    "sections in words": (packed_model, packed("two"), r"sections='two'"),
+    "sections that are none": (packed_model, packed(()), r"sections=\(\)"),
+    "equal sections": (packed_model, packed(3), r"64 features cannot be the sections 3 of the plan"),
+    "an option": (
+        pair(),
+        {**UP_DOWN, "up": {"style": "colwise", "section": 2}},
+        r"'up' .*'section', .*'colwise' takes .*'sections'.*Did you mean 'sections'",
+    ),
+    "an option of another": (
+        Model,
+        {**PLAN, "norm": {"style": "replicate", "sections": 2}},
+        r"'norm' the option 'sections', .*'replicate' takes 'divide'",
+    ),
+    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the option 'stile', .*Did you mean 'style'"),
+    "divide in one word": (
+        Model,
+        {**PLAN, "blocks.*.attention": {"divide": "heads"}},
+        r"'blocks\.0\.attention': divide='heads'.*\['heads'\]",
+    ),
+    "a weight for its layer": (
+        pair(bias=False),
+        {"up.weight": "colwise", "down.weight": "rowwise"},
+        r"'up\.weight' is a parameter of 'up', of the class Linear.*name 'up'.*'down\.weight' is",
+    ),
+    "words of an embedding": (
+        Model,
+        {**PLAN, "embedding.weight": "colwise"},
+        r"'embedding\.weight' is a parameter of 'embedding', of the class Embedding.*name 'embedding'",
+    ),
+    "one layer, two styles": (
+        one_layer_twice,
+        {**UP_DOWN, "other.first": "colwise_gather_output"},
+        r"'up' and 'other\.first' are one module, .*'colwise' .*'colwise_gather_output'",
+    ),
+    "a parametrization": (
+        pair(nn.utils.parametrizations.weight_norm),
+        UP_DOWN,
+        r"'up'.* 'weight' is no parameter of it.*weight_norm.*remove",
+    ),
+    "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is no parameter of it"),
+    "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
+    "integers": (
+        pair(quantised),
+        UP_DOWN,
+        r"'up'.*'weight' has the type torch\.int8",
+    ),
+    "a forward pass of its own": (
+        lambda: nn.ModuleDict({"up": Scaled(4, 8), "down": nn.Linear(8, 4)}),
+        UP_DOWN,
+        r"'up' is a Scaled, whose forward pass is its own",
+    ),
+    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the whole model, .*not a Split"),  # type: ignore[arg-type, return-value]
     "a tie": (
         tied_to_a_convolution,
         {"up": "colwise", "down": "rowwise"},
@@ -139,8 +241,12 @@ def _wrong() -> None:
             assert re.search(said, str(raised.value), re.DOTALL), (name, str(raised.value))
         model = build()
         once = parallelize(model, PLAN, context=gpc)
-        with pytest.raises(PlacementError, match="placed already"):
+        with pytest.raises(PlacementError, match=r"Model was given to parallelize already.*once"):
             parallelize(once, PLAN, context=gpc)
+        with pytest.raises(PlacementError, match="placed already"):
+            parallelize(
+                nn.ModuleDict({"inside": once}), {f"inside.{name}": each for name, each in PLAN.items()}, context=gpc
+            )
         bert = nn.ModuleDict({"attention": Bert()})
         plan = {"attention.inside.query": "colwise", "attention.output.dense": "rowwise"}
         check_entries(resolve(plan, bert), bert, gpc)
@@ -193,6 +299,47 @@ def _forgotten(gpc: ParallelContext) -> None:
                 with pytest.raises(PlacementError, match=r"q_norm.*'replicated_with_grad_allreduce'"):
                     engine(tokens(4))
             engine.close()
+
+
+class Mixing(MLP):
+    """A softmax over all features between its two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class Flat(Model):
+    """Whose attention has as many features as its blocks: queries, keys and values, cut as if they were one weight, fit."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp=GatedMLP)
+
+
+def _compared() -> None:
+    """What only values tell, by one pass on a sample; plans that are right pass, in one stage and in two."""
+    gathered = {"blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"}
+    mixing = lambda: Model(mlp=Mixing)  # noqa: E731
+    sections = {"style": "packed_colwise", "sections": (HIDDEN, HIDDEN)}
+    wrong = [
+        (mixing, PLAN, "down"),
+        (Flat, {**PLAN_OF_ATTENTION, "blocks.*.mlp.gate_up": "colwise", "blocks.*.mlp.down": "rowwise"}, "down"),
+        (packed_model, {**PACKED, "blocks.*.attention.qkv": sections}, "o_proj"),
+    ]
+    with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        for made, plan, layer in wrong:
+            said = rf"with this plan 'blocks\.0\.(attention|mlp)\.{layer}' gives something else for the sample.*packed_colwise"
+            with pytest.raises(PlacementError, match=said):
+                parallelize(build(made), plan, sample=tokens(2), context=gpc)
+            parallelize(build(made), plan, context=gpc)  # nobody can see it without one
+        for made, plan in [*CASES.values(), (mixing, {**PLAN_OF_ATTENTION, **gathered})]:
+            model = build(made).train()
+            parallelize(model, plan, sample=(tokens(2),), context=gpc)
+            assert model.training
+            assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_sample_shows_what_names_cannot_tell():
+    run_world(2, _compared)
 
 
 def test_every_wrong_plan_is_named_by_every_rank():

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colonnade import parallelize
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import PlacementError
 from colonnade.testing import run_world
 from tests.plans.models import (
     CASES,
@@ -116,10 +118,66 @@ def test_a_copy_of_the_model_and_a_layer_of_torch_that_evaluates_otherwise_compu
     run_world(2, _copied)
 
 
+class Repeated(nn.Module):
+    """One block, three times in a list: as models are that share their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Model().blocks[0]] * 3)
+        self.first = self.blocks[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _shared() -> None:
+    with launch({"parallel": {"tensor": TENSOR}}, context=ParallelContext(), verbose=False) as gpc:
+        plain, x = build(Repeated), torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+        plan = {**PLAN, **{name.replace("blocks.*", "first"): style for name, style in PLAN.items()}}
+        for each in (PLAN, plan):
+            model = parallelize(copy.deepcopy(plain), each, context=gpc)
+            assert model.first.mlp.up.weight.shape == (INNER // 2, HIDDEN)
+            found, expected = model(x), plain(x)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            plain.zero_grad()
+            expected.sum().backward()
+            found.sum().backward()
+            part = plain.first.mlp.up.weight.grad.chunk(2)[gpc.get_local_rank(ParallelMode.TENSOR)]
+            torch.testing.assert_close(model.first.mlp.up.weight.grad, part, rtol=1e-10, atol=1e-12)
+        plain.first.attention.heads = 4
+        model = parallelize(plain, {**PLAN, "blocks.*.attention": {"divide": ["heads"]}}, context=gpc)
+        assert model.first.attention.heads == 2
+
+
+def test_a_module_under_several_names_is_cut_once():
+    run_world(2, _shared)
+
+
+def _shared_by_stages() -> None:
+    config = {"parallel": {"tensor": TENSOR, "pipeline": 2}, "num_microbatches": 2}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        x = torch.randn(2, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        stages = parallelize(build(Repeated), PLAN, sample=x, context=gpc)  # which compares
+        parts = [stage.get_parameter("blocks.1.mlp.up.weight") for stage in stages]  # type: ignore[union-attr]
+        assert parts[0] is parts[1]
+        assert parts[0].shape == (INNER // 2, HIDDEN)
+
+
+@pytest.mark.slow
+def test_a_module_on_several_stages_is_cut_once():
+    run_world(4, _shared_by_stages)
+
+
 def test_without_tensor_parallelism_nothing_is_cut():
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = build()
         before = copy.deepcopy(model)
         assert parallelize(model, PLAN, context=gpc) is model
         assert torch.equal(model(tokens(2)), before(tokens(2)))
-        assert parallelize(model, context=gpc) is model
+        assert parallelize(before, context=gpc) is before
+        with pytest.raises(
+            PlacementError, match="already"
+        ):  # so that a script fails on no layout that it works on here
+            parallelize(model, context=gpc)

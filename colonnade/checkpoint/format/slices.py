@@ -153,7 +153,9 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
         if found is None:
             others = sorted(path.glob("*.safetensors"))
             if len(others) != 1:
-                raise CheckpointError(f"{path} has no weights: neither model.safetensors nor {INDEX} is there")
+                raise CheckpointError(
+                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}"
+                )
             found = others[0]
         files = _indexed(found) if found.suffix == ".json" else [found]
     else:
@@ -165,6 +167,16 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
     for file in files:
         tensors |= stored_tensors(file) if file.suffix == ".safetensors" else _unpickled(file, trust)
     return tensors
+
+
+def _interrupted(path: Path) -> str:
+    """That a save was killed while it put new files in the place of older ones, if one was."""
+    asides = sorted(path.glob(".old-*"))
+    return (
+        f". They were being replaced when a save was killed: save again, or move back what is in {asides[0]}"
+        if asides
+        else ""
+    )
 
 
 def _indexed(index: Path) -> list[Path]:

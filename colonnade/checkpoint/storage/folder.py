@@ -7,12 +7,11 @@ so that publishing never touches what is there. `.tmp-<step>-<nonce>` is being w
 from __future__ import annotations
 
 import errno
-import glob
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,46 +120,6 @@ def _retire(found: Found) -> None:
         shutil.rmtree(aside)
     except OSError as error:
         get_dist_logger().warning(f"the old checkpoint {found.path} could not be deleted: {error}")
-
-
-def replace_folder(staged: Path, target: Path, keeps: Callable[[str], bool]) -> None:
-    """Give a staged folder, all of whose files are on disk, the name of `target`, which may be there.
-
-    What that one has and the new one has not goes along, where `keeps` says so of its name. A kill between the two renames
-    of a folder that is replaced leaves it under the name `.<name>.old-<number>`, until the next one is in its place.
-    """
-    aside = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
-    there = target.is_dir()
-    for entry in sorted(target.iterdir()) if there else ():
-        if keeps(entry.name) and not (staged / entry.name).exists():
-            copied = shutil.copytree if entry.is_dir() else shutil.copy2
-            copied(entry, staged / entry.name)
-    sync_folder(staged)
-    fault_point("folder synced")
-    if there:
-        os.rename(target, aside)
-    try:
-        fault_point("old one aside")
-        os.rename(staged, target)
-    except OSError:
-        if there:
-            os.rename(aside, target)
-        raise
-    fault_point("renamed")
-    sync_folder(target.parent)
-    for old in target.parent.glob(f".{glob.escape(target.name)}.old-*"):
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def saving_name(target: Path) -> str:
-    """A new name beside `target` for a folder or file that is to take its name."""
-    return f".{target.name}.saving-{secrets.token_hex(4)}"
-
-
-def clean_beside(target: Path) -> None:
-    """Delete what interrupted saves to `target` have left."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,6 +21,10 @@ Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
 
 
+_OF_OTHER_KINDS = ("pixel_values", "input_features", "input_values", "audio_values", "images", "videos")
+"""How the names of inputs begin that a model of transformers takes beside tokens, for an encoder of its own."""
+
+
 class OwnForward:
     """A model with blocks in lists, cut by its own forward pass, which is run once without weights to see its layers.
 
@@ -225,6 +229,12 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
         raise ScheduleError(
             f"a {type(model).__name__} is cut into stages by its forward pass, which takes an input that is not known: pass "
             f"sample=, the data of a batch (tensors of any values)"
+        )
+    others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OF_OTHER_KINDS)]
+    if main == "input_ids" and others:
+        raise ScheduleError(
+            f"a {type(model).__name__} takes {others[0]!r} beside {main!r}, and calls other layers with it than without: pass "
+            f"sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split"
         )
     return lambda function: function(**inputs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,8 @@ def _other_order(part: Part, at: int, name: str) -> str:
     expected = f"{part.names[at]!r} was to come" if at < len(part.names) else "no other was to come"
     return (
         f"the forward pass calls {name!r} where {expected}, as in the pass by which the model was cut into stages. A pipeline "
-        f"needs the same calls in every pass (no layers left out at random); for inputs of another kind give split(sample=)"
+        f"needs the same calls in every pass (no layers left out at random); for inputs of another kind give a batch of them to parallelize(sample=) "
+        f"or split(sample=)"
     )
 
 
@@ -175,7 +176,17 @@ def stage_class(kind: type) -> Any:
 
         vars(forward).update(__signature__=inspect.signature(forward), __wrapped__=kind.forward)  # type: ignore[attr-defined]
         made.forward = forward
+        if hasattr(kind, "generate"):
+            made.generate = no_generate
     return made
+
+
+def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in the place of transformers' `generate`, which would call the whole model."""
+    raise ScheduleError(
+        "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
+        "on every rank, and generate with transformers' from_pretrained(folder) in one process"
+    )
 
 
 def result_of(output: Any) -> Any:
