@@ -6,7 +6,7 @@ No process is started and no group is made: all of it is derived from the record
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -242,7 +242,7 @@ def _described(one: _Found, layout: Layout, reasons: dict[str, str]) -> Paramete
     placement, rank, stages = one.placement, one.role.rank, tuple(sorted(one.stages))
     inside = [mode for mode in layout.modes if layout.has(mode, rank)]
     ranks = [r for r in ranks_of_stage(layout, stages) if all(layout.has(mode, r) for mode in inside)]
-    holders = _distinct(holding(layout, placement, each).ranks for each in ranks)
+    holders = _distinct(ranks, lambda each: holding(layout, placement, each).ranks)
     return ParameterClass(
         names=one.names,
         elements=one.elements,
@@ -264,19 +264,15 @@ def _lies(layout: Layout, placement: Placement, rank: int) -> list[str]:
         size = len(layout.group_of(mode, rank))
         if size > 1 or isinstance(spec, Tied):
             found.append(f"{mode.name}: {_how(spec, size)}")
-    at, holders = layout.coordinates(rank), holding(layout, placement, rank).ranks
+    at, holders = layout.coordinates(rank), set(holding(layout, placement, rank).ranks)
     placed = {mode.name for mode in placement.modes}
     for axis in layout.axes:
-        along = {layout.coordinates(r)[axis.name] for r in holders if _alike_but(layout, r, at, axis.name)}
-        if len(along) > 1 and axis.mode.name not in placed:
-            part = "" if len(along) == axis.size else f", each part on {len(along)} of {axis.size} ranks"
+        along = [layout.rank_at(**{**at, axis.name: place}) for place in range(axis.size)]
+        count = len(holders.intersection(along))
+        if count > 1 and axis.mode.name not in placed:
+            part = "" if count == axis.size else f", each part on {count} of {axis.size} ranks"
             found.append(f"{axis.mode.name}: whole{part}")
     return found
-
-
-def _alike_but(layout: Layout, rank: int, at: dict[str, int], name: str) -> bool:
-    here = layout.coordinates(rank)
-    return all(here[other] == at[other] for other in here if other != name)
 
 
 def _how(spec: Spec, size: int) -> str:
@@ -299,11 +295,10 @@ def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[i
     if any(rule.handler.__name__ == handler and rule.when is not None and mode not in rule.when for rule in RULES):
         why += f"; with it, what is owed over {row.mode}"
     if handler == _FSDP:
-        groups = _distinct(tuple(layout.group_of(mode, each)) for each in ranks)
+        groups = _distinct(ranks, lambda each: tuple(layout.group_of(mode, each)))
         why = "zero stage 3: FSDP2 cuts the parameter over these ranks and reduces its gradient itself"
     else:
-        factors = (f for each in ranks for f in owed(layout, placement, each) if f.mode is mode)
-        groups = _distinct(factor.ranks for factor in factors)
+        groups = _distinct(ranks, lambda each: _owed_over(layout, placement, each, mode))
     return SumOf(row.mode, groups, row.divisor, _why_divided(row), handler, why)
 
 
@@ -386,5 +381,17 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
     )
 
 
-def _distinct(groups: Iterable[tuple[int, ...]]) -> Groups:
-    return tuple(sorted(dict.fromkeys(groups)))
+def _owed_over(layout: Layout, placement: Placement, rank: int, mode: ParallelMode) -> tuple[int, ...]:
+    return next((factor.ranks for factor in owed(layout, placement, rank) if factor.mode is mode), ())
+
+
+def _distinct(ranks: Iterable[int], group_of: Callable[[int], tuple[int, ...]]) -> Groups:
+    """The groups that these ranks are in; of each, one rank is asked."""
+    seen: set[int] = set()
+    found = []
+    for rank in ranks:
+        group = group_of(rank) if rank not in seen else ()
+        if group:
+            found.append(group)
+            seen.update(group)
+    return tuple(sorted(found))

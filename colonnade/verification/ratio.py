@@ -274,7 +274,7 @@ def _loss_scale(config: Config) -> Iterator[Meaning]:
     for doublings in range(-8, 9):
         yield Meaning(
             scale * 2.0**doublings,
-            "wrong-divisor",
+            "loss-scale-left",
             f"loss scale {scale * 2.0**doublings:g}",
             "the loss scale of fp16 is still in the gradient: it is divided out in engine.step(), so read gradients after it",
             3 + abs(doublings),
