@@ -194,7 +194,7 @@ def _words(number: int, one: ParameterClass, pipeline: bool) -> list[str]:
     same = f"held alike by {groups_text(one.holders)}" if one.share > 1 else "held by one rank each"
     lines.append(f"   norm       each rank counts 1/{one.share} of its squares; {same}")
     lines.append(f"   start      {'these ranks must start equal' if one.share > 1 else 'nobody must start equal'}")
-    lines.append(f"   checkpoint keeps {one.kept}; written by {_few(one.writers)}")
+    lines.append(f"   checkpoint keeps {one.kept}; the first holder of each part writes it: {_few(one.writers)}")
     return lines
 
 

@@ -21,12 +21,13 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.automatic import RULES, attach_automatic
 from colonnade.engine.gradient_handler.ledger import Covered, Ledger, LedgerRow, match, require_complete
 from colonnade.engine.gradient_handler.sync import build_gradient_handler
-from colonnade.errors import ColonnadeError, ConfigError, LedgerError, did_you_mean
+from colonnade.errors import ColonnadeError, ConfigError, LedgerError, RegistryError, did_you_mean
 from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of
+from colonnade.parallel.schedules import build_schedule
 from colonnade.reduce.records import read_demands
 from colonnade.verification.roles import BuildModel, Role, ranks_of_stage, roles
 
@@ -119,6 +120,7 @@ def explain(
     problems: dict[str, None] = {}
     notes: dict[str, None] = dict.fromkeys(_notes(config, zero))
     for role in roles(config, world_size, model, context):
+        problems |= _schedule_problem(context)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
         ledger = _ledger(role, config, context, reasons, problems, notes)
         names.update(name for name, _ in role.model.named_parameters())
@@ -180,9 +182,13 @@ def _ledger(
             handler = build_gradient_handler(entry, role.model, None)
             handler.attach(context)
             planned = handler.covers()
-        except ColonnadeError as error:
+        except RegistryError as error:
+            problems[str(error)] = None
+            continue
+        except ColonnadeError as error:  # it may need the optimizer, or a process group
             notes[f"{name} (named in the config) cannot be planned here: {error}"] = None
-            planned = None
+            unknown.append(name)
+            continue
         if planned is None:
             unknown.append(name)
             notes[_by_trial(name)] = None
@@ -198,6 +204,14 @@ def _ledger(
         problems[str(error)] = None
         ledger = match(demands, [], context.layout, role.rank)
     return ledger
+
+
+def _schedule_problem(context: ParallelContext) -> dict[str, None]:
+    try:
+        build_schedule(context)
+    except ColonnadeError as error:
+        return {str(error): None}
+    return {}
 
 
 def _by_trial(name: str) -> str:
@@ -307,7 +321,7 @@ def _why_divided(row: LedgerRow) -> str:
     if row.divisor == 1:
         return "not divided: the ranks see the same data, and each has a part of the gradient"
     if row.divisor == count:
-        return f"all {count} ranks of the sum saw distinct data"
+        return f"its {count} ranks saw distinct data"
     if count == 1:
         return f"{row.divisor:g} ranks saw distinct data; this one alone holds the part, and its gradient has what they sent it"
     return f"{row.divisor:g} ranks saw distinct data; the {count} of the sum have in their gradients what the others sent them"

@@ -179,6 +179,19 @@ def test_what_initialize_would_refuse_is_a_problem():
     assert {each.handler for each in waived.classes[0].sums} == {"nobody (waived)"}
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_handler": ["NoSuchHandler"]}, "no gradient handler 'NoSuchHandler'"),
+        ({"parallel": {"pipeline": 2}}, "needs a schedule and a number of micro-batches"),
+        ({"schedule": "NoSuchSchedule"}, "NoSuchSchedule"),
+    ],
+)
+def test_names_that_nobody_registered_are_problems(config, message):
+    (problem,) = explain(load_config(config), 4, context=ParallelContext()).problems
+    assert message in problem
+
+
 def test_only_some_parameters():
     explained = explain(load_config({}), 2, plain, "*.bias", ParallelContext())
     assert [one.names for one in explained.classes] == [{"*.bias": 1}, {"*.bias": 1}]

@@ -6,15 +6,16 @@ Handlers that say what they sum cannot call anything else. Of those that sum by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colonnade.comm.messages import digest_of
+from colonnade.comm.torch_versions import noting_collectives
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler
-from colonnade.engine.gradient_handler.same_calls import Call, read_call
 from colonnade.parallel.dtensor import local_part
 
 Entry = tuple[str, str, tuple[int, ...]]
@@ -48,7 +49,7 @@ class CallLog:
             return
         self._entries.append((name, "begins", ()))
         self._names = {}
-        with _Noting(self, name):
+        with noting_collectives(partial(self._note, name)):
             handler.handle_gradient()
         self._at("summing the gradients")
 
@@ -73,34 +74,19 @@ class CallLog:
         step = self.steps[-1][0] + 1 if self.steps else -1
         return [*self.steps, (step, tuple(self._entries))]
 
-    def note(self, handler: str, call: Call) -> None:
+    def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
         """A handler is about to make this collective."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == 1:
+            return
         if not self._names:
             gradients = ((name, p.grad) for name, p in self._named() if p.grad is not None)
             self._names = {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
-        found = next((self._names[t.data_ptr()] for t in call.tensors if t.data_ptr() in self._names), None)
-        what = f"of {found!r}" if found is not None else f"of a tensor of {call.elements} elements"
-        self._entries.append((handler, f"{call.name} {what}", call.ranks))
-        self._at(f"in {handler}, at {call.name} {what} over ranks {list(call.ranks)}")
-
-
-class _Noting(TorchDispatchMode):
-    """Within the block, every collective is noted before it is made."""
-
-    def __init__(self, log: CallLog, handler: str) -> None:
-        super().__init__()
-        self._log, self._handler = log, handler
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let it become collectives on plain tensors first
-        if getattr(func, "namespace", "") != "aten":  # which is most of what a handler does
-            call = read_call(func, args)
-            if call is not None and len(call.ranks) > 1:
-                self._log.note(self._handler, call)
-        return func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        found = next((self._names[t.data_ptr()] for t in tensors if t.data_ptr() in self._names), None)
+        what = f"of {found!r}" if found is not None else f"of {sum(t.numel() for t in tensors)} elements"
+        self._entries.append((handler, f"{name} {what}", ranks))
+        self._at(f"in {handler}, at {name} {what} over ranks {list(ranks)}")
 
 
 def _by_ranks(called: Sequence[Entry]) -> dict[Any, int]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from time import sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,28 +21,6 @@ _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
 _UNEVEN = ("alltoall", "all_to_all", "barrier", "gather", "scatter")
 """Their tensors may have another size on each rank."""
 _LOOK_EVERY = 0.25  # seconds
-
-
-class Call(NamedTuple):
-    """A collective as torch's dispatcher sees it: its name, its group, and the tensors it is given."""
-
-    name: str
-    group: Any
-    ranks: tuple[int, ...]
-    tensors: list[Tensor]
-    elements: int
-
-
-def read_call(func: Any, args: Sequence[Any]) -> Call | None:
-    """The collective that `func` is; None for anything else."""
-    name = re.sub("^all(?=reduce|gather)", "all_", str(getattr(func, "_opname", "")).strip("_"))
-    if "c10d" not in getattr(func, "namespace", "") or not name.startswith(_COLLECTIVES):
-        return None
-    group = group_of_call(args)
-    tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
-    elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return Call(name, group, ranks, [leaf for some in tensors for leaf in some], elements)
 
 
 class SameCalls(TorchDispatchMode):
@@ -67,14 +45,17 @@ class SameCalls(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # let it become collectives on plain tensors first
-        call = read_call(func, args)
-        if call is not None:
-            name, ranks, elements = call.name, call.ranks, call.elements
+        name = re.sub("^all(?=reduce|gather)", "all_", str(getattr(func, "_opname", "")).strip("_"))
+        if "c10d" in getattr(func, "namespace", "") and name.startswith(_COLLECTIVES):
+            group = group_of_call(args)
+            ranks = tuple(dist.get_process_group_ranks(group))
+            tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+            elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
             if name.startswith(("all_reduce", "reduce")):
                 self.summed[ranks] = self.summed.get(ranks, 0) + elements
             size = "" if name.startswith(_UNEVEN) else f" of {elements} element{'s' if elements != 1 else ''}"
-            kind = str(call.tensors[0].dtype).removeprefix("torch.")
-            self._meet(call.group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
+            kind = next(str(leaf.dtype).removeprefix("torch.") for some in tensors for leaf in some)
+            self._meet(group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
