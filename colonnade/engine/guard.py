@@ -283,15 +283,16 @@ def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Ite
             continue
         holders = str(held.holding.ranks)
         label = held.placement.tied.key if held.placement.tied is not None else held.name
-        whole = weights.setdefault(holders, _Replicas("the weights of", holders, [], []))
+        whole = weights.setdefault((holders, held.tensor.device), _Replicas("the weights of", holders, [], []))
         whole.labels.append(label)
         whole.tensors.append(local_part(held.tensor))
-        kept = states.setdefault(holders, _Replicas("the optimizer's", holders, [], []))
         for name, value in _state_of(optimizer, held.tensor):
+            # Counts of steps may lie on the host: by device, or the host would wait for each checksum by itself.
+            kept = states.setdefault((holders, value.device), _Replicas("the optimizer's", holders, [], []))
             kept.labels.append(f"{name} of {label}")
             kept.tensors.append(value)
     yield from weights.values()
-    yield from (one for one in states.values() if one.labels)
+    yield from states.values()
 
 
 def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -321,7 +322,7 @@ def _digests(replicas: list[_Replicas]) -> list[_Part]:
 
 def _mixed(sums: list[Tensor]) -> Tensor:
     """The checksums of several tensors as one number, in which their order counts."""
-    flat = torch.cat([each.to(sums[0].device) for each in sums])
+    flat = torch.cat(sums)
     factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
     return (flat * factors).sum()
 

@@ -23,6 +23,7 @@ from colonnade.errors import ConfigError, GradientError
 from colonnade.nn.layer import Linear, arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import WorldError, run_world
+from tests.models.grid import GRID, Case, is_long, trained
 
 
 class _ByHand(BaseGradientHandler):
@@ -215,6 +216,19 @@ def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever()
         "they part at step 3: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
         "'0.weight'" in told
     )
+
+
+def train_guarded(cases: list[Case], zero: int) -> None:
+    for case in cases:
+        trained(case, zero, guard={"every": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_healthy_runs_are_let_alone(zero):
+    cases = [case for case in GRID if case.ranks == 4 and not is_long(case)]
+    run_world(4, train_guarded, cases, zero, timeout=280)
 
 
 @pytest.mark.parametrize(
