@@ -225,10 +225,11 @@ def train_guarded(cases: list[Case], zero: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_healthy_runs_are_let_alone(zero):
+@pytest.mark.parametrize(("first", "zero"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 3)])
+def test_healthy_runs_are_let_alone(first, zero):
+    """A quarter of the mixes on four ranks, in every step."""
     cases = [case for case in GRID if case.ranks == 4 and not is_long(case)]
-    run_world(4, train_guarded, cases, zero, timeout=280)
+    run_world(4, train_guarded, cases[first::4], zero, timeout=100)
 
 
 @pytest.mark.parametrize(
