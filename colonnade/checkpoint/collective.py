@@ -6,13 +6,19 @@ A context that was never launched is a world of one, in which nothing is communi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from torch import nn
 
 from colonnade.comm.messages import agreed_errors, gather_texts
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
+
+before_save: weakref.WeakKeyDictionary[nn.Module, Callable[[], Callable[[], None] | None]] = weakref.WeakKeyDictionary()
+"""By model, a (weak) reference to what is called on all ranks before it is saved: it may refuse by raising on all of them."""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import agreed, gather_json
+from colonnade.checkpoint.collective import agreed, before_save, gather_json
 from colonnade.checkpoint.format.manifest import LayoutRecord
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
 from colonnade.checkpoint.plan.pieces import SavePlan
@@ -85,6 +85,9 @@ class CheckpointManager:
         self.wait()
         with self._saving(step):
             self._check_save(step)
+        look = before_save.get(model, lambda: None)()
+        if look is not None:
+            look()
         tensors = locate_tensors(model, self.context, f"saving step {step}")
         with self._saving(step):
             state = LocalState(tensors, model, optimizer, extra, self.context)

@@ -9,11 +9,12 @@ import typer
 
 from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
+from colonnade.cli.explain import explain
 from colonnade.cli.new import new
 from colonnade.cli.run import run
 from colonnade.version import __version__
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "doctor": doctor, "ckpt": ckpt, "new": new}
+COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "doctor": doctor, "ckpt": ckpt, "new": new, "explain": explain}
 """Each is a function whose docstring is its help."""
 
 

@@ -14,6 +14,17 @@ from colonnade.errors import ContextError
 RankSet = tuple[int, ...]
 
 
+class NoGroups:
+    """The groups of a world that is only simulated: they can be had, but there is nobody in them."""
+
+    def group(self, ranks: Iterable[int]) -> Any:
+        """No group: torch refuses to communicate with it."""
+        return None
+
+    def destroy(self) -> None:
+        """There is nothing to destroy."""
+
+
 class ProcessGroups:
     """Creates, shares and destroys process groups, keyed by the set of ranks."""
 

@@ -147,7 +147,7 @@ def _compare(agreement: Agreement, failed: bool, device: torch.device, group: An
     rows = [[-int(failed)] + [_NOBODY] * 2, *([_NOBODY] * 3 for _ in range(sum(agreement.parts)))]
     start = 1
     for table, parts in zip(agreement.tables, agreement.parts, strict=not failed):
-        digest = _digest(json.dumps([*table.items.items()]))
+        digest = digest_of(json.dumps([*table.items.items()]))
         rows[start + table.part] = [digest, -digest, len(table.items)]
         start += parts
     least = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -184,10 +184,10 @@ def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) 
     """Raise the same error on every rank. The texts travel only now, from one rank of each opinion."""
     shown = [table.shown() if table.shown is not None else table.items for table in tables]
     mine = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
-    digests = gather_numbers(_digest(mine), device, group)
+    digests = gather_numbers(digest_of(mine), device, group)
     everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
     speakers = {digest: everyone[digests.index(digest)] for digest in digests}
-    told = share_texts(f"alike/{_digest(repr(digests))}", mine, speakers.values())
+    told = share_texts(f"alike/{digest_of(repr(digests))}", mine, speakers.values())
     opinions = {digest: json.loads(told[rank]) for digest, rank in speakers.items()}
     for at, table in enumerate(tables):
         for part in sorted({opinion[at][0] for opinion in opinions.values()}):
@@ -222,7 +222,7 @@ def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]])
     return found
 
 
-def _digest(text: str) -> int:
+def digest_of(text: str) -> int:
     """62 bits that tell two texts apart."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 

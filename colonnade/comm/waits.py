@@ -64,6 +64,8 @@ class WaitWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
+        self.more: Callable[[], Any] | None = None
+        """Gives what a rank that stands still tells the others beside its place, as a value for JSON."""
 
     def at(self, what: str) -> None:
         """This rank is here now."""
@@ -115,6 +117,8 @@ class WaitWatch:
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
                     told = now
+                    if self.more is not None:
+                        default_store().set(f"{_KEY.format(rank)}/more", json.dumps(self.more()))
                     default_store().set(_KEY.format(rank), json.dumps(place))
                 if told is not None and place.what != OUTSIDE and stood > 1.5 * self._limit:
                     said = self._explain(rank, world_size, place)
@@ -142,6 +146,16 @@ class WaitWatch:
             f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. All ranks "
             f"must make the same calls equally often; for loaders that are not equally long, loop over engine.batches(loader)"
         )
+
+
+def told_by(rank: int) -> tuple[str, Any] | None:
+    """(Where a rank stands that has not moved for `SAY_AFTER` seconds, what it tells beside that); None if it goes on."""
+    store, key = default_store(), _KEY.format(rank)
+    note = store.get(key) if store.check([key]) else b""
+    if not note:
+        return None
+    more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
+    return str(_Place(*json.loads(note.decode()))), json.loads(more.decode())
 
 
 def _described(place: _Place | None) -> str:

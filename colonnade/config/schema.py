@@ -198,6 +198,8 @@ _SYNC = Section(
     ),
 )
 
+_GUARD = Section({"every": COUNT}, renamed=_words(every="interval every_n steps"))  # steps between two comparisons
+
 _MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
 
 _COMPILE = Section({"blocks": BOOL}, is_open=True)  # blocks=False: the model in one piece
@@ -215,6 +217,7 @@ KEYS: dict[str, Rule] = {
     "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
     "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
     "sync": only_dict(_SYNC),  # how gradients are reduced
+    "guard": with_dict(BOOL, _GUARD),  # compare replicas and the calls of handlers between ranks every so many steps
     "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
     # which activations are computed again in backward, or kept on the host; True: 'full'
     "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from colonnade import logging as _logging
-from colonnade.comm.groups import ProcessGroups
+from colonnade.comm.groups import NoGroups, ProcessGroups
 from colonnade.comm.messages import gather_json, is_same_everywhere
 from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, START_UP_TIMEOUT, waiting_at_most
 from colonnade.comm.waits import WaitWatch
@@ -68,7 +68,7 @@ class ParallelContext:
     virtual_pipeline_parallel_rank: int | None
     _launched: bool
     _timeout: timedelta | None
-    _groups: ProcessGroups | None
+    _groups: ProcessGroups | NoGroups | None
 
     def __init__(self) -> None:
         self.verbose = True
@@ -135,6 +135,21 @@ class ParallelContext:
         for hook in launch_hooks:
             hook.after_groups(self, groups)
 
+    def simulate(self, config: Config | dict[str, Any] | str | Path, world_size: int, rank: int) -> None:
+        """Be one rank of a world that is not there: it has all sizes, ranks and streams, and no process group.
+
+        Models can be built in it, and plans made; nothing can communicate. Ends with `destroy()`, as a real one does.
+        """
+        if self._launched:
+            raise ContextError("this context has joined a world; simulate another with a ParallelContext of its own")
+        self.load_config(config)
+        self._axes = world_axes(self.config, world_size)
+        self._build = run_initializers(self.config, world_size, rank)
+        self._build.refuse_waiting()
+        self._layout = Layout(self._axes, self._build.groups)
+        self._rank, self.world_size, self._launched, self._groups = rank, world_size, True, NoGroups()
+        self.set_seed(int(self.config.get("seed") or 0))
+
     def destroy(self) -> None:
         """Leave the world and forget everything. Safe to call twice."""
         self.waits.close()
@@ -193,7 +208,9 @@ class ParallelContext:
 
     def get_group(self, mode: ParallelMode) -> dist.ProcessGroup:
         """The torch process group of `mode` that this rank is in."""
-        return self._joined().group(self.get_ranks_in_group(mode))
+        ranks = self.get_ranks_in_group(mode)
+        # A layer that asks for its group when it is built does not use it yet.
+        return self._groups.group(ranks) if isinstance(self._groups, NoGroups) else self._joined().group(ranks)
 
     def get_second_group(self, mode: ParallelMode, backend: str) -> dist.ProcessGroup:
         """Another group of the ranks of `get_group(mode)`, with backends of its own ("cpu:gloo,cuda:nccl").
@@ -321,6 +338,10 @@ class ParallelContext:
         return compared_texts(self.config) | seeds | waiting | hooks
 
     def _joined(self) -> ProcessGroups:
+        if isinstance(self._groups, NoGroups):
+            raise ContextError(
+                "there are no processes here: this world is only simulated, so its ranks cannot communicate"
+            )
         if self._groups is None:
             raise ContextError("there are no process groups before launch; call colonnade.launch(config) first")
         return self._groups

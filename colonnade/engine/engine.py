@@ -58,7 +58,7 @@ class Engine(WholeWeights):
         """Is shown every batch; in some steps, ranks that see the same data compare theirs."""
         self._passes = self._total_passes = 0
         self._failed = False
-        self._watch = LoopWatch(model, optimizer, context)
+        self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
         self.gives_loss = criterion is not None or own_loss is not None
         """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""

@@ -9,6 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.guard import guard_of
 from colonnade.engine.same_gradients import SameGradients
 from colonnade.errors import GradientError
 from colonnade.nn.activations import release_blocks
@@ -24,8 +26,11 @@ class LoopWatch:
     `unsummed`: there are gradients that were not summed over the ranks yet.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, context: ParallelContext) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None = None
+    ) -> None:
         self.unsummed = False
+        self._guard = guard_of(model, optimizer, context, sync)
         self._first_pass = FirstPass(model, context)
         self._same_gradients = SameGradients(model, context)
         self._model = weakref.ref(model)
@@ -54,6 +59,8 @@ class LoopWatch:
         self._steps += 1
         if self._steps <= 2 or self._steps % _LOOK_EVERY == 0:
             self.look()
+        if self._guard is not None:
+            self._guard.end_step()
 
     def look(self) -> None:
         """Refuse a model whose parameters are other objects than at `initialize`."""
@@ -71,6 +78,8 @@ class LoopWatch:
         for handle in self._handles:
             handle.remove()
         self._kept = []
+        if self._guard is not None:
+            self._guard.close()
         model = self._model()
         if model is not None:
             release_blocks(model)

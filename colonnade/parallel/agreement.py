@@ -16,6 +16,7 @@ from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, m
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
+from colonnade.parallel.checksum import words_of
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
@@ -226,13 +227,7 @@ def _how_to_place(ranks: Sequence[int], context: ParallelContext) -> str:
 @torch.no_grad()
 def _bits(tensors: Sequence[Tensor]) -> list[int]:
     """For each tensor the sum of its bytes as numbers of 64 bits: read once on its device, with one copy to the host."""
-    sums = []
-    for tensor in tensors:
-        raw = tensor.detach().reshape(-1).view(torch.uint8)
-        if raw.storage_offset() % 8 or raw.numel() % 8:
-            raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
-        sums.append(raw.view(torch.int64).sum())
-    return [number % 2**64 for number in torch.stack(sums).tolist()]
+    return [number % 2**64 for number in torch.stack([words_of(tensor).sum() for tensor in tensors]).tolist()]
 
 
 def _shown(entries: Sequence[Held], sums: dict[str, str]) -> dict[str, str]:

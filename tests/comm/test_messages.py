@@ -10,8 +10,8 @@ import torch.distributed as dist
 from colonnade.comm.messages import (
     Alike,
     _differences,
-    _digest,
     agreed_errors,
+    digest_of,
     gather_json,
     gather_numbers,
     gather_texts,
@@ -136,7 +136,7 @@ def test_what_differs_is_named_with_the_first_rank_and_the_others():
 
 
 def test_a_digest_is_a_number_of_62_bits_that_texts_share_by_chance_alone():
-    found = [_digest(str(number)) for number in range(200)]
+    found = [digest_of(str(number)) for number in range(200)]
     assert len(set(found)) == 200
     assert 2**61 < max(found) < 2**62
-    assert _digest("1") == found[1]
+    assert digest_of("1") == found[1]

@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
     "parallel gradient_handler gradient_handlers clip_grad_norm gradient_accumulation fp16 bf16 zero "
-    "float8 schedule sync compare_batches activation_checkpoint flat_step graph_step seed compile cudnn_benchmark "
+    "float8 schedule sync compare_batches guard activation_checkpoint flat_step graph_step seed compile cudnn_benchmark "
     "cudnn_deterministic compare_weights model num_microbatches TENSOR_SHAPE"
 )
 
@@ -56,6 +56,7 @@ READERS = {
     "activation_checkpoint": "nn/activations.py",
     "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
     "compile": "engine/compiling.py",
+    "guard": "engine/guard.py",
     "model": "parallel/schedules.py",
 }
 """Which files read what stands in a section."""

@@ -15,6 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.automatic import attach_automatic, describe
 from colonnade.engine.gradient_handler.base import BaseGradientHandler, PlannedGradientHandler
 from colonnade.engine.gradient_handler.built_in import ZeROGradientHandler
+from colonnade.engine.gradient_handler.call_log import CallLog
 from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived, match, require_complete
 from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError, GradientError
@@ -48,6 +49,8 @@ class GradientSync:
         self._loose = list(loose)
         self.before_pass: Callable[[], None] | None = None
         """Called before anything else of a backward pass: gathers that run on must end."""
+        self.log: CallLog | None = None
+        """Set by whoever wants to know what handlers call."""
         self._unscaled: list[nn.Parameter] = []
 
     def prepare(self, last: bool) -> None:
@@ -67,7 +70,7 @@ class GradientSync:
             if self.synchroniser.failed_ranks:
                 return  # there are no gradients that a handler could look at
         for handler in self.handlers:
-            handler.handle_gradient()
+            handler.handle_gradient() if self.log is None else self.log.run(handler)
         self.synchroniser.finish()
         if scale is not None:
             _multiply([parameter.grad for parameter in self._unscaled if parameter.grad is not None], scale)

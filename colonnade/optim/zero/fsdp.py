@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.comm.messages import agreed_errors, gather_json
+from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
@@ -104,9 +105,12 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     with agreed_errors(context.device):
-        axis = _replicas(context, settings.replicate)
-        left = _left_whole(model, roots)
-        shard_modes = {id(p): None if id(p) in left else _shard_modes(p, context, axis) for p in old.values()}
+        axis = replica_mode(context.layout, settings.replicate)
+        left = left_whole(model, roots)
+        shard_modes = {
+            id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
+            for p in old.values()
+        }
         units = _Units(model, shard_modes, context, settings)
         for root in roots:
             chosen, usual = chosen_modules(root, settings.wrap), _most(shard_modes, root)
@@ -271,7 +275,7 @@ def _shares(module: nn.Module, root: nn.Module, parameters: Iterable[nn.Paramete
     return any(id(p) in wanted for p in outside)
 
 
-def _left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
+def left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
     """Parameters that FSDP2 cannot shard; they stay whole on every rank and are summed by our handlers.
 
     Scalars, empty and complex ones, those that are not contiguous, have sparse gradients, or are shared by two chunks.
@@ -288,11 +292,11 @@ def _left_whole(model: nn.Module, roots: Sequence[nn.Module]) -> set[int]:
     return left
 
 
-def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None:
+def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
     """The mode of the axis that shards are replicas on."""
     if name is None:
         return None
-    names = {axis.name: axis.mode for axis in context.layout.axes if axis.data == "distinct" and axis.name != "data"}
+    names = {axis.name: axis.mode for axis in layout.axes if axis.data == "distinct" and axis.name != "data"}
     if name not in names:
         raise ConfigError(
             f"zero.replicate={name!r}: no axis beside data whose ranks see distinct data; there are "
@@ -302,9 +306,9 @@ def _replicas(context: ParallelContext, name: str | None) -> ParallelMode | None
     return names[name]
 
 
-def _shard_modes(parameter: nn.Parameter, context: ParallelContext, axis: ParallelMode | None) -> ShardModes | None:
+def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:
     """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
-    factors = owed(context.layout, placement_of(parameter), context.get_global_rank())
+    factors = owed(layout, placement_of(parameter), rank)
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
     over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
     if not over_data:

@@ -1,0 +1,331 @@
+"""The guard of a run: now and then, and before each save, ranks compare what must be alike.
+
+Replicas (weights, and what the optimizer keeps of them) by checksum, over the ranks that hold the same part by placement;
+and what gradient handlers have called since the last time. Ranks tell each other digests, on a group that nothing else uses,
+so that calls which have fallen out of step are not mixed up with it. Only where digests differ are names exchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.checkpoint.collective import before_save
+from colonnade.comm import waits
+from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
+from colonnade.comm.torch_versions import default_store, is_alive, timeout_of
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.gradient_handler.call_log import CallLog, first_difference, read_steps
+from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.errors import GradientError, listed
+from colonnade.parallel.agreement import held_tensors
+from colonnade.parallel.checksum import checksum
+from colonnade.parallel.dtensor import local_part
+
+EVERY = 100
+"""Steps between two comparisons, unless the config says otherwise."""
+_BITS = (1 << 62) - 1
+_NAMED = 8
+
+
+class _Part(NamedTuple):
+    """Something that all ranks which know it must have alike: its key is the same on them, and on no others."""
+
+    key: int
+    digest: int
+
+
+@dataclass(eq=False)
+class _Replicas:
+    """Tensors that the same ranks hold, of one kind."""
+
+    kind: str
+    holders: str
+    labels: list[str]
+    tensors: list[Tensor]
+
+    @property
+    def key(self) -> int:
+        return digest_of(f"{self.kind} {self.holders} {self.labels}")
+
+
+def guard_of(model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None) -> Guard | None:
+    """The guard that the config asks for, if it does and there is somebody to compare with. Collective over the world."""
+    asked = context.config.get("guard")
+    if not asked or context.world_size == 1 or sync is None:
+        return None
+    return Guard(model, optimizer, context, sync, (asked.get("every") if isinstance(asked, dict) else None) or EVERY)
+
+
+class Guard:
+    """Compares ranks after every `every` steps of an engine, and before its model is saved."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync, every: int
+    ) -> None:
+        self._model, self._optimizer, self._context, self._sync = weakref.ref(model), optimizer, context, sync
+        self._every, self._steps, self._in_order, self._turn = every, 0, 0, 0
+        self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
+        self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
+        context.waits.more = lambda: self._log.so_far
+        before_save[model] = weakref.WeakMethod(self.check)
+
+    def end_step(self) -> None:
+        """A step was made. Collective over the world at every `every`-th."""
+        self._log.end_step(self._steps)
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Raise the same error on every rank where ranks differ. Collective over the world."""
+        model = self._model()
+        if model is None:
+            return
+        with self._context.waits.during("comparing the ranks"):
+            if self._sync.before_pass is not None:
+                self._sync.before_pass()  # weights that are still being gathered
+            replicas = list(_replicas(model, self._optimizer, self._context))
+            everyone = self._exchange([*self._calls(), *_digests(replicas)])
+            apart = _apart(everyone)
+            if apart:
+                raise GradientError(self._explained(apart, replicas))
+        self._log.forget()
+        self._in_order = self._steps
+
+    def close(self) -> None:
+        """Compare no longer."""
+        self._sync.log = self._context.waits.more = None
+        model = self._model()
+        if model is not None:
+            before_save.pop(model, None)
+        if is_alive(self._group):
+            dist.destroy_process_group(self._group)
+
+    # -- what is compared ---------------------------------------------------------------------------------
+
+    def _calls(self) -> Iterator[_Part]:
+        """What was called over each group of this rank, in which order its handlers ran, and what is planned."""
+        digests = dict(self._log.digests)
+        for ranks in self._context.layout.rank_sets(self._context.get_global_rank()):
+            if len(ranks) > 1:
+                yield _Part(_call_key(ranks), digests.pop(ranks, 0))
+        stage = self._context.get_local_rank(ParallelMode.PIPELINE)
+        yield _Part(digest_of(f"handlers {stage}"), digests.pop(None, 0))
+        for ranks, digest in digests.items():
+            yield _Part(_call_key(ranks), digest)
+        for ranks, planned in self._planned().items():
+            yield _Part(digest_of(f"planned {list(ranks)}"), digest_of(repr([places for places, _ in planned])))
+
+    def _planned(self) -> dict[tuple[int, ...], list[tuple[Any, str]]]:
+        """The sums over each group in the order in which they are started: (their places in the plan, names)."""
+        found: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
+        for bucket in self._sync.synchroniser.buckets:
+            if len(bucket.sum.ranks) > 1:
+                places = bucket.positions, bucket.sum.divisor, bucket.sum.labels
+                found.setdefault(bucket.sum.ranks, []).append((places, bucket.names[0]))
+        return found
+
+    def _exchange(self, mine: list[_Part]) -> list[dict[int, int]]:
+        """Every rank's parts, in rank order."""
+        self._meet()
+        told = b"".join(number.to_bytes(8, "little") for part in mine for number in part)
+        rows = gather_in_pieces(told, self._gather)
+        numbers = [[int.from_bytes(row[at : at + 8], "little") for at in range(0, len(row), 8)] for row in rows]
+        return [dict(zip(row[::2], row[1::2], strict=True)) for row in numbers]
+
+    def _gather(self, content: bytes) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [bytes(row.tolist()) for row in everyone]
+
+    def _meet(self) -> None:
+        """Return when all ranks are here; raise if one never will be."""
+        store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{self._turn}"
+        self._turn += 1
+        count = store.add(key, 1)
+        begin, pause = time.monotonic(), 0.0001
+        while count < self._context.world_size:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            count = store.add(key, 0)
+            if time.monotonic() - begin > 1.5 * waits.SAY_AFTER:
+                self._look_for_stuck()
+                begin = time.monotonic()
+
+    def _look_for_stuck(self) -> None:
+        """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
+        here = self._context.get_global_rank()
+        for rank in range(self._context.world_size):
+            told = waits.told_by(rank) if rank != here else None
+            if told is None or told[1] is None or " over ranks [" not in told[0]:
+                continue
+            waits_for = json.loads(told[0].partition(" over ranks ")[2].partition("]")[0] + "]")
+            # It may as well wait for a third rank that is late: then all its calls were made here too.
+            found = first_difference(self._log.steps, read_steps(told[1]), waits_for, under_way=True)
+            if here in waits_for and found is not None:
+                raise GradientError(
+                    f"rank {rank} is {told[0]} and waits for rank {here}, which has made all its calls of step {self._steps - 1}; "
+                    f"they part at step {found[0]}: rank {here} {found[1]}, rank {rank} {found[2]}. {_SAME_CALLS}"
+                )
+
+    # -- what is said -------------------------------------------------------------------------------------
+
+    def _explained(self, apart: dict[int, dict[int, list[int]]], replicas: list[_Replicas]) -> str:
+        """The first difference in calls, or else all replicas that differ, with their ranks."""
+        speakers = sorted({ranks[0] for opinions in apart.values() for ranks in opinions.values()})
+        mine = {
+            "calls": self._log.steps,
+            "groups": [[_call_key(ranks), list(ranks)] for ranks in self._log.digests if ranks is not None],
+            "planned": {
+                str(digest_of(f"planned {list(ranks)}")): planned for ranks, planned in self._planned().items()
+            },
+            "replicas": {str(one.key): [one.kind, one.labels, _sums(one)] for one in replicas if one.key in apart},
+        }
+        told = {
+            rank: json.loads(text)
+            for rank, text in share_texts(f"guard/{digest_of(repr(apart))}", json.dumps(mine), speakers).items()
+        }
+        since = f"after {self._steps} steps (in order after {self._in_order})"
+        called = [*_calls_apart(apart, told), *_plans_apart(apart, told)]
+        drifted = list(_replicas_apart(apart, told))
+        shown = [*called, *drifted][:_NAMED]
+        more = (
+            f"\n  ... and {len(called) + len(drifted) - len(shown)} more" if len(called) + len(drifted) > _NAMED else ""
+        )
+        advice = _SAME_CALLS if called else _SAME_REPLICAS
+        return f"the ranks have come apart, {since}:\n  " + "\n  ".join(shown) + f"{more}\n{advice}"
+
+
+_SAME_CALLS = "A handler must make the same calls, in the same order, on every rank of a group; gradients were summed with others."
+_SAME_REPLICAS = (
+    "Ranks that hold the same part must keep the same bits. Look for weights, gradients or state that one rank writes by "
+    "itself after they were summed, and for kernels that give other bits on other machines. Resume from a checkpoint before that."
+)
+
+
+def _call_key(ranks: tuple[int, ...]) -> int:
+    return digest_of(f"calls {list(ranks)}")
+
+
+def _apart(everyone: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:
+    """Of each key of which there are several digests: the ranks of each."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for rank, parts in enumerate(everyone):
+        for key, digest in parts.items():
+            found.setdefault(key, {}).setdefault(digest, []).append(rank)
+    return {key: opinions for key, opinions in found.items() if len(opinions) > 1}
+
+
+def _calls_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+    steps = {rank: read_steps(said["calls"]) for rank, said in told.items()}
+    groups = {key: ranks for said in told.values() for key, ranks in said["groups"]}
+    for key, opinions in apart.items():
+        if any(str(key) in said["replicas"] for said in told.values()):
+            continue
+        first, *others = sorted(opinions.values())
+        for other in others:
+            found = first_difference(steps[first[0]], steps[other[0]], groups.get(key))
+            if found is not None:
+                over = f" over ranks {groups[key]}" if key in groups else " (the order of handlers)"
+                yield (
+                    f"calls at step {found[0]}{over}: rank {listed(first)} {found[1]}, rank {listed(other)} {found[2]}"
+                )
+
+
+def _plans_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+    for key, opinions in apart.items():
+        plans = [(ranks, told[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
+        (first, mine), *others = plans
+        for other, theirs in others if all(plan is not None for _, plan in plans) else ():
+            at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+            names = [plan[at][1] if at is not None else "another number of sums" for plan in (mine, theirs)]
+            yield (
+                f"the planned sums: rank {listed(first)} starts that of {names[0]!r} where rank {listed(other)} starts that of "
+                f"{names[1]!r}"
+            )
+
+
+def _replicas_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+    for key, opinions in apart.items():
+        known = {ranks[0]: told[ranks[0]]["replicas"].get(str(key)) for ranks in opinions.values()}
+        if any(said is None for said in known.values()):
+            continue
+        usual = max(opinions.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+        kind, labels, right = known[usual[0]]
+        for ranks in opinions.values():
+            for label, one, other in zip(labels, right, known[ranks[0]][2], strict=True):
+                if one != other:
+                    yield f"{kind} {label!r}: rank {listed(ranks)} has other bits than rank {listed(usual)}"
+
+
+# -- replicas ---------------------------------------------------------------------------------------------
+
+
+def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Iterator[_Replicas]:
+    """Weights by who holds them, and the optimizer's state by who keeps it."""
+    weights: dict[Any, _Replicas] = {}
+    states: dict[Any, _Replicas] = {}
+    for held in sorted(
+        held_tensors(model, context), key=lambda one: one.placement.tied.key if one.placement.tied else ""
+    ):
+        if held.holding.count == 1:
+            continue
+        holders = str(held.holding.ranks)
+        label = held.placement.tied.key if held.placement.tied is not None else held.name
+        whole = weights.setdefault((holders, held.tensor.device), _Replicas("the weights of", holders, [], []))
+        whole.labels.append(label)
+        whole.tensors.append(local_part(held.tensor))
+        for name, value in _state_of(optimizer, held.tensor):
+            # Counts of steps may lie on the host: by device, or the host would wait for each checksum by itself.
+            kept = states.setdefault((holders, value.device), _Replicas("the optimizer's", holders, [], []))
+            kept.labels.append(f"{name} of {label}")
+            kept.tensors.append(value)
+    yield from weights.values()
+    yield from states.values()
+
+
+def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What is kept for a parameter; of a sharded optimizer for this rank's elements, which are part of the name."""
+    if hasattr(optimizer, "flat_shard"):
+        shard = optimizer.flat_shard(parameter)
+        state, where = ({}, "") if shard is None else (shard.state, f"[{shard.start}:{shard.stop}]")
+    else:
+        state, where = getattr(optimizer, "state", {}).get(parameter, {}), ""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            yield f"{name}{where}", local_part(value)
+
+
+def _digests(replicas: list[_Replicas]) -> list[_Part]:
+    """One number for each kind and set of holders; one copy to the host for all of them on a device."""
+    mixed = [_mixed([checksum(tensor) for tensor in one.tensors]) for one in replicas]
+    by_device: dict[torch.device, list[int]] = {}
+    for at, number in enumerate(mixed):
+        by_device.setdefault(number.device, []).append(at)
+    numbers = [0] * len(mixed)
+    for places in by_device.values():
+        for at, number in zip(places, torch.stack([mixed[at] for at in places]).tolist(), strict=True):
+            numbers[at] = number & _BITS
+    return [_Part(one.key, number) for one, number in zip(replicas, numbers, strict=True)]
+
+
+def _mixed(sums: list[Tensor]) -> Tensor:
+    """The checksums of several tensors as one number, in which their order counts."""
+    flat = torch.cat(sums)
+    factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
+    return (flat * factors).sum()
+
+
+def _sums(one: _Replicas) -> list[list[int]]:
+    return [checksum(tensor).tolist() for tensor in one.tensors]

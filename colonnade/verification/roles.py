@@ -1,0 +1,155 @@
+"""The model of every kind of rank of a world, built on the meta device in one process, with no process group."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.config import Config
+from colonnade.context.build import build_layout
+from colonnade.context.layout import Layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.parallel.meta import meta_init
+from colonnade.parallel.placement import Replicate, Shard, Tied, place
+from colonnade.parallel.schedules import build_schedule
+from colonnade.parallel.split import Split
+from colonnade.parallel.stages import take_stages
+
+BuildModel = Callable[..., Any]
+"""Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""
+
+RANKS_LOOKED_AT = 4096
+"""Groups and holders are listed by looking at so many ranks of a stage at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """One kind of rank: `rank` is the first of it, `stage` its place in the pipeline, and `model` what it would train."""
+
+    rank: int
+    stage: int
+    model: nn.Module
+
+
+def roles(config: Config, world_size: int, build: BuildModel | None, context: ParallelContext) -> Iterator[Role]:
+    """Every kind of rank in turn, while `context` is that rank; afterwards it is what it was before.
+
+    Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are outside
+    of groups that others are in. Without `build`, the model is one parameter of each kind of placement.
+    """
+    layout = build_layout(config, world_size)
+    for rank in _firsts(layout):
+        context.simulate(config, world_size, rank)
+        try:
+            stage = stage_of(context.layout, rank)
+            yield Role(rank, stage, _one_of_each(context.layout, rank) if build is None else _model(build, context))
+        finally:
+            context.destroy()
+
+
+def stage_of(layout: Layout, rank: int) -> int:
+    """The pipeline stage of a rank."""
+    return layout.coordinates(rank).get("pipeline", 0)
+
+
+def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
+    """The ranks of some stages, at most `RANKS_LOOKED_AT` of each."""
+    stride, size = layout.grid.digits.get("pipeline", (1, 1))
+
+    def ranks(stage: int) -> Iterator[int]:
+        return (rank for rank in range(layout.world_size) if rank // stride % size == stage)
+
+    return sorted(rank for stage in stages for rank in islice(ranks(stage), RANKS_LOOKED_AT))
+
+
+def _firsts(layout: Layout) -> list[int]:
+    """The first rank of each kind."""
+    if layout.is_regular:
+        return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
+    kinds: dict[Any, int] = {}
+    for rank in range(layout.world_size):
+        inside = tuple(mode for mode in layout.modes if layout.has(mode, rank))
+        kinds.setdefault((stage_of(layout, rank), inside), rank)
+    return list(kinds.values())
+
+
+def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
+    offered = {"config": context.config, "context": context}
+    try:
+        wanted: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
+    except (TypeError, ValueError):
+        wanted = {}
+    missing = [
+        name
+        for name, one in wanted.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
+    ]
+    if missing:
+        raise ConfigError(
+            f"the model's function needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or "
+            f"with `config` and `context` alone, that returns the model"
+        )
+    try:
+        with meta_init():
+            built = build(**{name: value for name, value in offered.items() if name in wanted})
+    except ColonnadeError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the model could not be built on the meta device, as rank {context.get_global_rank()} of {context.world_size} "
+            f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
+            f"communicate or read files into parameters"
+        ) from error
+    if isinstance(built, Split):
+        built = _own_stages(built, context)
+    if not isinstance(built, nn.Module):
+        raise ConfigError(
+            f"the model's function returned a {type(built).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
+        )
+    return built
+
+
+def _own_stages(stages: Split, context: ParallelContext) -> nn.Module:
+    schedule = build_schedule(context)
+    if not isinstance(schedule, PipelineSchedule):
+        raise ConfigError(
+            f"the model is split into {len(stages)} stages, but the config has no pipeline; add parallel=dict(pipeline="
+            f"{len(stages)}) and a schedule, or return the whole model"
+        )
+    return take_stages(
+        stages, schedule.stage_ranks(context.pipeline_parallel_size), context.get_local_rank(ParallelMode.PIPELINE)
+    )
+
+
+def _one_of_each(layout: Layout, rank: int) -> nn.Module:
+    """One parameter of each kind of placement that this world knows."""
+    model = nn.Module()
+
+    def add(name: str, modes: dict[ParallelMode, Any]) -> None:
+        parameter = nn.Parameter(torch.empty(4, 4, device="meta"))
+        place(parameter, modes)
+        model.register_parameter(name, parameter)
+
+    add("a plain parameter", {})
+    last = layout.grid.sizes.get("pipeline", 1) - 1
+    if last > 0 and stage_of(layout, rank) in (0, last):
+        add("a weight tied to another stage", {ParallelMode.PIPELINE: Tied((0, last), "tied")})
+    for mode in layout.modes:
+        if not layout.has(mode, rank) or len(layout.group_of(mode, rank)) == 1 or mode in _NEVER_PLACED:
+            continue
+        add(f"cut over {mode.name}", {mode: Shard(0)})
+        if mode.data == "same":
+            add(f"used in parts over {mode.name}", {mode: Replicate(owes="sum")})
+    return model
+
+
+_NEVER_PLACED = (ParallelMode.GLOBAL, ParallelMode.MODEL, ParallelMode.PIPELINE)

@@ -1,0 +1,250 @@
+"""The guard: what has come apart between ranks is named with rank and parameter, within one interval."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.checkpoint import CheckpointManager
+from colonnade.comm import waits
+from colonnade.config import load_config
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler
+from colonnade.engine.guard import guard_of
+from colonnade.errors import ConfigError, GradientError
+from colonnade.nn.layer import Linear, arrange
+from colonnade.registry import GRADIENT_HANDLER
+from colonnade.testing import WorldError, run_world
+from tests.models.grid import GRID, Case, is_long, trained
+
+
+class _ByHand(BaseGradientHandler):
+    """Averages the gradients of one layer over the data ranks; `skips` are calls (by step, rank) that are left out."""
+
+    layer = ""
+    skips: tuple[tuple[int, int], ...] = ()
+
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        super().__init__(model, optimizer)
+        self.step = 0
+
+    def handle_gradient(self) -> None:
+        group = self.context.get_group(ParallelMode.DATA)
+        rank = self.context.get_global_rank()
+        self.step += 1
+        for name, parameter in self._model.named_parameters():
+            if name.startswith(self.layer):
+                if name.endswith("weight") and (self.step, rank) in self.skips:
+                    continue
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad /= dist.get_world_size(group)
+
+
+@GRADIENT_HANDLER.register_module
+class FirstByHand(_ByHand):
+    layer = "0."
+
+
+@GRADIENT_HANDLER.register_module
+class LastByHand(_ByHand):
+    layer = "1."
+
+
+def start(config: dict[str, Any], model: Any = None) -> tuple[ParallelContext, Any]:
+    gpc = launch(config, context=ParallelContext(), verbose=False)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model(gpc)
+    # Steps so small that they do not round a difference of one ulp away again.
+    optimizer = lambda p: torch.optim.AdamW(p, lr=1e-12)  # noqa: E731
+    return gpc, initialize(net, optimizer, context=gpc)[0]
+
+
+def train(engine: Any, steps: int) -> None:
+    place = engine.context.get_local_rank(ParallelMode.DATA)
+    for _ in range(steps):
+        engine.zero_grad()
+        engine.backward(engine(torch.full((2, 4), 1.0 + place)).square().mean())
+        engine.step()
+
+
+def said(run: Any, *arguments: Any) -> str:
+    with pytest.raises(GradientError) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+def one_ulp(parameter: torch.Tensor, at: int = 3) -> None:
+    with torch.no_grad():
+        flat = parameter.view(-1)
+        flat[at] = torch.nextafter(flat[at], torch.tensor(9.0))
+
+
+def check_drift() -> None:
+    """A weight, or a moment, that is off by one ulp on one rank."""
+    gpc, engine = start({"guard": {"every": 2}})
+    train(engine, 4)
+    if gpc.get_global_rank() == 1:
+        one_ulp(engine.model[1].weight)
+    told = said(train, engine, 2)
+    assert re.search(r"after 6 steps \(in order after 4\)", told)
+    assert "the weights of '1.weight': rank 1 has other bits than rank 0, 2, 3" in told
+    assert "'0.weight'" not in told.partition("the optimizer")[0]
+    engine.close()
+    gpc.destroy()
+    for flat in (True, False):
+        gpc, engine = start({"guard": {"every": 3}, "flat_step": flat})
+        train(engine, 1)
+        if gpc.get_global_rank() == 2:
+            one_ulp(engine.optimizer.state[engine.model[0].bias]["exp_avg_sq"], 1)
+        told = said(engine._watch._guard.check)
+        assert "the optimizer's 'exp_avg_sq of 0.bias': rank 2 has other bits than rank 0, 1, 3" in told
+        engine.close()
+        gpc.destroy()
+
+
+def check_parts() -> None:
+    """Under data 2 x tensor 2 only ranks that hold the same part are compared."""
+    split = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+
+    def build(gpc: ParallelContext) -> nn.Module:
+        here = arrange(gpc)
+        return nn.Sequential(Linear(4, 8, arrangement=here), nn.ReLU(), Linear(8, 4, split="row", arrangement=here))
+
+    for zero in (0, 1, 2, 3):
+        gpc, engine = start({**split, "zero": zero, "guard": {"every": 1}}, build)
+        train(engine, 3)
+        if zero < 3:
+            if gpc.get_global_rank() == 3:
+                one_ulp(engine.model[0].weight)
+            told = said(engine._watch._guard.check)
+            assert "the weights of '0.weight': rank 3 has other bits than rank 1" in told
+            assert "2.bias" not in told
+        engine.close()
+        gpc.destroy()
+    check_order_of_groups(split, build)
+
+
+def check_order_of_groups(split: dict[str, Any], build: Any) -> None:
+    """Sums that are planned in another order on one rank."""
+    gpc, engine = start({**split, "guard": {"every": 1}, "sync": {"bucket_mb": 1e-5, "first_bucket_mb": 1e-5}}, build)
+    train(engine, 2)
+    buckets = engine._sync.synchroniser.buckets
+    if gpc.get_global_rank() == 0:
+        mine = [at for at, bucket in enumerate(buckets) if len(bucket.sum.ranks) == 2]
+        buckets[mine[0]], buckets[mine[1]] = buckets[mine[1]], buckets[mine[0]]
+    told = said(engine._watch._guard.check)
+    assert re.search(r"the planned sums: rank 0 starts that of '.*' where rank 2 starts that of '.*'", told)
+    engine.close()
+    gpc.destroy()
+
+
+def check_order() -> None:
+    """Two handlers of as many elements, in another order on one rank: their gradients are summed with each other's."""
+    handlers = [{"type": "FirstByHand"}, {"type": "LastByHand"}]
+    gpc, engine = start({"guard": {"every": 3}, "gradient_handler": handlers})
+    train(engine, 3)
+    if gpc.get_global_rank() == 2:
+        engine._sync.handlers.reverse()
+    told = said(train, engine, 3)
+    call = (
+        r"calls at step 3 over ranks \[0, 1, 2, 3\]: rank 0, 1, 3 FirstByHand calls all_reduce of '0.weight', "
+        r"rank 2 LastByHand calls all_reduce of '1.weight'"
+    )
+    assert re.search(call, told), told
+    assert "(the order of handlers): rank 0, 1, 3 FirstByHand begins, rank 2 LastByHand begins" in told
+    engine.close()
+    gpc.destroy()
+
+
+def check_no_alarm(folder: str) -> None:
+    """Healthy runs say nothing, and are saved; a rank that drifted is not."""
+    gpc, engine = start({"guard": True, "gradient_accumulation": 2, "clip_grad_norm": 1.0})
+    train(engine, 6)
+    with CheckpointManager(folder, gpc) as manager:
+        manager.save(3, engine.model, engine.optimizer)
+        if gpc.get_global_rank() == 0:
+            one_ulp(engine.model[0].bias, 0)
+        assert "the weights of '0.bias'" in said(manager.save, 4, engine.model, engine.optimizer)
+        assert manager.steps() == [3]
+        engine.close()
+        manager.save(5, engine.model, engine.optimizer)  # nobody looks any more
+    gpc.destroy()
+
+
+def check_all(folder: str) -> None:
+    check_drift()
+    check_parts()
+    check_order()
+    check_no_alarm(folder)
+
+
+@pytest.mark.slow
+def test_what_has_come_apart_is_named_on_four_ranks(tmp_path):
+    run_world(4, check_all, str(tmp_path))
+
+
+def skip_one(every: int) -> None:
+    """Rank 1 leaves a sum of its fourth step out, and is one call ahead from then on; all sums are of as many elements."""
+    waits.SAY_AFTER = 0.6
+    FirstByHand.skips = ((4, 1),)
+    handlers = [{"type": "FirstByHand"}, {"type": "LastByHand"}]
+
+    def build(gpc: ParallelContext) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+
+    _, engine = start({"guard": {"every": every}, "gradient_handler": handlers}, build)
+    train(engine, every)
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_sum_is_named_where_the_others_would_wait_for_ever():
+    with pytest.raises(WorldError) as caught:
+        run_world(2, skip_one, 6)
+    told = str(caught.value)
+    assert (
+        "rank 0 is in LastByHand, at all_reduce of '1.weight' over ranks [0, 1] of step 5 and waits for rank 1" in told
+    )
+    assert (
+        "they part at step 3: rank 1 LastByHand calls all_reduce of '1.weight', rank 0 FirstByHand calls all_reduce of "
+        "'0.weight'" in told
+    )
+
+
+def train_guarded(cases: list[Case], zero: int) -> None:
+    for case in cases:
+        trained(case, zero, guard={"every": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "zero"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 3)])
+def test_healthy_runs_are_let_alone(first, zero):
+    """A quarter of the mixes on four ranks, in every step."""
+    cases = [case for case in GRID if case.ranks == 4 and not is_long(case)]
+    run_world(4, train_guarded, cases[first::4], zero, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"every": 0}, "every"),
+        ({"interval": 5}, "every"),
+        (7, "guard"),
+    ],
+)
+def test_nonsense_in_the_config_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config({"guard": given})
+
+
+def test_alone_there_is_nobody_to_compare_with():
+    with launch({"guard": True}, context=ParallelContext(), verbose=False) as gpc:
+        assert guard_of(nn.Linear(2, 2), None, gpc, None) is None
