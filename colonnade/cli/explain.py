@@ -172,7 +172,7 @@ def _table(explained: Explanation) -> Any:
 
 
 def _words(number: int, one: ParameterClass, pipeline: bool) -> list[str]:
-    from colonnade.verification.explain import groups_text
+    from colonnade.verification.explain_words import groups_text
 
     stages = f", at stage {', '.join(map(str, one.stages))}" if pipeline else ""
     frozen = ", frozen" if one.frozen else ""

@@ -26,12 +26,19 @@ from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import holding, owed
-from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied, place, placement_of
+from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, place, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.reduce.records import read_demands
+from colonnade.verification.explain_words import (
+    RANKS_SHOWN,
+    Groups,
+    groups_text,
+    kept_of,
+    lies_on,
+    notes_of,
+    why_divided,
+)
 from colonnade.verification.roles import BuildModel, Role, ranks_of_stage, roles
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class ParameterClass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A world in words. `problems`: what `initialize` would refuse. `more`: some groups of this large world are left out."""
+    """A world in words. `problems`: what `initialize` would refuse. Of a large world some groups are left out."""
 
     world_size: int
     axes: dict[str, int]
@@ -118,7 +125,7 @@ def explain(
     names: set[str] = set()
     reasons: dict[str, str] = {}
     problems: dict[str, None] = {}
-    notes: dict[str, None] = dict.fromkeys(_notes(config, zero))
+    notes: dict[str, None] = dict.fromkeys(notes_of(config, zero))
     for role in roles(config, world_size, model, context):
         problems |= _schedule_problem(context)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
@@ -262,44 +269,14 @@ def _described(one: _Found, layout: Layout, reasons: dict[str, str]) -> Paramete
         elements=one.elements,
         stages=stages,
         placement=str(placement),
-        lies=tuple(_lies(layout, placement, rank)),
+        lies=tuple(lies_on(layout, placement, rank)),
         sums=tuple(_sum(row, placement, layout, ranks, reasons) for row in one.rows),
         share=holding(layout, placement, rank).count,
         holders=holders,
-        kept=_kept(layout, placement, rank),
+        kept=kept_of(layout, placement, rank),
         writers=tuple(sorted({group[0] for group in holders})),
         frozen=one.frozen,
     )
-
-
-def _lies(layout: Layout, placement: Placement, rank: int) -> list[str]:
-    found = []
-    for mode, spec in placement.modes.items():
-        size = len(layout.group_of(mode, rank))
-        if size > 1 or isinstance(spec, Tied):
-            found.append(f"{mode.name}: {_how(spec, size)}")
-    at, holders = layout.coordinates(rank), set(holding(layout, placement, rank).ranks)
-    placed = {mode.name for mode in placement.modes}
-    for axis in layout.axes:
-        along = [layout.rank_at(**{**at, axis.name: place}) for place in range(axis.size)]
-        count = len(holders.intersection(along))
-        if count > 1 and axis.mode.name not in placed:
-            part = "" if count == axis.size else f", each part on {count} of {axis.size} ranks"
-            found.append(f"{axis.mode.name}: whole{part}")
-    return found
-
-
-def _how(spec: Spec, size: int) -> str:
-    if isinstance(spec, Shard):
-        packed = f", {len(spec.sections)} sections" if spec.sections else ""
-        return f"cut along dimension {spec.dim} in {size} parts{packed}"
-    if isinstance(spec, Tied):
-        return f"one weight at stages {', '.join(map(str, spec.stages))} (key {spec.key!r})"
-    return {
-        "sum": "whole, and each rank has a part of its gradient",
-        "nothing": "whole, and its gradient is final",
-        "auto": "whole",
-    }[spec.owes]
 
 
 def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[int], reasons: dict[str, str]) -> SumOf:
@@ -313,52 +290,7 @@ def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[i
         why = "zero stage 3: FSDP2 cuts the parameter over these ranks and reduces its gradient itself"
     else:
         groups = _distinct(ranks, lambda each: _owed_over(layout, placement, each, mode))
-    return SumOf(row.mode, groups, row.divisor, _why_divided(row), handler, why)
-
-
-def _why_divided(row: LedgerRow) -> str:
-    count = len(row.ranks)
-    if row.divisor == 1:
-        return "not divided: the ranks see the same data, and each has a part of the gradient"
-    if row.divisor == count:
-        return f"its {count} ranks saw distinct data"
-    if count == 1:
-        return f"{row.divisor:g} ranks saw distinct data; this one alone holds the part, and its gradient has what they sent it"
-    return f"{row.divisor:g} ranks saw distinct data; the {count} of the sum have in their gradients what the others sent them"
-
-
-def _kept(layout: Layout, placement: Placement, rank: int) -> str:
-    cuts = [
-        f"dimension {shard.dim} in {len(layout.group_of(mode, rank))}"
-        for mode, shard in placement.shards.items()
-        if len(layout.group_of(mode, rank)) > 1
-    ]
-    return f"slices of the whole tensor ({', '.join(cuts)}), each once" if cuts else "the whole tensor, once"
-
-
-def _notes(config: Config, zero: ZeroSettings) -> list[str]:
-    found = []
-    clip = config.get("clip_grad_norm")
-    if isinstance(clip, dict):
-        clip = clip.get("max_norm")
-    if clip:
-        found.append(f"clipped to a global norm of {clip:g}: one sum over the world, after all sums of gradients")
-    accumulation = config.get("gradient_accumulation") or 1
-    if accumulation > 1:
-        found.append(
-            f"each loss is divided by gradient_accumulation = {accumulation}; gradients are summed at the last pass"
-        )
-    schedule = config.get("schedule") if isinstance(config.get("schedule"), dict) else {}
-    count = (schedule or {}).get("num_microbatches") or config.get("num_microbatches")
-    if count:
-        found.append(f"a step has {count} micro-batches, and their losses are averaged by count")
-    if zero.stage in (1, 2):
-        kept = "gradients and optimizer state" if zero.stage == 2 else "optimizer state"
-        found.append(
-            f"zero stage {zero.stage}: each rank of a sum keeps its slice of {kept}, steps on it and writes it to a checkpoint; "
-            f"parameters are gathered after the step"
-        )
-    return found
+    return SumOf(row.mode, groups, row.divisor, why_divided(row), handler, why)
 
 
 def _axes(layout: Layout) -> dict[str, int]:
@@ -375,24 +307,6 @@ def _modes(layout: Layout) -> dict[str, str]:
             sees = "" if mode is ParallelMode.GLOBAL else f"; {data.get(mode, mode.data)} data"
             found[mode.name] = groups_text(tuple(map(tuple, groups[:RANKS_SHOWN])), len(groups)) + sees
     return found
-
-
-RANKS_SHOWN = 8
-
-
-def groups_text(groups: Groups, count: int | None = None) -> str:
-    """Groups of ranks for people; long lists are cut."""
-    shown = " ".join(_ranks_text(group) for group in groups[:4])
-    left = (count or len(groups)) - min(len(groups), 4)
-    return shown + (f" and {left} more groups" if left > 0 else "")
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return (
-        str(list(ranks))
-        if len(ranks) <= RANKS_SHOWN
-        else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
-    )
 
 
 def _owed_over(layout: Layout, placement: Placement, rank: int, mode: ParallelMode) -> tuple[int, ...]:
