@@ -152,11 +152,16 @@ def only_module(name):
     return change
 
 
+def more(world, value, **_):
+    return value + 1
+
+
 PLANTED = {
     "summed-not-averaged": [
         (World(2, 1), {"total": times(2)}),
         (World(2, 2, accumulation=2), {"total": times(2)}),
         (World(4, 2), {"total": times(4, ["up.weight"])}),
+        (World(1, 4), {"total": times(4, ["down.weight"])}),
     ],
     "wrong-divisor": [
         (World(2, 1), {"total": times(0.5)}),
@@ -166,14 +171,16 @@ PLANTED = {
     "averaged-not-summed": [(World(2, 2), {"total": times(0.5, ["norm.weight"])})],
     "reduced-twice": [
         (World(3, 2), {"total": times(2, ["norm.weight"])}),
-        (World(1, 4), {"total": times(4, ["down.weight"])}),
-        (World(2, 4), {"raw": times(4, ["down.weight"])}),
     ],
     "scaled-by-accumulation": [
         (World(2, 1, accumulation=3), {"raw": times(3)}),
         (World(2, 2, accumulation=4), {"raw": times(0.25)}),
     ],
-    "scaled-by-mode": [(World(2, 4), {"raw": times(4)}), (World(2, 4, accumulation=2), {"raw": times(0.25)})],
+    "scaled-by-mode": [
+        (World(2, 4), {"raw": times(4)}),
+        (World(2, 4, accumulation=2), {"raw": times(0.25)}),
+        (World(2, 4), {"raw": times(4, ["down.weight"])}),
+    ],
     "loss-scale-left": [(World(2, 1), {"total": times(65536.0)})],
     "not-reduced": [
         (World(2, 1), {"total": over(())}),
@@ -228,7 +235,7 @@ PLANTED = {
         (World(2, 1), {"weights": lambda w, value, name, rank, **_: value + 1e-3 * (rank == 1)}),
     ],
     "weights-differ-at-start": [(World(2, 1), {"start": start_of_rank_1})],
-    "forward-differs": [(World(2, 1), {"activation": only_module("up"), "raw": times(1.1)})],
+    "forward-differs": [(World(2, 1), {"activation": only_module("up"), "raw": times(1.1), "loss": more})],
     "recomputation-differs": [(World(2, 1), {"recomputed": only_module("up"), "raw": times(1.1, ["up.weight"])})],
     "loss-differs": [(World(2, 1), {"loss": lambda world, value, **_: 2 * value})],
     "buffers-differ": [(World(2, 1), {"buffer": lambda world, value, rank, **_: value + 0.1 * rank})],
@@ -308,10 +315,16 @@ def test_two_mistakes_are_two_findings():
 
 
 def test_the_first_module_that_parts_is_named_and_nothing_that_follows():
-    plant = {"activation": only_module("up"), "total": times(2), "loss": lambda w, value, **_: value + 1}
+    plant = {"activation": only_module("up"), "total": times(2), "loss": more}
     finding = only(diagnose(World(2, 1, plant=plant).evidence()))
     assert finding.cause == "forward-differs"
     assert finding.parameters == ("up",)
+
+
+def test_an_activation_that_is_made_good_later_is_no_mistake():
+    plant = {"activation": only_module("up")}
+    assert diagnose(World(2, 1, plant=plant).evidence()).ok
+    assert only(diagnose(World(2, 1, plant={**plant, "total": times(2)}).evidence())).cause == "summed-not-averaged"
 
 
 def test_nan_names_the_rank_and_the_micro_batch():

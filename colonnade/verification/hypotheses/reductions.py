@@ -106,7 +106,7 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
         yield _owed(name, power, size, case.owed[name])
     elif power > 0:
         what = f"is {size}: summed over {name}, though each of its ranks has all of it"
-        yield Claim("reduced-twice", what, f"who sums it over {name} without being owed that")
+        yield Claim("summed-not-averaged", what, f"who sums it over {name} without being owed that")
     else:
         what = f"is {size}: divided by the size of {name}, though nothing is owed over it"
         yield Claim("wrong-divisor", what, f"divisors that count {name}")
@@ -116,9 +116,9 @@ def _in_backward(mode: str, power: float, size: str) -> Claim:
     where = "the backward pass of the layer's collectives"
     if power > 0:
         what = f"is {size} before any reduction: a backward pass sums over {mode} what is whole on each of its ranks"
-        return Claim("reduced-twice", what, where)
+        return Claim("scaled-by-mode", what, where)
     what = f"is {size} before any reduction: a backward pass divides by the size of {mode}"
-    return Claim("averaged-not-summed", what, where)
+    return Claim("scaled-by-mode", what, where)
 
 
 def _owed(mode: str, power: float, size: str, divisor: float) -> Claim:
