@@ -32,6 +32,7 @@ from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.engine_record import EngineRecorder
 from colonnade.verification.joined import on_cpu
+from colonnade.verification.mistakes import plant
 from colonnade.verification.record import without_dropout
 from colonnade.verification.reference import canonical_names, load, moved_by_an_ulp
 
@@ -178,6 +179,8 @@ class Stage:
     # -- the engine ------------------------------------------------------------------------------------
 
     def _attach(self, engine: Engine) -> None:
+        if self.part.mistake is not None:
+            plant(engine, self.part.mistake)
         self.recorder, self._model = EngineRecorder(engine), engine.model
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:
