@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Truth, norm_of
 from colonnade.verification.report import Report
+from colonnade.verification.watch import with_layout
 
 PERTURBED_RUNS = 2
 _SHOWN = 4000
@@ -50,7 +52,7 @@ def verify_script(script: Script) -> Report:
     """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
         folder = Path(name)
-        records = _on_ranks(script, folder)
+        records = with_layout(_on_ranks(script, folder))
         _hand_over(records, folder)
         truth, *moved = _alone(
             script,
@@ -191,10 +193,14 @@ def _by_micro_batch(parts: Sequence[Any], count: int) -> list[Any]:
         return list(parts)
     width = next(iter(rows)) // count
     return [
-        tree_map_only(Tensor, lambda leaf, at=at: leaf[at * width : (at + 1) * width] if leaf.dim() else leaf, part)
+        tree_map_only(Tensor, partial(_rows, first=at * width, stop=(at + 1) * width), part)
         for at in range(count)
         for part in parts
     ]
+
+
+def _rows(leaf: Tensor, first: int, stop: int) -> Tensor:
+    return leaf[first:stop] if leaf.dim() else leaf
 
 
 # -- the comparison -----------------------------------------------------------------------------------------
