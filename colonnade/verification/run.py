@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Truth, norm_of
 from colonnade.verification.report import Report
+from colonnade.verification.watch import with_layout
 
 PERTURBED_RUNS = 2
 _SHOWN = 4000
@@ -91,10 +93,13 @@ class ScriptAlone:
 def same_tensors(one: Any, other: Any) -> bool:
     """Whether two structures hold the same numbers."""
     first, second = tree_leaves(one), tree_leaves(other)
-    return len(first) == len(second) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else isinstance(a, Tensor) or a == b
-        for a, b in zip(first, second, strict=True)
-    )
+    return len(first) == len(second) and all(map(_is_same, first, second))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 # -- the processes ------------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ def on_ranks(script: Script, folder: Path) -> list[Record]:
     files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
     if status != 0 or not all(file.exists() for file in files):
         raise ScriptError(f"{script.target} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
-    return [torch.load(file, weights_only=False) for file in files]
+    return with_layout([torch.load(file, weights_only=False) for file in files])
 
 
 def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
@@ -214,10 +219,14 @@ def _by_micro_batch(parts: Sequence[Any], count: int) -> list[Any]:
         return list(parts)
     width = next(iter(rows)) // count
     return [
-        tree_map_only(Tensor, lambda leaf, at=at: leaf[at * width : (at + 1) * width] if leaf.dim() else leaf, part)
+        tree_map_only(Tensor, partial(_rows, first=at * width, stop=(at + 1) * width), part)
         for at in range(count)
         for part in parts
     ]
+
+
+def _rows(leaf: Tensor, first: int, stop: int) -> Tensor:
+    return leaf[first:stop] if leaf.dim() else leaf
 
 
 # -- the comparison -----------------------------------------------------------------------------------------
