@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from colonnade.parallel.split import split as split
     from colonnade.plans.parallelize import parallelize as parallelize
     from colonnade.trainer.trainer import Trainer as Trainer
+    from colonnade.verification.api import verify as verify
 
 __getattr__, __dir__, _names = lazy_names(
     __name__,
@@ -50,6 +51,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.split": "split",
         "colonnade.plans.parallelize": "parallelize",
         "colonnade.trainer.trainer": "Trainer",
+        "colonnade.verification.api": "verify",
     },
 )
 __all__ = ["__version__", *_names]
