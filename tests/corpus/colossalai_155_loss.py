@@ -11,7 +11,7 @@ from tests.corpus.runner import SEQUENCE, Bug, Run
 BUG = Bug(
     "ColossalAI-Examples #155",
     "the loss is summed over the sequence ranks",
-    "scaled-by-mode",
+    "loss-differs",
     layout={"sequence": 2},
     kind=SEQUENCE,
 )

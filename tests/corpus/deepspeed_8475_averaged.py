@@ -11,7 +11,7 @@ from tests.corpus.runner import EXPERTS, NORM, Bug, Run
 BUG = Bug(
     "DeepSpeed #8469, #8475",
     "the ranks' norms are averaged, though each has other experts",
-    "norm-misses-shards",
+    "norms-averaged",
     layout={"expert": 2},
     kind=EXPERTS,
     settings={"clip_grad_norm": NORM},
