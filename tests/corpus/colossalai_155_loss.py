@@ -18,8 +18,8 @@ BUG = Bug(
 
 
 class Summed(SequenceLoss):
-    def forward(self, given, label):
-        return reduce(super().forward(given, label), ParallelMode.SEQUENCE, context=self.context)
+    def forward(self, out, extra, label):
+        return reduce(super().forward(out, extra, label), ParallelMode.SEQUENCE, context=self.context)
 
 
 def plant(run: Run) -> None:

@@ -125,8 +125,7 @@ class WithAuxiliary(nn.Module):
         super().__init__()
         self.times = times
 
-    def forward(self, given: tuple[Tensor, Tensor], label: Tensor) -> Tensor:
-        out, auxiliary = given
+    def forward(self, out: Tensor, auxiliary: Tensor, label: Tensor) -> Tensor:
         return F.mse_loss(out, label) + scaled_gradient(auxiliary, self.times)
 
 
@@ -164,7 +163,6 @@ class SequenceLoss(nn.Module):
         super().__init__()
         self.context, self.times, self.extra_times = context, times, extra_times
 
-    def forward(self, given: tuple[Tensor, Tensor], label: Tensor) -> Tensor:
+    def forward(self, out: Tensor, extra: Tensor, label: Tensor) -> Tensor:
         own = scatter(label, ParallelMode.SEQUENCE, 1, context=self.context)
-        main, extra = (F.mse_loss(out, own) for out in given)
-        return self.times * main + self.times * scaled_gradient(extra, self.extra_times)
+        return self.times * (F.mse_loss(out, own) + scaled_gradient(F.mse_loss(extra, own), self.extra_times))

@@ -17,7 +17,8 @@ class Masked:
     def __init__(self, context, own=False):
         self.context, self.own = context, own
 
-    def __call__(self, given, label):
+    def __call__(self, *given):
+        *given, label = given
         if self.own:  # what was done: this rank's tokens, by its own count
             label = scatter(label, ParallelMode.SEQUENCE, 1, context=self.context)
             first = self.context.get_local_rank(ParallelMode.SEQUENCE) == 0
