@@ -28,7 +28,7 @@ from colonnade.verification.engine_record import EngineRecorder, micro_batches
 from colonnade.verification.evidence import Evidence
 from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
 from colonnade.verification.record import Record, without_dropout
-from colonnade.verification.reference import Limit, OneProcess, check_names, same_optimizer, world_of_one
+from colonnade.verification.reference import Limit, OneProcess, canonical_names, check_names, same_optimizer, world_of_one
 
 PERTURBED_RUNS = 2
 
@@ -166,16 +166,6 @@ def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, cont
             "no rank has the whole model: give reference=, a function that builds it as one process has it"
         )
     return copy.deepcopy(engine.model)
-
-
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter and buffer, to the first one that it has."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named:
-        found[name] = first.setdefault(id(tensor), name)
-    return found
 
 
 def _wide(engine: Engine, start: dict[str, Tensor]) -> dict[str, Tensor]:

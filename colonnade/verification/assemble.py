@@ -177,12 +177,12 @@ class _SideBySide:
 
     def _losses(self, steps: Sequence[StepRecord]) -> list[float | None]:
         """Of each rank: the mean over those that see other data and are else like it."""
-        mine = [_mean(step.losses) for step in steps]
+        mine = [mean_of(step.losses) for step in steps]
         found: list[float | None] = []
         for rank in range(len(steps)):
             alike = [each for other, each in enumerate(mine) if self._same_but_data(rank, other)]
             known = [each for each in alike if each is not None]
-            found.append((_mean(known) or (None, None))[0] if len(known) == len(alike) else None)
+            found.append((mean_of(known) or (None, None))[0] if len(known) == len(alike) else None)
         return found
 
     def _same_but_data(self, rank: int, other: int) -> bool:
@@ -231,7 +231,7 @@ class _SideBySide:
         return Part(record.rank, mine, torch.arange(first, first + mine.numel()).view(mine.shape))
 
 
-def _mean(losses: Sequence[Loss | None]) -> Loss | None:
+def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
     """Of losses with counts, the mean over all; of plain means, their mean."""
     known = [loss for loss in losses if loss is not None]
     if not known or len(known) < len(losses):

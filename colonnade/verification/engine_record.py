@@ -144,6 +144,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "axes": axes_of(context),
         "coordinates": layout.coordinates(context.get_global_rank()),
         "dtype": str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch."),
+        "micro_batches": micro_batches(engine),
         "accumulation": engine.accumulation * micro_batches(engine),
         "max_norm": None if clip is None else clip.options.get("max_norm"),
         "norm_type": 2.0 if clip is None else clip.norm_type,

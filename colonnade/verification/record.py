@@ -123,7 +123,7 @@ class Recorder:
         self._fired: dict[str, int] = {}
         self._room, self._seen_room = RAW_BYTES, ACTIVATION_BYTES
         self._step = StepRecord()
-        self.record.start = {one.name: copied(local_part(one.tensor)) for one in self.tracked}
+        self.note_start()
         self._watch_gradients()
         self._watch_modules(model)
 
@@ -134,6 +134,10 @@ class Recorder:
         self._handles = []
 
     # -- told by who runs the step ----------------------------------------------------------------------
+
+    def note_start(self) -> None:
+        """Training starts from the weights that are there now."""
+        self.record.start = {one.name: copied(local_part(one.tensor)) for one in self.tracked}
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)

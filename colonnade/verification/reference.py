@@ -104,7 +104,7 @@ class OneProcess:
         for one in passes:
             mine: Tensors = {}
             for batch in one.batches:
-                batch = tree_map_only(Tensor, lambda leaf: _moved(leaf, noise).to(device), batch)
+                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise).to(device), batch)
                 value, count = split_loss(self.loss_of(self.model, batch))
                 weight = one.weight / len(one.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
@@ -157,12 +157,28 @@ def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms).double(), norm_type)) if norms else 0.0
 
 
-def load(model: nn.Module, start: Mapping[str, Tensor], noise: torch.Generator | None = None) -> None:
-    """Give the model the weights and buffers of the run, by name and with their dtype."""
+def load(
+    model: nn.Module, start: Mapping[str, Tensor], noise: torch.Generator | None = None, in_place: bool = False
+) -> None:
+    """Give the model the weights and buffers of the run, by name; with their dtype, unless `in_place`."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name in start:
-                tensor.data = _moved(start[name], noise).to(tensor.device, copy=True)
+                value = moved_by_an_ulp(start[name], noise)
+                if in_place:
+                    tensor.copy_(value)
+                else:
+                    tensor.data = value.to(tensor.device, copy=True)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer, to the first one that it has."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        found[name] = first.setdefault(id(tensor), name)
+    return found
 
 
 def check_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -254,7 +270,7 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def _moved(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
+def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
     """Each element one ulp up or down."""
     if noise is None or not tensor.is_floating_point():
         return tensor

@@ -1,0 +1,56 @@
+"""A number as a product of sizes: what a factor of 4 can mean in a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+
+ACCUMULATION = "accumulation"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A product of powers of sizes: {"DATA": 1, "TENSOR": -1} is data size / tensor size."""
+
+    value: float
+    powers: tuple[tuple[str, float], ...]
+
+    def __str__(self) -> str:
+        above = [_power(name, power) for name, power in self.powers if power > 0]
+        below = [_power(name, -power) for name, power in self.powers if power < 0]
+        return " * ".join(above or ["1"]) + "".join(f" / {name}" for name in below)
+
+
+def factors(sizes: Mapping[str, int]) -> list[Factor]:
+    """Every size, its square and roots and their inverses, then products and ratios of two and three; simple ones first."""
+    names = [name for name, size in sizes.items() if size > 1]
+    found = [
+        Factor(float(sizes[name]) ** power, ((name, power),)) for power in (1, -1, 2, -2, 0.5, -0.5) for name in names
+    ]
+    for count in (2, 3):
+        for some in combinations(names, count):
+            for powers in product((1, -1), repeat=count):
+                value = 1.0
+                for name, power in zip(some, powers, strict=True):
+                    value *= float(sizes[name]) ** power
+                if value != 1:
+                    found.append(Factor(value, tuple(zip(some, powers, strict=True))))
+    return found
+
+
+def near(value: float, sizes: Mapping[str, int], within: float) -> list[Factor]:
+    """The factors that are as near to the value as can be told, the simplest kind of them only."""
+    fitting = [factor for factor in factors(sizes) if abs(factor.value - value) <= within]
+    return [factor for factor in fitting if _weight(factor) == _weight(fitting[0])]
+
+
+def _weight(factor: Factor) -> tuple[int, float]:
+    return len(factor.powers), max(abs(power) if abs(power) >= 1 else 3.0 for _, power in factor.powers)
+
+
+def _power(name: str, power: float) -> str:
+    text = f"size of {name}" if name != ACCUMULATION else ACCUMULATION
+    if power == 1:
+        return text
+    return f"({text})²" if power == 2 else f"√({text})"
