@@ -145,9 +145,10 @@ def numbers(context: ParallelContext, step: int, shape: tuple[int, ...] = (4,), 
 
 
 def words(context: ParallelContext, step: int, rows: int = 6) -> list[Any]:
-    """One batch of words and the words to come."""
-    draw = seeded(context, step)
-    return [tuple(torch.randint(models.WORDS, (rows,), generator=draw) for _ in range(2))]
+    """One batch for every pass: words and the words to come."""
+    passes = int(context.config.get("gradient_accumulation") or 1)
+    draws = [seeded(context, step, micro) for micro in range(passes)]
+    return [tuple(torch.randint(models.WORDS, (rows,), generator=draw) for _ in range(2)) for draw in draws]
 
 
 def labelled(context: ParallelContext, step: int) -> list[Any]:
