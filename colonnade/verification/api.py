@@ -28,7 +28,14 @@ from colonnade.verification.engine_record import EngineRecorder, micro_batches
 from colonnade.verification.evidence import Evidence
 from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
 from colonnade.verification.record import Record, without_dropout
-from colonnade.verification.reference import Limit, OneProcess, canonical_names, check_names, same_optimizer, world_of_one
+from colonnade.verification.reference import (
+    Limit,
+    OneProcess,
+    canonical_names,
+    check_names,
+    same_optimizer,
+    world_of_one,
+)
 
 PERTURBED_RUNS = 2
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
+from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
@@ -82,6 +83,8 @@ def taking_part(part: Part) -> Iterator[None]:
         _stage = stage
         stack.enter_context(_replaced(ParallelContext, "load_config", stage.load_config))
         stack.enter_context(_replaced(build, "initialize", stage.initialize))
+        stack.enter_context(_replaced(CheckpointManager, "__init__", _only_reads))
+        stack.enter_context(_replaced(CheckpointManager, "save", _does_nothing))
         yield
         stage.end_of_script()
 
@@ -103,7 +106,9 @@ class Stage:
         self.given: dict[str, list[Any]] = {}
         self._joined: dict[str, list[Any]] = {}
         if part.alone:
-            self._joined = torch.load(self.folder / JOINED.format(share="" if part.share is None else part.share), weights_only=False)
+            self._joined = torch.load(
+                self.folder / JOINED.format(share="" if part.share is None else part.share), weights_only=False
+            )
         self._noise = torch.Generator().manual_seed(part.noise) if part.noise is not None else None
         self.notes: list[str] = []
         self.recorder: Any = None
@@ -145,7 +150,9 @@ class Stage:
             if key in changed:
                 changed.pop(key)
         if schedule.get("num_microbatches"):
-            kept = {key: value for key, value in schedule.items() if key not in ("type", "order", "num_chunks", "table")}
+            kept = {
+                key: value for key, value in schedule.items() if key not in ("type", "order", "num_chunks", "table")
+            }
             changed["schedule"] = {"type": "OneFOneB", **kept}
         elif schedule:
             changed["schedule"] = schedule
@@ -312,6 +319,15 @@ def _widened(leaf: Tensor) -> Tensor:
 
 def _without_graph(leaf: Any) -> Any:
     return _FROM_GRAPH if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def _only_reads(own: Callable[..., None]) -> Callable[..., None]:
+    """A run that is looked at writes no checkpoints, and waits for none who does."""
+    return lambda *args, **kwargs: own(*args, **{**kwargs, "read_only": True})
+
+
+def _does_nothing(own: Callable[..., None]) -> Callable[..., None]:
+    return lambda *args, **kwargs: None
 
 
 @contextmanager

@@ -103,7 +103,16 @@ def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
         environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
         kind = "module" if script.is_module else "script"
-        command = [sys.executable, "-u", "-m", "colonnade.cli.bootstrap", kind, "plain", script.target, *script.arguments]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "colonnade.cli.bootstrap",
+            kind,
+            "plain",
+            script.target,
+            *script.arguments,
+        ]
         log = folder / f"{name}.log"
         with log.open("wb") as into:
             running.append((part, log, subprocess.Popen(command, env=environment, stdout=into, stderr=into)))
@@ -157,7 +166,9 @@ def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
             micro = records[0].about["micro_batches"] if key == "batch" else 1
             whole = parts[share] if share is not None else join(_by_micro_batch(parts, micro))
             if whole is None:
-                shapes = [[tuple(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in parts]
+                shapes = [
+                    [tuple(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in parts
+                ]
                 raise ScriptError(
                     f"the batches of the ranks cannot be joined along dimension 0 into one: they have the shapes {shapes}"
                 )
@@ -234,7 +245,9 @@ def _check_names(ranks: dict[str, tuple[int, ...]], alone: dict[str, tuple[int, 
 
 def _terms(records: Sequence[Record]) -> int:
     given = records[0].about["given"]
-    most = [max((leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), default=1) for key in given for one in given[key]]
+    most = [
+        max((leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), default=1)
+        for key in given
+        for one in given[key]
+    ]
     return max(1, sum(most) * len(records))
-
-

@@ -205,7 +205,9 @@ class World:
 
     def _info(self, name: str) -> ParameterInfo:
         kind, owed = self.parameters[name], self.owed(name)
-        ledger = [f"{name}: {mode} {list(ranks)} / {by:g}, done by Some{mode.title()}Handler" for mode, ranks, by in owed]
+        ledger = [
+            f"{name}: {mode} {list(ranks)} / {by:g}, done by Some{mode.title()}Handler" for mode, ranks, by in owed
+        ]
         tied = ("head.weight",) if len(kind.stages) > 1 else ()
         placement = "Shard(0) on TENSOR" if kind.split else "replicated"
         return ParameterInfo(placement, kind.shape, ledger, owed, tied)
@@ -215,7 +217,8 @@ class World:
         truths = {name: self.truth(name, at) for name in self.parameters}
         totals = {
             name: {
-                r: self.planted("total", self.reduced(name, at, r), name=name, at=at, rank=r) for r in self.holders(name)
+                r: self.planted("total", self.reduced(name, at, r), name=name, at=at, rank=r)
+                for r in self.holders(name)
             }
             for name in self.parameters
         }
@@ -225,7 +228,9 @@ class World:
         for name, whole in truths.items():
             share = self.coefficient(norm)
             clipped = {
-                r: self.planted("clipped", self.coefficient(found_norm[r]) * value, name=name, at=at, rank=r, total=value)
+                r: self.planted(
+                    "clipped", self.coefficient(found_norm[r]) * value, name=name, at=at, rank=r, total=value
+                )
                 for r, value in totals[name].items()
             }
             before = weights[name]
@@ -274,7 +279,9 @@ def _piece(whole: Tensor, which: int, count: int) -> Tensor:
     if count == 1:
         return whole
     shares = torch.linspace(0.1, 1.0, count, dtype=torch.float64)
-    waves = [torch.cos(torch.arange(whole.numel(), dtype=torch.float64) * (at + 1)).view_as(whole) for at in range(count)]
+    waves = [
+        torch.cos(torch.arange(whole.numel(), dtype=torch.float64) * (at + 1)).view_as(whole) for at in range(count)
+    ]
     pieces = [share / shares.sum() * whole + wave for share, wave in zip(shares, waves, strict=True)]
     pieces[-1] = whole - torch.stack(pieces[:-1]).sum(0)
     return pieces[which]
