@@ -37,12 +37,12 @@ CAUSES: Mapping[str, str] = {
     "forward-differs": "an activation parts from one process, with the first module",
     "loss-differs": "the activations agree and the loss that is reported does not",
     "recomputation-differs": "a module that runs again in the backward pass gives something else than the first time",
-    "summed-not-averaged": "a sum that is owed a divisor has none",
+    "summed-not-averaged": "a sum that is owed a divisor has none, or a sum of what is the same on every rank",
     "averaged-not-summed": "a mean where a sum is owed",
     "reduced-twice": "a sum of what is a sum already",
     "wrong-divisor": "divided by another number than that of the ranks that saw distinct data",
     "scaled-by-accumulation": "off by the number of micro-batches",
-    "scaled-by-mode": "every gradient is off by the size of a mode, before any reduction",
+    "scaled-by-mode": "off by the size of a mode before any reduction: in the loss, or in a layer's backward pass",
     "loss-scale-left": "a loss scale that nobody took out",
     "not-reduced": "this rank's own gradient, where a mean is owed",
     "reduced-over-other-mode": "summed over other ranks than owed",
@@ -205,10 +205,12 @@ class _Diagnosis:
         wrong = {row.name for row in rows}
         alive = {name for name, one in self.step.gradients.items() if bool(one.total.truth.any())}
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
-        named = {row.name: claims("gradient", self._gradient_case(row, alive <= wrong, scale)) for row in rows}
+        named = {
+            row.name: claims("gradient", self._gradient_case(row, frozenset(alive - wrong), scale)) for row in rows
+        }
         return self._group(named, self.at, "the gradient of", "", rows)
 
-    def _gradient_case(self, row: Row, everywhere: bool, scale: float) -> GradientCase:
+    def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
         gradient = self.step.gradients[row.name]
         return GradientCase(
             evidence=self.evidence,
@@ -221,7 +223,7 @@ class _Diagnosis:
             step=self.step,
             at=self.at,
             later=self._gradient_at(self.at + 1, row.name, "whole"),
-            everywhere=everywhere,
+            healthy=healthy,
             raw_scale=scale,
         )
 
@@ -294,7 +296,7 @@ class _Diagnosis:
             counts = Counter(key for some in left.values() for key in {claim.key for claim in some})
             best = min(
                 (claim for some in left.values() for claim in some),
-                key=lambda claim: (-counts[claim.key], claim.rank, claim.residual),
+                key=lambda claim: (-counts[claim.key], claim.rank, claim.doubt),
             )
             names = tuple(name for name, some in left.items() if any(claim.key == best.key for claim in some))
             known = best.cause if best.cause in CAUSES and not always and best.cause != "replicas-differ" else cause
@@ -309,16 +311,15 @@ class _Diagnosis:
         return found
 
     def _rivals(self, best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
-        """Other causes that the numbers cannot tell from the best: the same factor on the same parameters."""
-        common = [
-            claim
+        """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
+        common = {
+            claim.cause: claim
             for claim in left[names[0]]
-            if claim.key != best.key
-            and claim.factor is not None
-            and claim.factor == best.factor
+            if (claim.rank, claim.doubt) == (best.rank, best.doubt)
+            and claim.cause != best.cause
             and all(any(other.key == claim.key for other in left[name]) for name in names)
-        ]
-        return "".join(f", or {claim.cause} (it {claim.what})" for claim in common)
+        }
+        return "".join(f", or {claim.cause} (it {claim.what})" for claim in common.values())
 
     def _unexplained(
         self, names: tuple[str, ...], step: int | None, thing: str, cause: str, rows: Sequence[Row]
@@ -344,7 +345,7 @@ class _Diagnosis:
         return next((text for name in inside if (text := self._ledger(name, None))), "")
 
     def _best(self, some: Sequence[Claim]) -> Claim | None:
-        return min(some, key=lambda claim: (claim.rank, claim.residual), default=None)
+        return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
 
     def _unknown(self) -> Finding:
         row = self.wrong[0]

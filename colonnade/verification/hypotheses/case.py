@@ -134,8 +134,8 @@ class GradientCase(Case):
     at: int
     later: Compared | None = None
     """The gradient of the next step."""
-    everywhere: bool = False
-    """Whether every parameter's gradient of this step differs."""
+    healthy: frozenset[str] = frozenset()
+    """The parameters whose gradients of this step are right."""
     raw_scale: float = 1.0
     """A factor that raw gradients still lack, read off the parameters that are healthy."""
 
@@ -148,6 +148,17 @@ class GradientCase(Case):
     def owed(self) -> dict[str, float]:
         """Divisor by mode."""
         return {self.groups.name(mode): divisor for mode, _, divisor in self.info.owed}
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every gradient of the step differs."""
+        return not self.healthy
+
+    def is_shared(self, mode: str) -> bool:
+        """Whether a healthy parameter owes the same sum: a mistake of that sum would have touched it too."""
+        mine = self.owed.get(mode)
+        infos = [self.evidence.parameters[name] for name in self.healthy if name in self.evidence.parameters]
+        return any(self.groups.name(other) == mode and by == mine for info in infos for other, _, by in info.owed)
 
     @property
     def divisor(self) -> float:

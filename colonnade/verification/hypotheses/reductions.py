@@ -77,7 +77,8 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
         residual = case.residual(case.truth, factor.value)
         modes = tuple(name for name, _ in factor.powers)
         for claim in _meanings(case, factor):
-            yield replace(claim, factor=factor.value, modes=modes, residual=residual)
+            doubt = sum(case.is_shared(mode) for mode in modes)
+            yield replace(claim, factor=factor.value, modes=modes, residual=residual, doubt=doubt)
     if not explained and not (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
         yield _unexplained(value, case.residual(case.truth, value))
 
@@ -105,7 +106,7 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
         yield _owed(name, power, size, case.owed[name])
     elif power > 0:
         what = f"is {size}: summed over {name}, though each of its ranks has all of it"
-        yield Claim("reduced-twice", what, f"who sums it over {name} without being owed that")
+        yield Claim("summed-not-averaged", what, f"who sums it over {name} without being owed that")
     else:
         what = f"is {size}: divided by the size of {name}, though nothing is owed over it"
         yield Claim("wrong-divisor", what, f"divisors that count {name}")
@@ -115,9 +116,9 @@ def _in_backward(mode: str, power: float, size: str) -> Claim:
     where = "the backward pass of the layer's collectives"
     if power > 0:
         what = f"is {size} before any reduction: a backward pass sums over {mode} what is whole on each of its ranks"
-        return Claim("reduced-twice", what, where)
+        return Claim("scaled-by-mode", what, where)
     what = f"is {size} before any reduction: a backward pass divides by the size of {mode}"
-    return Claim("averaged-not-summed", what, where)
+    return Claim("scaled-by-mode", what, where)
 
 
 def _owed(mode: str, power: float, size: str, divisor: float) -> Claim:
@@ -194,29 +195,28 @@ def _sum_over(
     if not factors:
         return
     residual = min(case.residual(candidate, factor) for factor in factors[:3])
-    yield _name_sum(case, modes, missing, extra, residual)
+    doubt = int(factors[0] not in usual)
+    yield replace(_name_sum(case, modes, missing, extra), residual=residual, doubt=doubt)
 
 
-def _name_sum(
-    case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str], residual: float
-) -> Claim:
+def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -> Claim:
     owed = " and ".join(case.owed) or "nothing"
     if extra:
         what = f"is the sum over {' and '.join(modes)}, but {owed} is owed"
         where = f"the group that is given to the sum of {'these' if missing else 'them'}"
-        return Claim("reduced-over-other-mode", what, where, modes=tuple(missing), residual=residual, rank=12)
+        return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
     if any(case.owed[mode] > 1 for mode in missing):
         what = f"is {own}not reduced over {over}"
-        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing), residual=residual)
+        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
     if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
         what = f"has the part of one of its copies only: tied weights are not summed over {over}"
         where = "the handler of tied weights, and how the copies are declared tied"
-        return Claim("tied-copy-missed", what, where, modes=tuple(missing), residual=residual)
+        return Claim("tied-copy-missed", what, where, modes=tuple(missing))
     what = f"is {own}partial: each rank of {over} has a part of the sum and nobody adds them"
     where = f"whether its placement says that a sum over {over} is owed"
-    return Claim("partial-gradient", what, where, modes=tuple(missing), residual=residual)
+    return Claim("partial-gradient", what, where, modes=tuple(missing))
 
 
 @hypothesis("gradient")

@@ -19,7 +19,9 @@ class Claim:
     modes: tuple[str, ...] = ()
     residual: float = 0.0
     rank: int = 0
-    """Lower wins among claims that explain as many parameters: the simpler and more usual mistake."""
+    """Lower wins among claims that explain as many parameters: the simpler and more usual mistake. 0: its place in the table."""
+    doubt: int = 0
+    """What else speaks against it: healthy parameters that would share the mistake. Counts after `rank`."""
 
     @property
     def key(self) -> tuple[str, str]:
