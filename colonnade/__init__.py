@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from colonnade.plans.parallelize import parallelize as parallelize
     from colonnade.trainer.trainer import Trainer as Trainer
     from colonnade.verification.api import verify as verify
+    from colonnade.verification.watch import watch as watch
 
 __getattr__, __dir__, _names = lazy_names(
     __name__,
@@ -52,6 +53,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.plans.parallelize": "parallelize",
         "colonnade.trainer.trainer": "Trainer",
         "colonnade.verification.api": "verify",
+        "colonnade.verification.watch": "watch",
     },
 )
 __all__ = ["__version__", *_names]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from typing import Any
 
 from torch import Tensor
+
+ON_ENGINE = "COLONNADE_ON_ENGINE"
+"""If set in the environment, a function `module:name` that is called with every new engine, on every rank."""
+
+
+def announce(engine: Any) -> None:
+    """Call whom the environment names."""
+    if ON_ENGINE in os.environ:
+        module, _, name = os.environ[ON_ENGINE].partition(":")
+        getattr(importlib.import_module(module), name)(engine)
 
 
 class Observer:

@@ -24,6 +24,7 @@ from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
 from colonnade.verification.assemble import assemble, whole_shapes, whole_tensors
+from colonnade.verification.diagnosis import diagnose
 from colonnade.verification.engine_record import EngineRecorder, micro_batches
 from colonnade.verification.evidence import Evidence
 from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
@@ -36,6 +37,7 @@ from colonnade.verification.reference import (
     same_optimizer,
     world_of_one,
 )
+from colonnade.verification.report import Report
 
 PERTURBED_RUNS = 2
 
@@ -47,7 +49,7 @@ def verify(
     steps: int | None = None,
     *,
     criterion: Any = None,
-) -> Any:
+) -> Report:
     """Train `engine` for some steps, and one process beside it; says whether they are equal, and if not, why.
 
     `reference` builds the whole model as one process has it, with the parameter names of the parallel one; it is called
@@ -56,8 +58,6 @@ def verify(
     `criterion`: that of the reference, where the engine's is made for a model in parts; a model with a method `criterion`
     is asked. Collective over the world; every rank gets the report. The engine is `steps` steps further afterwards.
     """
-    from colonnade.verification.diagnosis import diagnose
-
     evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion)
     return _shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
 

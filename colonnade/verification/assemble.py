@@ -206,7 +206,10 @@ class _SideBySide:
     def _activations(self, steps: Sequence[StepRecord], truth: Truth, moved: Sequence[Truth]) -> dict[str, Compared]:
         """Where a rank's output is whole, or its rows of the joined batch; parts cut in other ways are left out."""
         found = {}
+        staged = any(local.keys() != self.local[0].keys() for local in self.local)
         for name, value in truth.activations.items():
+            if not name and staged:
+                continue  # a stage is not the model
             parts = []
             for record, step in zip(self.records, steps, strict=True):
                 mine = step.activations.get(name)

@@ -33,7 +33,7 @@ class EngineRecorder(Observer):
         self.tracked = [_tracked(one) for one in located]
         self._by_tensor = {id(one.tensor): one for one in self.tracked}
         self.recorder = Recorder(
-            engine.model, self.tracked, context.get_global_rank(), micro_batches(engine), self._gradients
+            engine.model, self.tracked, context.get_global_rank(), micro_batches(engine) > 1, self._gradients
         )
         self.record = self.recorder.record
         self._slots = self._slot_names()

@@ -32,6 +32,7 @@ from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.engine_record import EngineRecorder
 from colonnade.verification.joined import on_cpu
+from colonnade.verification.mistakes import plant
 from colonnade.verification.record import without_dropout
 from colonnade.verification.reference import canonical_names, load, moved_by_an_ulp
 
@@ -113,6 +114,7 @@ class Stage:
         self.notes: list[str] = []
         self.recorder: Any = None
         self._model: nn.Module | None = None
+        self._rename: Callable[[str], str] = lambda name: name
         self._begun = False
         self._fed_by_schedule = False
 
@@ -177,8 +179,14 @@ class Stage:
 
     # -- the engine ------------------------------------------------------------------------------------
 
+    def take(self, recorder: Any, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> None:
+        """What is looked at from now on."""
+        self.recorder, self._model, self._rename = recorder, model, rename
+
     def _attach(self, engine: Engine) -> None:
-        self.recorder, self._model = EngineRecorder(engine), engine.model
+        if self.part.mistake is not None:
+            plant(engine, self.part.mistake)
+        self.take(EngineRecorder(engine), engine.model)
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:
             engine._criterion = _Criterion(engine._criterion, self)
@@ -275,7 +283,9 @@ class Stage:
         if self._dropped():
             record.notes.append("dropout was set to 0 for the comparison")
         record.notes += self.notes
-        record.about["names"] = canonical_names(self._model) if self.part.alone and self._model is not None else {}
+        record.about["names"] = (
+            canonical_names(self._model, self._rename) if self.part.alone and self._model is not None else {}
+        )
         record.about["given"] = self.given if not self.part.alone else {}
         with torch._C.DisableTorchFunction():
             torch.save(record, self.folder / self.part.result.format(rank=record.rank))
@@ -288,7 +298,7 @@ class Stage:
     def _load(self, weights: dict[str, Tensor]) -> None:
         assert self._model is not None
         with torch._C.DisableTorchFunction():
-            load(self._model, weights, self._noise, in_place=True)
+            load(self._model, weights, self._noise, in_place=True, rename=self._rename)
 
 
 class _Criterion:

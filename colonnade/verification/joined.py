@@ -47,7 +47,7 @@ def shares(values: Sequence[Any], axes: Sequence[Axis], coordinates: Callable[[i
             rows: dict[tuple[int, ...], list[Any]] = {}
             for key in sorted(table):
                 rows.setdefault((*key[:at], *key[at + 1 :]), []).append(table[key])
-            table = {key: found[0] if _all_same(found) else _cat(found, axis.dim) for key, found in rows.items()}
+            table = {key: found[0] if all_same(found) else _cat(found, axis.dim) for key, found in rows.items()}
             if any(value is None for value in table.values()):
                 raise ValueError(
                     f"the batches of the ranks of the axis {axis.name!r} cannot be joined along dimension {axis.dim}"
@@ -79,7 +79,8 @@ def _but(leaf: Tensor, dim: int) -> tuple[int, ...]:
     return tuple(size for at, size in enumerate(leaf.shape) if at != dim)
 
 
-def _all_same(parts: Sequence[Any]) -> bool:
+def all_same(parts: Sequence[Any]) -> bool:
+    """Whether all have the same tensors in the same places."""
     first, spec = tree_flatten(parts[0])
     for part in parts[1:]:
         leaves, other = tree_flatten(part)

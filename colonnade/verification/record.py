@@ -104,20 +104,23 @@ class Record:
 
 
 class Recorder:
-    """Notes the steps of one process. `gradients` gives what the process holds of the final gradients."""
+    """Notes the steps of one process. `gradients` gives what the process holds of the final gradients.
+
+    `by_count`: the passes of a parameter are told apart by their order, not by the losses that were noted before.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         tracked: Sequence[Tracked],
         rank: int,
-        micro_batches: int = 1,
+        by_count: bool = False,
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
     ) -> None:
         self.record = Record(rank)
         self.tracked = list(tracked)
-        self._micro_batches, self._rename = micro_batches, rename
+        self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
         self._handles: list[Any] = []
         self._fired: dict[str, int] = {}
@@ -148,6 +151,10 @@ class Recorder:
         for one, piece in self._gradients():
             value = copied(piece.value)
             found.setdefault(one.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
+
+    def passes(self) -> list[dict[int, Tensor]]:
+        """By parameter: the passes of this step so far."""
+        return list(self._step.raw.values())
 
     def scale_raw(self, factor: float) -> None:
         """Put the gradients of single passes on the scale of the total."""
@@ -181,7 +188,7 @@ class Recorder:
 
     def _on_gradient(self, name: str, grad: Tensor) -> None:
         """By a tensor hook: what this backward pass alone gives, before it is added to anything or summed."""
-        at = self._fired.get(name, -1) + 1 if self._micro_batches > 1 else len(self._step.losses) - 1
+        at = self._fired.get(name, -1) + 1 if self._by_count else len(self._step.losses) - 1
         self._fired[name] = at
         size = grad.numel() * grad.element_size()
         if grad.layout is torch.strided and self._room >= size:
@@ -191,8 +198,6 @@ class Recorder:
 
     def _watch_modules(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            if not name and self._micro_batches > 1:
-                continue  # a stage is not the model
             look = partial(self._on_output, self._rename(name))
             self._handles.append(module.register_forward_hook(look))
 

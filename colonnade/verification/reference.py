@@ -18,6 +18,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import global_context
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ParityError, did_you_mean, listed
+from colonnade.parallel.dtensor import local_part
 from colonnade.verification.joined import Batch, Pass
 from colonnade.verification.record import ACTIVATION_BYTES, RAW_BYTES, copied, first_tensor
 
@@ -158,26 +159,30 @@ def norm_of(values: Sequence[Tensor], norm_type: float) -> float:
 
 
 def load(
-    model: nn.Module, start: Mapping[str, Tensor], noise: torch.Generator | None = None, in_place: bool = False
+    model: nn.Module,
+    start: Mapping[str, Tensor],
+    noise: torch.Generator | None = None,
+    in_place: bool = False,
+    rename: Callable[[str], str] = lambda name: name,
 ) -> None:
     """Give the model the weights and buffers of the run, by name; with their dtype, unless `in_place`."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name in start:
-                value = moved_by_an_ulp(start[name], noise)
+            if rename(name) in start:
+                value = moved_by_an_ulp(start[rename(name)], noise)
                 if in_place:
-                    tensor.copy_(value)
+                    local_part(tensor).copy_(value)
                 else:
                     tensor.data = value.to(tensor.device, copy=True)
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
+def canonical_names(model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> dict[str, str]:
     """Every name of every parameter and buffer, to the first one that it has."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
-        found[name] = first.setdefault(id(tensor), name)
+        found[rename(name)] = first.setdefault(id(tensor), rename(name))
     return found
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Truth, norm_of
 from colonnade.verification.report import Report
+from colonnade.verification.watch import with_layout
 
 PERTURBED_RUNS = 2
 _SHOWN = 4000
@@ -49,36 +51,62 @@ class Script:
 def verify_script(script: Script) -> Report:
     """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        folder = Path(name)
-        records = _on_ranks(script, folder)
+        records = on_ranks(script, Path(name))
+        return ScriptAlone(script, Path(name), records).judge(records)
+
+
+class ScriptAlone:
+    """The script as one process, with the weights and batches of a run on its ranks: what such runs are judged by."""
+
+    def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
+        self._script, self._folder, self._records = script, folder, records
+        self._apart: list[Record] | None = None
         _hand_over(records, folder)
-        truth, *moved = _alone(
-            script,
-            folder,
-            [
-                Part("alone", name, REFERENCE, script.steps, script.dtype),
-                *(
-                    Part("alone", name, f"moved{seed}.pt", script.steps, script.dtype, noise=seed)
-                    for seed in range(PERTURBED_RUNS)
-                ),
-            ],
+        whole = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
+        self._truth, *self._moved = _alone(script, folder, whole)
+
+    def judge(self, records: Sequence[Record]) -> Report:
+        """Of a run from the same weights on the same batches. What each share of them gives is found when it is needed."""
+        report = _judged(records, self._truth, self._moved, ())
+        return report if report.ok else _judged(records, self._truth, self._moved, self._shares())
+
+    def was_fed(self, records: Sequence[Record]) -> bool:
+        """Whether a run had the same weights and batches."""
+        return all(
+            same_tensors(one.start, other.start) and same_tensors(one.about["given"], other.about["given"])
+            for one, other in zip(records, self._records, strict=True)
         )
-        report = _judged(records, truth, moved, ())
-        count = len(_shares_of(records, "", 0))
-        if report.ok or count < 2:
-            return report
-        apart = [
-            Part("alone", name, f"share{share}.pt", script.steps, script.dtype, share=share) for share in range(count)
-        ]
-        for part in apart:
-            _join(records, folder / JOINED.format(share=part.share), part.share)
-        return _judged(records, truth, moved, _alone(script, folder, apart))
+
+    def _shares(self) -> list[Record]:
+        if self._apart is None:
+            count = len(_shares_of(self._records, "", 0))
+            parts = [self._part(f"share{share}.pt", share=share) for share in range(count if count > 1 else 0)]
+            for part in parts:
+                _join(self._records, self._folder / JOINED.format(share=part.share), part.share)
+            self._apart = _alone(self._script, self._folder, parts)
+        return self._apart
+
+    def _part(self, result: str, **more: Any) -> Part:
+        return Part("alone", str(self._folder), result, self._script.steps, self._script.dtype, **more)
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """Whether two structures hold the same numbers."""
+    first, second = tree_leaves(one), tree_leaves(other)
+    return len(first) == len(second) and all(map(_is_same, first, second))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 # -- the processes ------------------------------------------------------------------------------------------
 
 
-def _on_ranks(script: Script, folder: Path) -> list[Record]:
+def on_ranks(script: Script, folder: Path) -> list[Record]:
+    """What each rank of a run noted."""
     part = Part("ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake)
     environment = _environment(part.write(folder / "ranks.json"))
     command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
@@ -89,7 +117,7 @@ def _on_ranks(script: Script, folder: Path) -> list[Record]:
     files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
     if status != 0 or not all(file.exists() for file in files):
         raise ScriptError(f"{script.target} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
-    return [torch.load(file, weights_only=False) for file in files]
+    return with_layout([torch.load(file, weights_only=False) for file in files])
 
 
 def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
@@ -191,10 +219,14 @@ def _by_micro_batch(parts: Sequence[Any], count: int) -> list[Any]:
         return list(parts)
     width = next(iter(rows)) // count
     return [
-        tree_map_only(Tensor, lambda leaf, at=at: leaf[at * width : (at + 1) * width] if leaf.dim() else leaf, part)
+        tree_map_only(Tensor, partial(_rows, first=at * width, stop=(at + 1) * width), part)
         for at in range(count)
         for part in parts
     ]
+
+
+def _rows(leaf: Tensor, first: int, stop: int) -> Tensor:
+    return leaf[first:stop] if leaf.dim() else leaf
 
 
 # -- the comparison -----------------------------------------------------------------------------------------

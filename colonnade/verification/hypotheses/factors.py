@@ -52,11 +52,15 @@ def _together(sizes: Mapping[str, int], names: Sequence[str], count: int) -> lis
 def near(value: float, sizes: Mapping[str, int], within: float) -> list[Factor]:
     """The factors that are as near to the value as can be told, the simplest kind of them only."""
     fitting = [factor for factor in factors(sizes) if abs(factor.value - value) <= within]
-    return [factor for factor in fitting if _weight(factor) == _weight(fitting[0])]
+    simplest = min(map(_weight, fitting), default=0)
+    return [factor for factor in fitting if _weight(factor) == simplest]
 
 
-def _weight(factor: Factor) -> tuple[int, float]:
-    return len(factor.powers), max(abs(power) if abs(power) >= 1 else 3.0 for _, power in factor.powers)
+def _weight(factor: Factor) -> int:
+    """A square is as simple as a product of two; roots come last."""
+    if any(abs(power) < 1 for _, power in factor.powers):
+        return 4
+    return sum(int(abs(power)) for _, power in factor.powers)
 
 
 def _power(name: str, power: float) -> str:

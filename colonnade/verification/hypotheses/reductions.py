@@ -72,6 +72,8 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
     if fitted is None or case.residual(case.truth, fitted[0]) > 1:
         return
     value, within = fitted
+    if abs(value) <= within:
+        return  # nothing arrived
     yield from _divided_by_the_group(case, value, within)
     explained = near(value, case.sizes, max(within, 1e-9))
     for factor in explained:
@@ -101,10 +103,7 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
     size = f"{factor.value:g} times what it should be ({factor})"
     in_backward = case.backward_is_right is False and case.reduction_is_right is True
     if len(factor.powers) > 1 or abs(factor.powers[0][1]) != 1:
-        if case.everywhere and in_backward:
-            yield Claim("scaled-by-mode", f"is {size} like every other one: the loss is", "the scale of the loss")
-        else:
-            yield _product(case, factor, size)
+        yield _product(case, factor, size, in_backward)
         return
     name, power = factor.powers[0]
     if name == ACCUMULATION:
@@ -168,8 +167,11 @@ def _owed(mode: str, power: float, size: str, divisor: float) -> Claim:
     return Claim("averaged-not-summed", f"is {size}: averaged over {mode}, where a sum is owed", handler)
 
 
-def _product(case: GradientCase, factor: Factor, size: str) -> Claim:
+def _product(case: GradientCase, factor: Factor, size: str, in_backward: bool) -> Claim:
     powers = dict(factor.powers)
+    if in_backward:
+        what = f"is {size} before any reduction: the loss, or a backward pass, is scaled by {factor}"
+        return Claim("scaled-by-mode", what, "the scale of the loss, and sums that have a gradient")
     owed = {name: case.owed.get(name, 0.0) for name in powers}
     if all(power == 1 and owed[name] > 1 for name, power in powers.items()):
         what = f"is {size}: summed over {' and '.join(powers)} and divided by neither"
@@ -224,6 +226,10 @@ def _sum_over(
     usual = [1 / case.divisor, 1 / done, 1.0, 1 / len(case.groups.joint(modes, case.wrong[0].rank))]
     factors = [one for one in usual if abs(one - fitted[0]) <= max(fitted[1], 1e-9)]
     factors += [one.value for one in near(fitted[0], case.sizes, max(fitted[1], 1e-9))]
+    if not factors and sum(part.value.numel() for part in case.wrong) >= 8:
+        what = _name_sum(case, modes, missing, extra)
+        odd = f"{what.what}, and is {fitted[0]:.4g} times that"
+        yield replace(what, what=odd, residual=case.residual(candidate, fitted[0]), doubt=2)
     if not factors:
         return
     residual = min(case.residual(candidate, factor) for factor in factors[:3])
