@@ -63,6 +63,8 @@ class OneProcess:
     loss_of: Callable[[nn.Module, Batch], Any]
     make_optimizer: Callable[[nn.Module], Any]
     limit: Limit | None = None
+    dtype: torch.dtype | None = None
+    """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
 
     def run(
         self,
@@ -76,7 +78,7 @@ class OneProcess:
 
         With `whole` the truth has every stage of a step; else gradients of single passes are left out.
         """
-        load(self.model, start, noise)
+        load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
         optimizer = self.make_optimizer(self.model)
         found, room = [], RAW_BYTES if whole else 0
@@ -105,7 +107,7 @@ class OneProcess:
         for one in passes:
             mine: Tensors = {}
             for batch in one.batches:
-                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise).to(device), batch)
+                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise, self.dtype).to(device), batch)
                 value, count = split_loss(self.loss_of(self.model, batch))
                 weight = one.weight / len(one.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
@@ -164,12 +166,13 @@ def load(
     noise: torch.Generator | None = None,
     in_place: bool = False,
     rename: Callable[[str], str] = lambda name: name,
+    ulp: torch.dtype | None = None,
 ) -> None:
     """Give the model the weights and buffers of the run, by name; with their dtype, unless `in_place`."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
-                value = moved_by_an_ulp(start[rename(name)], noise)
+                value = moved_by_an_ulp(start[rename(name)], noise, ulp)
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:
@@ -275,13 +278,13 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
-    """Each element one ulp up or down."""
+def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Each element one ulp up or down: of its own dtype, or of one that is coarser."""
     if noise is None or not tensor.is_floating_point():
         return tensor
+    eps = max(torch.finfo(one).eps for one in (tensor.dtype, dtype or tensor.dtype))
     up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device)
-    ulp = tensor * torch.finfo(tensor.dtype).eps
-    return torch.where(up == 1, tensor + ulp, tensor - ulp)
+    return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 
 def _take(model: nn.Module, into: Tensors) -> None:
