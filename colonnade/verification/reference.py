@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -221,8 +220,8 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
             return kind(made, **options)
         except TypeError:
             pass
-    twin = copy.copy(like)
-    vars(twin).pop("step", None)  # a scheduler's, of the other
+    twin = object.__new__(kind)
+    vars(twin).update({key: value for key, value in vars(like).items() if key != "step"})  # a scheduler's, of the other
     twin.param_groups, twin.state = made, type(like.state)(dict)
     return twin
 
