@@ -55,10 +55,8 @@ class Engine(WholeWeights):
         self.own_loss = own_loss  # that of a model of transformers, where the user has given no criterion
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
         self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
-        self.same_batch = SameBatch(
-            context
-        )  # is shown every batch; in some steps ranks that see the same data compare theirs
-        self.observers = Observers()
+        self.same_batch = SameBatch(context)  # in some steps, ranks that see the same data compare what they were given
+        self.observers = Observers()  # are told of every pass and step
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context)
         self.context, self.accumulation, self.training = context, accumulation, True

@@ -18,7 +18,7 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import cut_batch
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.errors import ParityError
+from colonnade.errors import ParityError, listed
 from colonnade.hf.loss import criterion_of
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
@@ -148,6 +148,7 @@ def _evidence(
             _loss_of(engine, model, criterion),
             lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
             limit_of(engine, records, names),
+            engine._precision.dtype,
         )
         steps, apart = joined_steps(given, engine, records)
         with without_dropout(model):
@@ -156,7 +157,7 @@ def _evidence(
                 one.run(start, steps, noise=torch.Generator().manual_seed(seed), whole=False)
                 for seed in range(PERTURBED_RUNS)
             ]
-    return assemble(records, truth, moved, start, names, terms_of(steps), notes=_notes(engine))
+    return assemble(records, truth, moved, start, names, terms_of(steps), notes=_notes(engine, model, records))
 
 
 def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, context: ParallelContext) -> nn.Module:
@@ -186,10 +187,13 @@ def _wide(engine: Engine, start: dict[str, Tensor]) -> dict[str, Tensor]:
 def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.Module, Batch], Any]:
     """The loss of a batch as the schedule without a pipeline takes it."""
     own = criterion_of(model) if engine.own_loss is not None else None
-    if criterion is None and own is None:
-        asked = getattr(model, "criterion", None)
-        criterion = asked() if callable(asked) and not isinstance(asked, nn.Module) else engine.criterion
-        criterion = engine._precision.around(criterion, engine.context.device) if asked is not None else criterion
+    asked = getattr(model, "criterion", None)
+    if criterion is None and callable(asked) and not isinstance(asked, nn.Module):
+        criterion = asked()
+    if criterion is None:
+        criterion = engine.criterion
+    else:
+        criterion = engine._precision.around(criterion, engine.context.device)
     forward = own.run if own is not None else model
 
     def loss_of(model: nn.Module, batch: Batch) -> Any:
@@ -276,11 +280,14 @@ def terms_of(steps: Sequence[Sequence[Pass]]) -> int:
     return most
 
 
-def _notes(engine: Engine) -> list[str]:
+def _notes(engine: Engine, model: nn.Module, records: Sequence[Record]) -> list[str]:
+    stepped = {name for _, names in merged_groups(records) for name in names}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in stepped]
+    told = [f"in no group of the optimizer, and so not stepped on: {listed(left[:5])}"] if left else []
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is not None and settings.method != "norm":
-        return [f"what clip method {settings.method!r} divides by was taken from the run"]
-    return []
+        told.append(f"what clip method {settings.method!r} divides by was taken from the run")
+    return told
 
 
 # -- between ranks ------------------------------------------------------------------------------------------

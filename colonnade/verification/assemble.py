@@ -124,7 +124,8 @@ class _SideBySide:
                 for name, value in truth.buffers.items()
                 if name in self.names(truth.buffers)
             },
-            activations=self._activations(steps, truth, moved),
+            activations=self._activations([step.activations for step in steps], truth, moved),
+            recomputed=self._activations([step.recomputed for step in steps], truth, moved),
             norm=truth.norm,
             found_norm=[step.norm for step in steps] if any(step.norm is not None for step in steps) else (),
             norms=self._norms(truth, steps),
@@ -203,7 +204,9 @@ class _SideBySide:
         kind = self.records[0].about["norm_type"]
         return {slot: norm_of(gradients, kind) for slot, gradients in slots.items() if slot in steps[0].norms}
 
-    def _activations(self, steps: Sequence[StepRecord], truth: Truth, moved: Sequence[Truth]) -> dict[str, Compared]:
+    def _activations(
+        self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, moved: Sequence[Truth]
+    ) -> dict[str, Compared]:
         """Where a rank's output is whole, or its rows of the joined batch; parts cut in other ways are left out."""
         found = {}
         staged = any(local.keys() != self.local[0].keys() for local in self.local)
@@ -211,12 +214,12 @@ class _SideBySide:
             if not name and staged:
                 continue  # a stage is not the model
             parts = []
-            for record, step in zip(self.records, steps, strict=True):
-                mine = step.activations.get(name)
+            for record, outputs in zip(self.records, seen, strict=True):
+                mine = outputs.get(name)
                 if mine is not None:
                     parts.append(self._rows_of(record, mine, value))
-            if parts and all(part is not None for part in parts):
-                known = [part for part in parts if part is not None]
+            known = [part for part in parts if part is not None]
+            if len(known) == len(parts) and _cover(known, value):  # else some did not run it, or cut it in another way
                 found[name] = self._compared(value, known, moved, "activations", name)
         return found
 
@@ -232,6 +235,17 @@ class _SideBySide:
             at = at * axis.size + record.about["coordinates"][axis.name]
         first = at * mine.numel()
         return Part(record.rank, mine, torch.arange(first, first + mine.numel()).view(mine.shape))
+
+
+def _cover(parts: Sequence[Part], whole: Tensor) -> bool:
+    """Whether the parts together have all elements."""
+    if any(part.positions is None for part in parts):
+        return True
+    seen = torch.zeros(whole.numel(), dtype=torch.bool)
+    for part in parts:
+        if part.positions is not None:
+            seen[part.positions.reshape(-1)] = True
+    return bool(parts) and bool(seen.all())
 
 
 def mean_of(losses: Sequence[Loss | None]) -> Loss | None:

@@ -25,7 +25,7 @@ def compare(evidence: Evidence) -> list[Row]:
     for at, step in enumerate(evidence.steps):
         loss = _loss(at, step, tolerance)
         rows += _without_parts(
-            list(_tensors(ACTIVATION, at, step.activations, tolerance)),
+            list(_tensors(ACTIVATION, at, _made_everywhere(step.activations), tolerance)),
             loss.ok and any(one is not None for one in step.found_loss),
         )
         rows.append(loss)
@@ -129,6 +129,11 @@ def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tole
     typical = typical_spread(some.values())
     for name, compared in some.items():
         yield compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
+
+
+def _made_everywhere(activations: Mapping[str, Compared]) -> dict[str, Compared]:
+    """A module may run on the ranks only whose samples take it: what the others' would be is not known."""
+    return {name: one for name, one in activations.items() if not uncovered(one)}
 
 
 def _without_parts(rows: Sequence[Row], loss_is_right: bool) -> list[Row]:

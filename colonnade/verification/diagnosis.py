@@ -150,7 +150,12 @@ class _Diagnosis:
     def _at_start(self) -> list[Finding]:
         rows = self.rows_of(WEIGHTS_AT_START)
         named = {row.name: claims("tensor", self._case(self.evidence.weights_at_start[row.name], row)) for row in rows}
-        return self._group(named, None, "the weight", "weights-differ-at-start", rows)
+        weights = {name: some for name, some in named.items() if name in self.evidence.parameters}
+        buffers = {name: some for name, some in named.items() if name not in weights}
+        return [
+            *self._group(weights, None, "the weight", "weights-differ-at-start", rows),
+            *self._group(buffers, None, "the buffer", "buffers-differ", rows, always=True),
+        ]
 
     def _forward(self) -> list[Finding]:
         rows = self.rows_of(ACTIVATION)
@@ -164,6 +169,15 @@ class _Diagnosis:
             f"the forward pass parts from one process at {row.name} on ranks {short_ranks(row.ranks)}: {how}, and "
             f"everything that was recorded before it agrees; look at {where}{self._ledger_under(row.name)}."
         )
+        if best is not None and row.name == next(iter(self.step.activations)):
+            if best.cause == "replicas-differ":
+                sentence = (
+                    f"the first module, {row.name}, {best.what}: ranks that see the same data were given other batches."
+                )
+                return [Finding("replicas-differ", (row.name,), self.at, sentence)]
+            if best.cause == "shards-swapped" and len(row.ranks) < len(self.step.activations[row.name].found):
+                sentence = f"the first module, {row.name}, {best.what}: some ranks were given the batch of others; look at the loader."
+                return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
         return [Finding("forward-differs", (row.name,), self.at, sentence, best.factor if best else None)]
 
     def _recomputed(self) -> list[Finding]:

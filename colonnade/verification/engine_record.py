@@ -22,6 +22,8 @@ from colonnade.parallel.demand import owed
 from colonnade.verification.joined import Axis
 from colonnade.verification.record import Loss, Piece, Recorder, TensorNote, Tracked, positions_of
 
+_FP16_SCALE = 256.0
+
 
 class EngineRecorder(Observer):
     """Notes the steps of an engine from now on, until `close`. Collective over the world to make."""
@@ -43,9 +45,22 @@ class EngineRecorder(Observer):
         self.record.groups = _groups(engine.optimizer, self._by_tensor)
         self.record.about = about(engine)
         engine.observers.append(self)
+        self._scale = self._lower_scale()
+
+    def _lower_scale(self) -> Tensor | None:
+        """fp16 begins with a scale at which first steps are dropped; a dropped step says nothing."""
+        scaler = self._engine._stepper.scaler
+        if scaler is None:
+            return None
+        before = scaler.scale.clone()
+        scaler.scale.clamp_(max=_FP16_SCALE)
+        return before
 
     def close(self) -> None:
         self.recorder.close()
+        scaler = self._engine._stepper.scaler
+        if scaler is not None and self._scale is not None:
+            scaler.scale.copy_(self._scale)
         if self in self._engine.observers:
             self._engine.observers.remove(self)
 
@@ -143,7 +158,7 @@ def about(engine: Engine) -> dict[str, Any]:
         "distinct_data": [axis.mode.name for axis in layout.axes if axis.data == "distinct" and axis.size > 1],
         "axes": axes_of(context),
         "coordinates": layout.coordinates(context.get_global_rank()),
-        "dtype": str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch."),
+        "dtype": str(engine._precision.dtype or (floating or [torch.get_default_dtype()])[0]).removeprefix("torch."),
         "micro_batches": micro_batches(engine),
         "accumulation": engine.accumulation * micro_batches(engine),
         "max_norm": None if clip is None else clip.options.get("max_norm"),

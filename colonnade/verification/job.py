@@ -257,7 +257,7 @@ class Stage:
 
     def _placed(self, own: Any, joined: Any) -> Any:
         if isinstance(own, Tensor) and isinstance(joined, Tensor):
-            return moved_by_an_ulp(joined, self._noise).to(own.device)
+            return moved_by_an_ulp(joined, self._noise, self._ulp).to(own.device)
         return own
 
     def end_of_step(self) -> None:
@@ -295,10 +295,14 @@ class Stage:
         sys.stderr.flush()
         os._exit(0)
 
+    @property
+    def _ulp(self) -> torch.dtype | None:
+        return getattr(torch, self.recorder.record.about.get("dtype", ""), None)
+
     def _load(self, weights: dict[str, Tensor]) -> None:
         assert self._model is not None
         with torch._C.DisableTorchFunction():
-            load(self._model, weights, self._noise, in_place=True, rename=self._rename)
+            load(self._model, weights, self._noise, in_place=True, rename=self._rename, ulp=self._ulp)
 
 
 class _Criterion:

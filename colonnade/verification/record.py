@@ -86,6 +86,8 @@ class StepRecord:
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     activations: dict[str, Tensor] = field(default_factory=dict)
+    recomputed: dict[str, Tensor] = field(default_factory=dict)
+    """Activations of modules that ran once more in the backward pass."""
 
 
 @dataclass
@@ -202,14 +204,16 @@ class Recorder:
             self._handles.append(module.register_forward_hook(look))
 
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        """The first output of each module in the first step: that of the first pass."""
+        """The first output of each module in the first step, that of the first pass; and when it is computed again."""
+        again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        into = self._step.recomputed if again else self._step.activations
         value = first_tensor(output)
-        if value is None or not torch.is_grad_enabled() or name in self._step.activations:
+        if value is None or not torch.is_grad_enabled() or name in into:
             return
         size = value.numel() * value.element_size()
         if size <= self._seen_room:
             self._seen_room -= size
-            self._step.activations[name] = copied(value)
+            into[name] = copied(value)
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for one in self.tracked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,6 +62,8 @@ class OneProcess:
     loss_of: Callable[[nn.Module, Batch], Any]
     make_optimizer: Callable[[nn.Module], Any]
     limit: Limit | None = None
+    dtype: torch.dtype | None = None
+    """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
 
     def run(
         self,
@@ -76,7 +77,7 @@ class OneProcess:
 
         With `whole` the truth has every stage of a step; else gradients of single passes are left out.
         """
-        load(self.model, start, noise)
+        load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
         optimizer = self.make_optimizer(self.model)
         found, room = [], RAW_BYTES if whole else 0
@@ -105,7 +106,7 @@ class OneProcess:
         for one in passes:
             mine: Tensors = {}
             for batch in one.batches:
-                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise).to(device), batch)
+                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise, self.dtype).to(device), batch)
                 value, count = split_loss(self.loss_of(self.model, batch))
                 weight = one.weight / len(one.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
@@ -164,12 +165,13 @@ def load(
     noise: torch.Generator | None = None,
     in_place: bool = False,
     rename: Callable[[str], str] = lambda name: name,
+    ulp: torch.dtype | None = None,
 ) -> None:
     """Give the model the weights and buffers of the run, by name; with their dtype, unless `in_place`."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if rename(name) in start:
-                value = moved_by_an_ulp(start[rename(name)], noise)
+                value = moved_by_an_ulp(start[rename(name)], noise, ulp)
                 if in_place:
                     local_part(tensor).copy_(value)
                 else:
@@ -218,8 +220,8 @@ def same_optimizer(like: Any, groups: Groups, model: nn.Module) -> Any:
             return kind(made, **options)
         except TypeError:
             pass
-    twin = copy.copy(like)
-    vars(twin).pop("step", None)  # a scheduler's, of the other
+    twin = object.__new__(kind)
+    vars(twin).update({key: value for key, value in vars(like).items() if key != "step"})  # a scheduler's, of the other
     twin.param_groups, twin.state = made, type(like.state)(dict)
     return twin
 
@@ -275,13 +277,13 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None) -> Tensor:
-    """Each element one ulp up or down."""
+def moved_by_an_ulp(tensor: Tensor, noise: torch.Generator | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Each element one ulp up or down: of its own dtype, or of one that is coarser."""
     if noise is None or not tensor.is_floating_point():
         return tensor
+    eps = max(torch.finfo(one).eps for one in (tensor.dtype, dtype or tensor.dtype))
     up = torch.randint(0, 2, tensor.shape, generator=noise, dtype=torch.int8).to(tensor.device)
-    ulp = tensor * torch.finfo(tensor.dtype).eps
-    return torch.where(up == 1, tensor + ulp, tensor - ulp)
+    return torch.where(up == 1, tensor + tensor * eps, tensor - tensor * eps)
 
 
 def _take(model: nn.Module, into: Tensors) -> None:

@@ -54,6 +54,7 @@ class PlainRecorder:
         self.tracked = _tracked(model)
         self.recorder = Recorder(model, self.tracked, rank, rename=plain_name, by_count=True)
         self.record = self.recorder.record
+        self.record.about["dtype"] = _dtype(self.tracked)
         self.record.tensors = {
             one.name: TensorNote(one.names, one.shape, one.positions, one.placement, is_parameter=one.is_parameter)
             for one in self.tracked
@@ -90,10 +91,8 @@ class PlainRecorder:
 
     def _after_step(self) -> None:
         limit = self._limit or (None, 2.0)
-        floating = [one.tensor.dtype for one in self.tracked if one.tensor.is_floating_point()]
         passes = [len(each) for each in self.recorder.passes()]
         self.record.about |= {
-            "dtype": str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch."),
             "accumulation": max(passes, default=1),
             "micro_batches": 1,
             "max_norm": limit[0],
@@ -144,6 +143,11 @@ def _lying(tensor: Any, names: tuple[str, ...]) -> Tracked:
     return Tracked(
         names[0], names, tensor, tuple(tensor.shape), None if whole else places, str(tuple(tensor.placements))
     )
+
+
+def _dtype(tracked: Sequence[Tracked]) -> str:
+    floating = [one.tensor.dtype for one in tracked if one.tensor.is_floating_point()]
+    return str(floating[0] if floating else torch.get_default_dtype()).removeprefix("torch.")
 
 
 def _make_double(model: nn.Module) -> None:

@@ -2,29 +2,65 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.parallel.split import split
-from colonnade.verification.api import gather_evidence
+from colonnade.reduce.records import group_reductions
+from colonnade.registry import GRADIENT_HANDLER
+from colonnade.verification.api import gather_evidence, verify
 from colonnade.verification.evidence import Compared, Evidence
 from tests.models.grid import MODELS, batch
 
 STEPS = 2
 
 
-def evidence_of(model: str, parallel: dict[str, Any], options: dict[str, Any] | None = None, **settings: Any) -> Any:
+class Undivided(BaseGradientHandler):
+    """A handler with a mistake: it says that it takes the mean over data, and sums."""
+
+    def covers(self) -> list[Any]:
+        return group_reductions((demand, factor) for demand in self.demands() for factor in demand.owed)
+
+    def handle_gradient(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
+
+
+def report_with_mistake() -> Any:
+    """On each rank: what `verify` says of a run whose handler does not divide."""
+    if "Undivided" not in GRADIENT_HANDLER:
+        GRADIENT_HANDLER.register_module(Undivided)
+    with launch({"gradient_handler": ["Undivided"]}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()
+        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)
+        rows = torch.Generator().manual_seed(gpc.get_global_rank())
+        draw = partial(torch.randn, generator=rows, dtype=torch.float64)
+        return verify(engine, batches=[[(draw(3, 4), draw(3, 2))] for _ in range(STEPS)])
+
+
+def evidence_of(
+    model: str,
+    parallel: dict[str, Any],
+    options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
+) -> Any:
     """On each rank: the evidence of two steps of a model of the grid."""
     piped = "pipeline" in parallel
     schedule = {"schedule": {"type": "OneFOneB", "num_microbatches": 2}} if piped else {}
     config = {"parallel": parallel, "clip_grad_norm": 0.1, **schedule, **settings}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
-        whole = MODELS[model](**(options or {}), context=gpc).double()
+        whole = MODELS[model](**(options or {}), context=gpc).to(dtype)
         engine, *_ = initialize(
             split(whole, num_stages=gpc.pipeline_parallel_size) if piped else whole,
             lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-6),
@@ -33,7 +69,7 @@ def evidence_of(model: str, parallel: dict[str, Any], options: dict[str, Any] | 
         )
         mine = gpc.get_local_rank(ParallelMode.DATA)
         batches = [[batch(model, 10 * at + mine, step) for at in range(engine.accumulation)] for step in range(STEPS)]
-        return gather_evidence(engine, lambda: MODELS[model](context=gpc).double(), batches)
+        return gather_evidence(engine, lambda: MODELS[model](context=gpc).to(dtype), batches)
 
 
 def apart(compared: Compared) -> float:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from colonnade.testing import run_world
-from tests.verification.layouts import check, evidence_of
+from colonnade.verification.diagnosis import diagnose
+from tests.verification.layouts import check, evidence_of, report_with_mistake
 
 Run = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
 ON_TWO: list[Run] = [
@@ -34,6 +35,9 @@ def _all_equal(runs: list[Run]) -> None:
         evidence = evidence_of(model, parallel, options, **settings)
         if evidence is not None:
             check(evidence)
+            report = diagnose(evidence)
+            assert report.ok, str(report)
+            assert not report.findings
             gradient = next(iter(evidence.steps[0].gradients.values()))
             assert gradient.total.spread > 0.0
             assert settings.get("zero") == 3 or len(gradient.raw) == len(gradient.truth_of_passes)
@@ -41,6 +45,13 @@ def _all_equal(runs: list[Run]) -> None:
 
 def test_everything_that_two_ranks_hold_is_equal_to_one_process() -> None:
     run_world(2, _all_equal, ON_TWO)
+
+
+def test_a_handler_that_does_not_divide_is_found_on_every_rank_and_dropout_is_told() -> None:
+    for report in run_world(2, report_with_mistake).values:
+        assert not report.ok
+        assert report.causes[0] == "summed-not-averaged", str(report)
+        assert "dropout was set to 0 for the comparison" in report.notes
 
 
 @pytest.mark.slow

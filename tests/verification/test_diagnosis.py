@@ -218,14 +218,14 @@ PLANTED = {
         (World(1, 1, 2, max_norm=1.0), {"norm": norm_over("PIPELINE")}),
     ],
     "norm-misses-shards": [(World(1, 2, max_norm=1.0), {"norm": norm_over()})],
-    "norm-of-a-part": [
-        (World(2, 2, max_norm=1.0), {"norm": norm_without("down.weight")}),
-        (World(2, 1, 2, max_norm=1.0), {"norm": norm_over()}),
-    ],
+    "norm-of-a-part": [(World(2, 2, max_norm=1.0), {"norm": norm_without("down.weight")})],
     "norms-averaged": [(World(1, 2, max_norm=1.0), {"norm": mean_of_norms})],
     "norm-type-differs": [(World(2, 1, max_norm=1.0), {"norm": largest})],
     "clipped-twice": [(World(2, 1, max_norm=1.0), {"clipped": clipped_again})],
-    "clipped-per-stage": [(World(2, 1, 2, max_norm=1.0), {"clipped": of_own_stage})],
+    "clipped-per-stage": [
+        (World(2, 1, 2, max_norm=1.0), {"clipped": of_own_stage}),
+        (World(2, 1, 2, max_norm=1.0), {"norm": norm_over()}),
+    ],
     "not-clipped": [(World(2, 1, max_norm=1.0), {"clipped": lambda world, value, total, **_: total})],
     "not-updated": [
         (World(2, 1), {"weights": lambda w, value, name, before, **_: before if name == "up.weight" else value})

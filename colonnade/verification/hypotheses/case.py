@@ -21,6 +21,8 @@ from colonnade.verification.tolerance import length
 Candidate = Callable[[Part], Tensor | None]
 """What a hypothesis expects a rank to hold (flat, double); None: it cannot say."""
 _MODES_AT_ONCE = 3
+_WHOLE = ("GLOBAL", "MODEL")
+"""Modes of several axes: where a mode of one axis has the same ranks, that is what the user calls them."""
 
 
 class Groups:
@@ -29,7 +31,7 @@ class Groups:
     def __init__(self, evidence: Evidence) -> None:
         owed = {mode for info in evidence.parameters.values() for mode, _, _ in info.owed}
         listed = {mode: sorted(tuple(group) for group in some) for mode, some in evidence.groups.items()}
-        named = sorted(listed, key=lambda mode: (mode not in owed, mode not in evidence.distinct_data))
+        named = sorted(listed, key=lambda mode: (mode not in owed, mode not in evidence.distinct_data, mode in _WHOLE))
         self._name = {mode: next(one for one in named if listed[one] == listed[mode]) for mode in listed}
         self.of_mode = {mode: listed[mode] for mode in named if self._name[mode] == mode}
         for mode in [mode for mode in self.of_mode if mode not in owed and self._is_product(mode)]:
@@ -140,6 +142,12 @@ class GradientCase(Case):
     """A factor that raw gradients still lack, read off the parameters that are healthy."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Of the modes and of the accumulation; of a pipeline's micro-batches, where nothing else is accumulated."""
+        passes = self.evidence.accumulation if self.evidence.accumulation > 1 else len(self.gradient.raw)
+        return {**self.groups.sizes, ACCUMULATION: passes}
+
+    @property
     def info(self) -> ParameterInfo:
         """Placement, ledger and what is owed."""
         return self.evidence.parameters.get(self.name, ParameterInfo())
@@ -172,7 +180,10 @@ class GradientCase(Case):
 
     def raw_at(self, rank: int, part: Part) -> Tensor | None:
         """A rank's raw gradient at the places, in its own tensor, where `part` has its elements in this one's."""
-        other, own = self.raws.get(rank), self.raws.get(part.rank)
+        other = self.raws.get(rank)
+        own = self.raws.get(
+            part.rank, other
+        )  # one that has no gradient holds the same elements as the others, or nobody's
         if other is None or own is None or other.value.numel() != own.value.numel():
             return None
         places = places_in(part, own)
@@ -184,6 +195,8 @@ class GradientCase(Case):
         def candidate(part: Part) -> Tensor | None:
             ranks = self.groups.joint(modes, part.rank)
             some = [self.raw_at(rank, part) for rank in ranks if rank in self.raws]
+            if not some and self.raws:
+                return torch.zeros(part.value.numel(), dtype=torch.float64)  # its passes did not come by here
             return None if not some or any(one is None for one in some) else torch.stack(some).sum(0)  # type: ignore[arg-type]
 
         return candidate

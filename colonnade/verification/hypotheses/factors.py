@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -23,19 +23,29 @@ class Factor:
 
 
 def factors(sizes: Mapping[str, int]) -> list[Factor]:
-    """Every size, its square and roots and their inverses, then products and ratios of two and three; simple ones first."""
+    """Every size and its inverse, products and ratios of two, squares and roots, products of three; simple ones first."""
     names = [name for name, size in sizes.items() if size > 1]
-    found = [
-        Factor(float(sizes[name]) ** power, ((name, power),)) for power in (1, -1, 2, -2, 0.5, -0.5) for name in names
+    return [
+        *_alone(sizes, names, (1, -1)),
+        *_together(sizes, names, 2),
+        *_alone(sizes, names, (2, -2, 0.5, -0.5)),
+        *_together(sizes, names, 3),
     ]
-    for count in (2, 3):
-        for some in combinations(names, count):
-            for powers in product((1, -1), repeat=count):
-                value = 1.0
-                for name, power in zip(some, powers, strict=True):
-                    value *= float(sizes[name]) ** power
-                if value != 1:
-                    found.append(Factor(value, tuple(zip(some, powers, strict=True))))
+
+
+def _alone(sizes: Mapping[str, int], names: Sequence[str], powers: Sequence[float]) -> list[Factor]:
+    return [Factor(float(sizes[name]) ** power, ((name, power),)) for power in powers for name in names]
+
+
+def _together(sizes: Mapping[str, int], names: Sequence[str], count: int) -> list[Factor]:
+    found = []
+    for some in combinations(names, count):
+        for powers in product((1, -1), repeat=count):
+            value = 1.0
+            for name, power in zip(some, powers, strict=True):
+                value *= float(sizes[name]) ** power
+            if value != 1:
+                found.append(Factor(value, tuple(zip(some, powers, strict=True))))
     return found
 
 

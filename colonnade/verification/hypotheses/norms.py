@@ -10,13 +10,13 @@ from math import inf, prod
 
 import torch
 
-from colonnade.verification.compare import NORM, flat, in_units
+from colonnade.verification.compare import NORM, distance, flat, in_units
 from colonnade.verification.evidence import Evidence, Part, StepEvidence
 from colonnade.verification.hypotheses.case import Groups, sum_of_passes
 from colonnade.verification.hypotheses.factors import near
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.report import Row
-from colonnade.verification.tolerance import Tolerance
+from colonnade.verification.tolerance import Tolerance, length
 
 _WEIGHTS = "which ranks' elements count in the norm, and with which weight"
 
@@ -130,9 +130,16 @@ def _name_sum(case: NormCase, modes: tuple[str, ...], residual: float) -> Claim:
     stages = [mode for mode in split if "PIPELINE" in mode.upper()]
     if stages and len(split) == len(stages):
         what = f"{over} only: each pipeline stage has its own norm"
-        return Claim("norm-of-a-part", what, "the sum of the norm over stages", modes=tuple(stages), residual=residual)
+        cause = "clipped-per-stage" if _clipped_by_it(case) else "norm-of-a-part"
+        return Claim(cause, what, "the sum of the norm over stages", modes=tuple(stages), residual=residual)
     what = f"{over} only: shards on the other ranks of {' and '.join(split) or 'the world'} are not in it"
     return Claim("norm-misses-shards", what, _WEIGHTS, modes=tuple(split), residual=residual)
+
+
+def _clipped_by_it(case: NormCase) -> bool:
+    """Whether the clipped gradients are those of the norm that was found."""
+    clipped = [one.clipped for one in case.step.gradients.values() if one.clipped is not None]
+    return any(distance(part, one.truth) > 1e-2 * length(one.truth) for one in clipped for part in one.found)
 
 
 @hypothesis("norm")
@@ -178,6 +185,35 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
             what = f"counts {label} for a {size}th part, as if replicated over {mode}"
             yield Claim("norm-misses-shards", what, _WEIGHTS, modes=(mode,), residual=case.residual(counted))
         yield from _first_shards(case, label, names, whole - part)
+        yield from _own_shards(case, label, names)
+
+
+def _own_shards(case: NormCase, label: str, names: Sequence[str]) -> Iterator[Claim]:
+    """Split parameters alone, and of these what each rank holds."""
+    if not any(case.is_split(name, mode) for name in names for mode in case.groups.of_mode):
+        return
+    totals = dict.fromkeys(case.found, 0.0)
+    for part in (part for name in names for part in case.parts[name]):
+        totals[part.rank] = totals.get(part.rank, 0.0) + case.power(part)
+    what = f"is of what each rank holds of {label} only"
+    residual = case.residual(lambda rank: case.root(totals[rank]))
+    yield Claim("norm-misses-shards", what, _WEIGHTS, residual=residual)
+
+
+@hypothesis("norm")
+def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
+    """The ranks' norms differ, and their powers add up to that of the true one."""
+    if case.p == inf or len(set(case.found.values())) < 2:
+        return
+    for modes in case.groups.subsets():
+        for rank in case.found if modes else ():
+            ranks = [other for other in case.groups.joint(modes, rank) if other in case.found]
+            total = case.root(sum(case.found[other] ** case.p for other in ranks))
+            if in_units(abs(total - case.truth), case.row.tolerance) <= 1:
+                over = " and ".join(modes)
+                what = f"is each rank's share: their powers add up to the true one over {over}, and nobody sums them"
+                yield Claim("norm-misses-shards", what, f"the group that the norm is summed over ({over})", modes=modes)
+                return
 
 
 def _first_shards(case: NormCase, label: str, names: Sequence[str], rest: float) -> Iterator[Claim]:
@@ -189,9 +225,12 @@ def _first_shards(case: NormCase, label: str, names: Sequence[str], rest: float)
         for place in range(case.groups.sizes[mode]):
             chosen = {group[place] for group in groups if place < len(group)}
             seen: list[Part] = []
-            for part in (part for name in names for part in case.parts[name] if part.rank in chosen):
-                if not any(_alike(part, other) and part.value.numel() == other.value.numel() for other in seen):
-                    seen.append(part)
+            for name in names:
+                unlike: list[Part] = []
+                for part in (part for part in case.parts[name] if part.rank in chosen):
+                    if not any(_alike(part, other) for other in unlike):
+                        unlike.append(part)
+                seen += unlike
             value = case.root(rest + sum(map(case.power, seen)))
             what = f"counts {label} on rank {place} of {mode} only, though they are split over it"
             yield Claim("norm-misses-shards", what, _WEIGHTS, modes=(mode,), residual=case.residual(value))
@@ -205,6 +244,8 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
         for mode in case.groups.of_mode:
             kind = "split over" if case.is_split(name, mode) else "replicated over"
             kinds.setdefault(f"what is {kind} {mode}", []).append(name)
+            if name.endswith("bias"):
+                kinds.setdefault(f"biases of what is {kind} {mode}", []).append(name)
         if info is not None:
             kinds.setdefault(f"parameters placed as {info.placement}", []).append(name)
         if info is not None and info.tied:

@@ -21,7 +21,8 @@ def micro_batches(case: GradientCase) -> Iterator[Claim]:
     count = len(truths)
     if count < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
         return
-    for weights, cause, what, where in [*_ways(count), *_summed_again(count, case.groups.sizes)]:
+    ways = [*_ways(count), *_scaled_again(count), *_summed_again(count, case.groups.sizes)]
+    for weights, cause, what, where in ways:
         for scale in sorted({1.0, float(count), 1 / count, count / max(sum(weights), 1)}):
             residual = case.residual(_mixture(truths, [scale * one for one in weights]))
             yield Claim(cause, what, where, residual=residual)
@@ -46,6 +47,14 @@ def _ways(count: int) -> Iterator[tuple[list[float], str, str, str]]:
         if count > 1 and min(instead) == 0:
             what = f"{again}, in place of micro-batch {(one + 1) % count}"
             yield instead, "micro-batch-twice", what, "the loader's index of micro-batches"
+
+
+def _scaled_again(count: int) -> Iterator[tuple[list[float], str, str, str]]:
+    """Each pass scales all that is accumulated so far."""
+    if count > 2:  # of two passes it cannot be told from other weights
+        weights = [float(count) ** -(count - 1 - at) for at in range(count)]
+        what = f"has earlier micro-batches divided by {count} again with each later one"
+        yield weights, "scaled-by-accumulation", what, "what scales gradients between passes"
 
 
 def _summed_again(count: int, sizes: Mapping[str, int]) -> Iterator[tuple[list[float], str, str, str]]:
@@ -77,6 +86,67 @@ def mean_of_means(case: GradientCase) -> Iterator[Claim]:
     what = "is the plain mean of the means of all shares of the batch, which have different counts"
     where = "the loss: give (sum, count), and divide once by the count of the whole batch"
     yield Claim("mean-of-means", what, where, residual=residual)
+
+
+@hypothesis("gradient")
+def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
+    """Every rank's every pass counts the same; other weights, one for each of them, would give the truth."""
+    weights = _better_weights(case)
+    if weights is None:
+        return
+    own = _contributions(case, case.name)
+    if own is None or len(own) != len(weights):
+        return
+    truth = flat(case.compared.truth)
+    residual = length((torch.stack(own) * weights[:, None]).sum(0) - truth) / (case.row.tolerance or 1.0)
+    told = ", ".join(f"{weight:.3g}" for weight in weights[:4].tolist()) + (", ..." if len(weights) > 4 else "")
+    what = f"has means of unlike counts in it with equal weight: the passes of the ranks should weigh {told} times that"
+    where = "the loss: give (sum, count), and divide once by the count of the whole batch"
+    yield Claim("mean-of-means", what, where, residual=0.3 * residual)
+
+
+_SAMPLED = 1 << 16
+
+
+def _better_weights(case: GradientCase) -> Tensor | None:
+    """By which the raw gradients of each pass and rank make the truth, read off the largest gradient that they fit.
+
+    They are as many in all as there are passes, as parts of a count are, and not all one.
+    """
+    if case.reduction_is_right is not True:
+        return None
+    largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
+    for name in largest[:8]:
+        own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
+        if own is None or len(own) < 2 or len(truth) < 3 * len(own) or not truth.any():
+            continue
+        stride = -(-len(truth) // _SAMPLED)
+        columns, wanted = torch.stack(own, 1)[::stride], truth[::stride]
+        weights = torch.linalg.lstsq(columns, wanted[:, None]).solution.flatten()
+        left = length(columns @ weights - wanted) / length(wanted)
+        whole = abs(float(weights.sum()) - len(own)) < 1e-3 * len(own)
+        if left < 1e-3 and whole and bool((weights > -1e-3).all()) and length(weights - 1) > 1e-3:
+            return weights
+    return None
+
+
+def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
+    """What each pass of each rank that sees distinct data gives to a gradient, if all hold all of it."""
+    gradient, info = case.step.gradients[name], case.evidence.parameters.get(name)
+    modes = tuple(case.groups.name(mode) for mode, _, _ in info.owed) if info is not None else ()
+    if not gradient.raw or not gradient.raw[0]:
+        return None
+    ranks, divisor = case.groups.joint(modes, gradient.raw[0][0].rank), 1.0
+    for _, _, by in info.owed if info is not None else ():
+        divisor *= by
+    found = []
+    for some in gradient.raw:
+        for part in some:
+            if part.rank in ranks:
+                if part.value.numel() != gradient.total.truth.numel():
+                    return None
+                found.append(flat(part.value) * case.raw_scale / divisor)
+    return found
 
 
 @hypothesis("gradient")

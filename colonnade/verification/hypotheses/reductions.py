@@ -74,6 +74,7 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
     value, within = fitted
     if abs(value) <= within:
         return  # nothing arrived
+    yield from _divided_by_the_group(case, value, within)
     explained = near(value, case.sizes, max(within, 1e-9))
     for factor in explained:
         residual = case.residual(case.truth, factor.value)
@@ -85,6 +86,18 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
         yield _unexplained(value, case.residual(case.truth, value))
 
 
+def _divided_by_the_group(case: GradientCase, value: float, within: float) -> Iterator[Claim]:
+    """Divided by the ranks that communicate, where others saw distinct data too: experts are such."""
+    if case.backward_is_right is False:
+        return
+    for mode, ranks, divisor in case.info.owed:
+        if divisor > len(ranks) and abs(value - divisor / len(ranks)) <= max(within, 1e-9):
+            by = f"by the {len(ranks)} ranks of its {mode} group" if len(ranks) > 1 else "by nothing"
+            what = f"is {value:g} times what it should be: divided {by}, though {divisor:g} ranks saw distinct data"
+            residual = case.residual(case.truth, divisor / len(ranks))
+            yield Claim("wrong-divisor", what, "the divisor of its sum", value, (mode,), residual, rank=1)
+
+
 def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
     """What a product of sizes means for this parameter, by what it owes and by where the factor comes in."""
     size = f"{factor.value:g} times what it should be ({factor})"
@@ -94,10 +107,13 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
         return
     name, power = factor.powers[0]
     if name == ACCUMULATION:
-        if case.backward_is_right is not True:
-            words = "is not divided by" if power > 0 else "is divided once too often by"
-            what = f"is {size}: it {words} the number of micro-batches"
-            yield Claim("scaled-by-accumulation", what, "what each micro-batch's loss is divided by")
+        words = "is not divided by" if power > 0 else "is divided once too often by"
+        what = f"is {size}: it {words} the number of micro-batches"
+        where = "what each micro-batch's loss is divided by"
+        yield Claim("scaled-by-accumulation", what, where, rank=40 if case.backward_is_right else 0)
+    elif power < 0 and case.owed.get(name, 1.0) > 1 and in_backward and _are_parts(case):
+        what = f"is {size}: each rank has a part of it, and the mean over {name} is taken where their sum is due"
+        yield Claim("averaged-not-summed", what, f"a loss of what several ranks of {name} gave, and who scales it")
     elif case.everywhere and (in_backward or (name not in case.owed and case.backward_is_right is not True)):
         words = "multiplied" if power > 0 else "divided"
         what = f"is {size} like every other one: the loss is {words} by the size of {name}"
@@ -112,6 +128,19 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
     else:
         what = f"is {size}: divided by the size of {name}, though nothing is owed over it"
         yield Claim("wrong-divisor", what, f"divisors that count {name}")
+
+
+def _are_parts(case: GradientCase) -> bool:
+    """Whether the raw gradients are parts of the true one, and none is that of a share of the batch, scaled."""
+    shares = [flat(one) for one in case.gradient.truth_of_shards]
+    for raw in case.raws.values():
+        for share in shares:
+            if len(share) != raw.value.numel() or length(share) == 0:
+                return False
+            scale = float(flat(raw.value) @ share) / float(share @ share)
+            if length(flat(raw.value) - scale * share) <= case.row.tolerance * max(1.0, scale):
+                return False
+    return bool(shares)
 
 
 def _in_backward(mode: str, power: float, size: str) -> Claim:
@@ -165,7 +194,7 @@ def _unexplained(value: float, residual: float) -> Claim:
 @hypothesis("gradient")
 def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
     """The sum of raw gradients over other modes than owed: over fewer, over more, or over none."""
-    if not case.raws or not case.wrong:
+    if not case.raws or not case.wrong or case.reduction_is_right:
         return
     fitted = case.fit(case.truth)
     if fitted is not None and case.residual(case.truth, fitted[0]) <= 1:
@@ -230,10 +259,10 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
 
 @hypothesis("gradient")
 def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
-    """What different ranks hold of the same elements adds up to the truth, with no raw gradients to tell by."""
-    if case.raws or len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
+    """What different ranks hold of the same elements adds up to the truth: a sum that is due, and no placement says so."""
+    if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
         return
-    for mode in case.groups.of_mode:
+    for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.owed]:
         apart = [_sum_of_parts(case, part, mode) for part in case.wrong]
         if any(one is None for one in apart):
             continue

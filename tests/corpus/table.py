@@ -1,0 +1,59 @@
+"""The results of the corpus: all bugs of one number of ranks in one world, and the page of documentation made of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from colonnade.testing import run_world
+from tests.corpus.runner import Result, bug_of, names, run_all
+
+PAGE = Path(__file__).parents[2] / "docs" / "bugs.md"
+QUICK = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "CUDA_VISIBLE_DEVICES": ""}
+HEAD = """# Bugs of the field, and what `verify` says of them
+
+Each row is a bug that a public tracker tells of, re-made in a few lines on 2 to 4 ranks of a CPU: [`tests/corpus/`](../tests/corpus) has one file for each.
+`colonnade.verify` knows nothing of what was planted. The cause that it has to name was written into the file, and committed, before it was first run.
+Made by `python -m tests.corpus`.
+
+"""
+
+
+@cache
+def results(chosen: tuple[str, ...] = ()) -> list[Result]:
+    """What became of these bugs (of all of them): one world for each number of ranks. As rank 0 tells it."""
+    wanted = list(chosen) or names()
+    found: list[Result] = []
+    for ranks in sorted({bug_of(name).ranks for name in wanted}):
+        some = [name for name in wanted if bug_of(name).ranks == ranks]
+        found += run_world(ranks, run_all, some, timeout=110, env=QUICK).values[0]
+    return sorted(found, key=lambda one: one.name)
+
+
+def markdown(found: list[Result]) -> str:
+    """The page."""
+    total, seconds = len(found), sum(one.seconds for one in found)
+    named, refused = sum(one.named for one in found), sum(bool(one.refused) for one in found)
+    lines = [
+        f"**{total} bugs: {sum(one.found for one in found)} found, the true cause named first in {named} "
+        f"({100 * named // total}%), in {seconds:.0f} s.** {refused} of them are refused at start-up or at the first step by the "
+        f"library's own checks, which were then turned off. Where another cause is named, the column says which.",
+        "",
+        "| source | bug | found | cause named | what is said | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    return HEAD + "\n".join([*lines, *map(_row, found)]) + "\n"
+
+
+def _row(one: Result) -> str:
+    found = (
+        ("yes, and refused at start" if one.refused else "yes")
+        if one.causes
+        else "refused at start"
+        if one.refused
+        else "NO"
+    )
+    cause = f"yes: {one.bug.cause}" if one.named else f"no: {one.causes[0] if one.causes else '-'}, not {one.bug.cause}"
+    said = (one.sentence or one.error or one.refused).replace("|", "\\|").replace("\n", " ")
+    link = f"[{one.bug.source}](../tests/corpus/{one.name}.py)"
+    return f"| {link} | {one.bug.what} | {found} | {cause} | {said} | {one.seconds:.1f} |"
