@@ -70,12 +70,15 @@ class Result:
     """What became of one bug. `refused`: what was said at start-up or at the first step, before the check was turned off."""
 
     name: str
-    bug: Bug
     refused: str
     causes: tuple[str, ...]
     sentence: str
     seconds: float
     error: str = ""
+
+    @property
+    def bug(self) -> Bug:
+        return bug_of(self.name)
 
     @property
     def found(self) -> bool:
@@ -279,9 +282,9 @@ def run_one(name: str) -> Result:
         report = verified(run, loose=True)
         found = [(finding.cause, finding.sentence) for finding in report.findings] if not report.ok else []
         causes, sentence = tuple(cause for cause, _ in found), found[0][1] if found else ""
-        return Result(name, bug, refused, causes, sentence, time.monotonic() - began)
+        return Result(name, refused, causes, sentence, time.monotonic() - began)
     except Exception as error:  # told of in the table, with the other bugs'
-        return Result(name, bug, refused, (), "", time.monotonic() - began, f"{type(error).__name__}: {error}")
+        return Result(name, refused, (), "", time.monotonic() - began, f"{type(error).__name__}: {error}")
 
 
 def refusal(run: Run) -> str:
