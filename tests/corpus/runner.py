@@ -296,13 +296,14 @@ def refusal(run: Run) -> str:
     return ""
 
 
-def verified(run: Run, loose: bool, steps: int = STEPS, **options: Any) -> Any:
-    """Build the run and let `colonnade.verify` compare it with one process."""
+def verified(run: Run, loose: bool, steps: int = STEPS, double: bool = True) -> Any:
+    """Build the run and let `colonnade.verify` compare it with one process, in fp64 or (without `double`) in the models' own."""
+    dtype = torch.float64 if double else torch.float32
     config = {**run.config, **(run.loose if loose else {})}
     context = ParallelContext()
     with colonnade.launch(config, context=context, verbose=False), torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = run.model(context).double()
+        model: Any = run.model(context).to(dtype)
         if context.pipeline_parallel_size > 1:
             model = split(model, num_stages=context.pipeline_parallel_size)
         engine = colonnade.initialize(model, run.optimizer, run.criterion(context), context=context)[0]
@@ -312,11 +313,10 @@ def verified(run: Run, loose: bool, steps: int = STEPS, **options: Any) -> Any:
             alone = ParallelContext()
             return colonnade.verify(
                 engine,
-                reference=lambda: run.kind.model(alone).double(),
+                reference=lambda: run.kind.model(alone).to(dtype),
                 criterion=run.kind.criterion(alone),
                 batches=[run.batches(context, step) for step in range(steps)],
                 steps=steps,
-                **options,
             )
         finally:
             engine.close()
