@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.data import DataLoader
 
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.config import Config
@@ -40,6 +41,8 @@ VARIABLE = "COLONNADE_VERIFY"
 JOINED, START, REFERENCE = "joined{share}.pt", "start.pt", "reference.pt"
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
+_LOADED = 64
+"""How many batches of each loader are kept."""
 _FROM_GRAPH = "from the graph"
 
 
@@ -84,6 +87,7 @@ def taking_part(part: Part) -> Iterator[None]:
         _stage = stage
         stack.enter_context(_replaced(ParallelContext, "load_config", stage.load_config))
         stack.enter_context(_replaced(build, "initialize", stage.initialize))
+        stack.enter_context(_replaced(DataLoader, "__iter__", stage.fed_loader))
         stack.enter_context(_replaced(CheckpointManager, "__init__", _only_reads))
         stack.enter_context(_replaced(CheckpointManager, "save", _does_nothing))
         yield
@@ -115,6 +119,7 @@ class Stage:
         self.recorder: Any = None
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
+        self._loaders: dict[int, int] = {}
         self._begun = False
         self._fed_by_schedule = False
 
@@ -136,6 +141,12 @@ class Stage:
             return built
 
         return initialize
+
+    def fed_loader(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Labels may go from a loader past the engine, into a loss of the script's own."""
+        return lambda loader: _Loaded(
+            own(loader), f"loader{self._loaders.setdefault(id(loader), len(self._loaders))}", self
+        )
 
     def _changed(self, config: Config) -> Config:
         """Alone: every size is 1, and what only ranks together do is left out. In fp64: no half precision."""
@@ -241,19 +252,21 @@ class Stage:
             self._load(torch.load(self.folder / START, weights_only=False))
         self.recorder.recorder.note_start()
 
-    def through(self, key: str, value: Any) -> Any:
-        """What comes in: noted as one of the ranks; alone, what all ranks were given in its place."""
+    def through(self, key: str, value: Any, most: int | None = None) -> Any:
+        """What comes in: noted as one of the ranks; alone, what all ranks were given in its place. `most`: so many, at most."""
         if self.part.dtype == "fp64":
             value = tree_map_only(Tensor, _widened, value)
         noted = self.given.setdefault(key, [])
+        if most is not None and len(noted) >= most:
+            return value
         if not self.part.alone:
             noted.append(on_cpu(tree_map(_without_graph, value)))
             return value
         noted.append(None)
         found = self._joined.get(key, ())
-        if len(noted) > len(found):
+        if len(noted) > len(found) and most is None:
             raise ParityError(f"the script alone takes more batches in a step than its ranks did ({key} {len(noted)})")
-        return tree_map(self._placed, value, found[len(noted) - 1])
+        return tree_map(self._placed, value, found[len(noted) - 1]) if len(noted) <= len(found) else value
 
     def _placed(self, own: Any, joined: Any) -> Any:
         if isinstance(own, Tensor) and isinstance(joined, Tensor):
@@ -303,6 +316,22 @@ class Stage:
         assert self._model is not None
         with torch._C.DisableTorchFunction():
             load(self._model, weights, self._noise, in_place=True, rename=self._rename, ulp=self._ulp)
+
+
+class _Loaded:
+    """Batches of a loader; alone, those of all ranks, as far as the ranks took any."""
+
+    def __init__(self, own: Iterator[Any], key: str, stage: Stage) -> None:
+        self._own, self._key, self._stage = own, key, stage
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._stage.through(self._key, next(self._own), most=_LOADED)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 class _Criterion:
