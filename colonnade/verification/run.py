@@ -254,7 +254,7 @@ def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:
         clipped = {name: pieces[0].value for name, pieces in step.clipped.items()}
     counted = step.norm is not None
     return Truth(
-        loss=loss[0] if loss is not None else float("nan"),
+        loss=loss[0] if loss is not None else 0.0,  # as on the ranks, nobody has seen it
         passes=[{name: each[one] for name, each in step.raw.items() if one in each} for one in passes],
         total=total,
         clipped=clipped if counted else {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,8 +183,13 @@ def with_layout(records: Sequence[Record]) -> list[Record]:
         "DATA": [sorted(kind[at].rank for kind in kinds if at < len(kind)) for at in range(deepest)],
         "MODEL": [[record.rank for record in kind] for kind in kinds],
     }
+    staged = any(record.tensors.keys() != records[0].tensors.keys() for record in records)
     for data, kind in enumerate(kinds):
         for at, record in enumerate(kind):
+            owed = (("DATA", tuple(groups["DATA"][at]), float(len(kinds))),) if len(kinds) > 1 else ()
+            record.tensors = {name: replace(note, owed=owed) for name, note in record.tensors.items()}
+            if staged:  # torch's stages run once on made-up inputs, to learn their shapes
+                record.steps[0].activations.clear()
             record.about |= {"axes": axes, "coordinates": {"data": data, "model": at}}
             record.about["groups"] = {name: lists for name, lists in groups.items() if any(len(g) > 1 for g in lists)}
             record.about["distinct_data"] = ["DATA"] if len(kinds) > 1 else []

@@ -13,7 +13,13 @@ QUICK = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "CUDA_VISIBLE_DEVICES": ""}
 HEAD = """# Bugs of the field, and what `verify` says of them
 
 Each row is a bug that a public tracker tells of, re-made in a few lines on 2 to 4 ranks of a CPU: [`tests/corpus/`](../tests/corpus) has one file for each.
-`colonnade.verify` knows nothing of what was planted. The cause that it has to name was written into the file, and committed, before it was first run.
+`colonnade.verify` knows nothing of what was planted. The cause that it has to name stands in the file, and was committed before the bug was first run.
+
+How far to trust the share: at the first run of the first 96 bugs, with hypotheses that had met none of them, all were found and 52 causes were named (54%).
+The hypotheses were then made more general with these bugs in view. Thirteen more bugs were written after that: 13 found and 10 named (77%) at their first run,
+after which two more hypotheses were made more general. So the share below is that of a test set that was learnt from; the 77% is not. The other way round,
+`python -m tests.corpus.healthy` draws runs with nothing wrong in them (models, layouts, ZeRO, accumulation, clipping, fp64, fp32, bf16): 200 of 200 are found equal.
+
 Made by `python -m tests.corpus`.
 
 """
