@@ -56,7 +56,11 @@ def compare_tensor(compared: Compared, allowed: float, quantity: str, name: str,
     elif left := uncovered(compared):
         status, error = "missing", inf
         detail = "no rank has it" if left == compared.truth.numel() else f"no rank has {left} of its elements"
-    elif wrong and len(wrong) < len(worst) and (apart := _replicas_apart(compared.found, allowed)):
+    elif (
+        wrong
+        and len(wrong) < len(worst)
+        and (apart := _replicas_apart(compared.found, compared.truth.numel(), allowed))
+    ):
         detail = f"replicas differ: ranks {apart}"
     return Row(quantity, name, step, status, error, allowed, wrong, detail)
 
@@ -106,9 +110,8 @@ def assembled(found: Sequence[Part], like: Tensor) -> Tensor:
     return whole
 
 
-def _replicas_apart(found: Sequence[Part], allowed: float) -> list[int]:
+def _replicas_apart(found: Sequence[Part], size: int, allowed: float) -> list[int]:
     """The ranks whose elements differ from those of the first rank that holds them too."""
-    size = max(part.value.numel() if part.positions is None else int(part.positions.max()) + 1 for part in found)
     first = torch.full((size,), nan, dtype=torch.float64)
     apart = []
     for part in found:

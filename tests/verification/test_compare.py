@@ -43,6 +43,11 @@ def test_replicas_that_differ_are_named():
     assert "ranks [1]" in wrong.detail
 
 
+def test_a_rank_may_hold_nothing():
+    nothing = Part(2, torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert row(Part(0, TRUTH), Part(1, TRUTH + 1), nothing).ranks == (1,)
+
+
 def test_what_is_not_finite_names_its_ranks():
     broken = row(Part(0, TRUTH), Part(1, TRUTH * nan))
     assert (broken.status, broken.ranks, broken.error) == ("not finite", (1,), inf)

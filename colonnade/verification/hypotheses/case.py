@@ -256,6 +256,8 @@ def places_in(part: Part, holder: Part) -> Tensor | None:
     held = holder.positions.flatten()
     if torch.equal(held, wanted):
         return torch.arange(len(held))
+    if not len(held):
+        return None
     order = held.argsort()
     at = torch.searchsorted(held[order], wanted).clamp(max=len(held) - 1)
     return order[at] if torch.equal(held[order[at]], wanted) else None
