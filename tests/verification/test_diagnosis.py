@@ -357,7 +357,7 @@ def test_of_a_large_model_the_first_and_last_layer_are_tested(monkeypatch):
     steps = [
         replace(one, gradients={names[name]: found for name, found in one.gradients.items()}) for one in evidence.steps
     ]
-    info = {names[name]: one for name, one in evidence.parameters.items()}
+    info = {names[name]: replace(one, placement="") for name, one in evidence.parameters.items()}
     finding = only(diagnose(replace(evidence, steps=steps, parameters=info)))
     assert seen == ["layers.0.weight", "layers.4.weight"]
     assert (finding.cause, len(finding.parameters)) == ("summed-not-averaged", 5)
