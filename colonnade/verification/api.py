@@ -32,6 +32,7 @@ from colonnade.verification.record import Record, without_dropout
 from colonnade.verification.reference import (
     Limit,
     OneProcess,
+    Spread,
     canonical_names,
     check_names,
     same_optimizer,
@@ -152,12 +153,15 @@ def _evidence(
         )
         steps, apart = joined_steps(given, engine, records)
         with without_dropout(model):
-            truth = one.run(start, steps, apart)
-            moved = [
-                one.run(start, steps, noise=torch.Generator().manual_seed(seed), whole=False)
-                for seed in range(PERTURBED_RUNS)
-            ]
-    return assemble(records, truth, moved, start, names, terms_of(steps), notes=_notes(engine, model, records))
+            truth = list(one.run(start, steps, apart))
+            spreads = [Spread() for _ in truth]
+            for seed in range(PERTURBED_RUNS):
+                noise = torch.Generator().manual_seed(seed)
+                for spread, plain, moved in zip(
+                    spreads, truth, one.run(start, steps, noise=noise, whole=False), strict=True
+                ):
+                    spread.widen(plain, moved)
+    return assemble(records, truth, spreads, start, names, terms_of(steps), notes=_notes(engine, model, records))
 
 
 def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, context: ParallelContext) -> nn.Module:

@@ -18,7 +18,7 @@ from colonnade.verification.evidence import (
     StepEvidence,
 )
 from colonnade.verification.record import Loss, Piece, Record, StepRecord, TensorNote
-from colonnade.verification.reference import Truth, norm_of
+from colonnade.verification.reference import Spread, Truth, norm_of
 
 Names = Mapping[str, str]
 """Each name that a tensor has, to the one that the reference calls it by."""
@@ -52,13 +52,13 @@ def whole_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int
 def assemble(
     records: Sequence[Record],
     truth: Sequence[Truth],
-    moved: Sequence[Sequence[Truth]],
+    spreads: Sequence[Spread],
     start: Mapping[str, Tensor],
     names: Names,
     terms: int,
     notes: Sequence[str] = (),
 ) -> Evidence:
-    """The evidence. `moved` are runs of the reference from weights that are one ulp away."""
+    """The evidence. `spreads`: by step, how far the reference moves."""
     about = records[0].about
     side_by_side = _SideBySide(records, names, terms)
     return Evidence(
@@ -71,8 +71,8 @@ def assemble(
             for name in side_by_side.names(start)
         },
         steps=[
-            side_by_side.step(at, one, [run[at] for run in moved if at < len(run)])
-            for at, one in enumerate(truth)
+            side_by_side.step(at, one, spread)
+            for at, (one, spread) in enumerate(zip(truth, spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
         dtype=about["dtype"],
@@ -105,52 +105,47 @@ class _SideBySide:
                 found.append(Part(record.rank, tensors[mine], record.tensors[mine].positions))
         return found
 
-    def step(self, at: int, truth: Truth, moved: Sequence[Truth]) -> StepEvidence:
+    def step(self, at: int, truth: Truth, spread: Spread) -> StepEvidence:
         steps = [record.steps[at] for record in self.records]
         return StepEvidence(
             loss=truth.loss,
             found_loss=self._losses(steps),
-            gradients={name: self._gradient(name, at, truth, moved) for name in truth.weights},
+            gradients={name: self._gradient(name, at, truth, spread) for name in truth.weights},
             weights={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].weights), moved, "weights", name
+                    value, self.held(name, lambda record: record.steps[at].weights), spread, "weights", name
                 )
                 for name, value in truth.weights.items()
             },
             buffers={
                 name: self._compared(
-                    value, self.held(name, lambda record: record.steps[at].buffers), moved, "buffers", name
+                    value, self.held(name, lambda record: record.steps[at].buffers), spread, "buffers", name
                 )
                 for name, value in truth.buffers.items()
                 if name in self.names(truth.buffers)
             },
-            activations=self._activations([step.activations for step in steps], truth, moved),
-            recomputed=self._activations([step.recomputed for step in steps], truth, moved),
+            activations=self._activations([step.activations for step in steps], truth, spread),
+            recomputed=self._activations([step.recomputed for step in steps], truth, spread),
             norm=truth.norm,
             found_norm=[step.norm for step in steps] if any(step.norm is not None for step in steps) else (),
             norms=self._norms(truth, steps),
             found_norms={key: [step.norms.get(key) for step in steps] for step in steps[:1] for key in step.norms},
-            loss_spread=max((abs(run.loss - truth.loss) for run in moved), default=0.0),
+            loss_spread=spread.loss,
         )
 
-    def _compared(self, truth: Tensor, found: list[Part], moved: Sequence[Truth], kind: str, name: str) -> Compared:
-        spread = 0.0
-        for run in moved:
-            other = getattr(run, kind).get(name)
-            if other is not None and other.shape == truth.shape and truth.is_floating_point():
-                spread = max(spread, float((other.double() - truth.double()).norm()))
-        return Compared(truth, found, spread, self.terms)
+    def _compared(self, truth: Tensor, found: list[Part], spread: Spread, kind: str, name: str) -> Compared:
+        return Compared(truth, found, spread.tensors.get((kind, name), 0.0), self.terms)
 
-    def _gradient(self, name: str, at: int, truth: Truth, moved: Sequence[Truth]) -> GradientEvidence:
+    def _gradient(self, name: str, at: int, truth: Truth, spread: Spread) -> GradientEvidence:
         zeros = torch.zeros_like(truth.weights[name])
         total, clipped = (self._pieces(name, at, kind) for kind in ("total", "clipped"))
-        whole = self._compared(truth.total.get(name, zeros), total, moved, "total", name)
+        whole = self._compared(truth.total.get(name, zeros), total, spread, "total", name)
         return GradientEvidence(
             total=whole,
             raw=self._raw(name, at),
             truth_of_passes=[one.get(name, zeros) for one in truth.passes],
             truth_of_shards=[one.get(name, zeros) for one in truth.shards],
-            clipped=self._compared(truth.clipped.get(name, zeros), clipped, moved, "clipped", name)
+            clipped=self._compared(truth.clipped.get(name, zeros), clipped, spread, "clipped", name)
             if truth.clipped and clipped
             else None,
         )
@@ -204,9 +199,7 @@ class _SideBySide:
         kind = self.records[0].about["norm_type"]
         return {slot: norm_of(gradients, kind) for slot, gradients in slots.items() if slot in steps[0].norms}
 
-    def _activations(
-        self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, moved: Sequence[Truth]
-    ) -> dict[str, Compared]:
+    def _activations(self, seen: Sequence[Mapping[str, Tensor]], truth: Truth, spread: Spread) -> dict[str, Compared]:
         """Where a rank's output is whole, or its rows of the joined batch; parts cut in other ways are left out."""
         found = {}
         staged = any(local.keys() != self.local[0].keys() for local in self.local)
@@ -220,7 +213,7 @@ class _SideBySide:
                     parts.append(self._rows_of(record, mine, value))
             known = [part for part in parts if part is not None]
             if len(known) == len(parts) and _cover(known, value):  # else some did not run it, or cut it in another way
-                found[name] = self._compared(value, known, moved, "activations", name)
+                found[name] = self._compared(value, known, spread, "activations", name)
         return found
 
     def _rows_of(self, record: Record, mine: Tensor, truth: Tensor) -> Part | None:

@@ -55,6 +55,26 @@ class Truth:
 
 
 @dataclass
+class Spread:
+    """How far one step of one process moves, in each of its numbers, when its weights are one ulp away."""
+
+    loss: float = 0.0
+    tensors: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By (field of `Truth`, name): the 2-norm of the distance."""
+
+    def widen(self, truth: Truth, moved: Truth) -> None:
+        """Take in one more run."""
+        self.loss = max(self.loss, abs(moved.loss - truth.loss))
+        for kind in ("total", "clipped", "weights", "buffers", "activations"):
+            others: Tensors = getattr(moved, kind)
+            for name, value in getattr(truth, kind).items():
+                other = others.get(name)
+                if other is not None and other.shape == value.shape and value.is_floating_point():
+                    apart = float((other.double() - value.double()).norm())
+                    self.tensors[kind, name] = max(self.tensors.get((kind, name), 0.0), apart)
+
+
+@dataclass
 class OneProcess:
     """The reference. `loss_of(model, batch)` is the loss of a batch, in either form."""
 
@@ -72,15 +92,15 @@ class OneProcess:
         apart: Sequence[Sequence[Sequence[Pass]]] = (),
         noise: torch.Generator | None = None,
         whole: bool = True,
-    ) -> list[Truth]:
+    ) -> Iterator[Truth]:
         """Train from `start`, whose values are moved by one ulp with `noise`. `apart`: by step, the shares of its batch.
 
-        With `whole` the truth has every stage of a step; else gradients of single passes are left out.
+        Each step is given when it is done; with `whole` it has the gradients of single passes too.
         """
         load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
         optimizer = self.make_optimizer(self.model)
-        found, room = [], RAW_BYTES if whole else 0
+        room = RAW_BYTES if whole else 0
         for at, passes in enumerate(steps):
             truth = Truth()
             seen = watched(self.model, truth.activations) if at == 0 else _nothing()
@@ -93,8 +113,7 @@ class OneProcess:
                     room -= _bytes(truth.total)
             truth.norm, truth.clipped = self._clip(truth.total, at)
             self._step(optimizer, truth)
-            found.append(truth)
-        return found
+            yield truth
 
     def _gradients(self, passes: Sequence[Pass], noise: Any, room: int) -> tuple[float, Tensors, list[Tensors]]:
         """(mean loss, gradients, those of each pass): a loss that has a count is divided once by all of them."""

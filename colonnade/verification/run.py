@@ -23,7 +23,7 @@ from colonnade.verification.diagnosis import diagnose
 from colonnade.verification.job import JOINED, REFERENCE, START, VARIABLE, Part
 from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
-from colonnade.verification.reference import Truth, norm_of
+from colonnade.verification.reference import Spread, Truth, norm_of
 from colonnade.verification.report import Report
 from colonnade.verification.watch import with_layout
 
@@ -238,9 +238,12 @@ def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], a
     names = truth.about["names"]
     _check_names(whole_shapes(records, names), whole_shapes([truth], names))
     steps = [_truth(truth, at, [one.steps[at] for one in apart]) for at in range(len(truth.steps))]
-    others = [[_truth(one, at) for at in range(len(one.steps))] for one in moved]
+    spreads = [Spread() for _ in steps]
+    for other in moved:
+        for at, (spread, step) in enumerate(zip(spreads, steps, strict=True)):
+            spread.widen(step, _truth(other, at))
     start = {names.get(name, name): value for name, value in truth.start.items()}
-    return diagnose(assemble(records, steps, others, start, names, _terms(records), truth.notes))
+    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), truth.notes))
 
 
 def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:

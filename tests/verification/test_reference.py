@@ -47,7 +47,7 @@ def _start() -> dict[str, torch.Tensor]:
 
 def test_two_steps_are_those_of_plain_torch_on_the_joined_batch_also_in_passes():
     steps = [[Pass([_batch(3, 0)], 0.5), Pass([_batch(5, 1)], 0.5)], [Pass([_batch(8, 2)])]]
-    found = _one(Limit(0.3)).run(_start(), steps)
+    found = list(_one(Limit(0.3)).run(_start(), steps))
 
     plain = _model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
