@@ -68,16 +68,11 @@ def draw(number: int, seed: int = 0) -> Drawn:
     ranks, (_, axes) = dice.choice([2, 4]), KINDS[kind]
     parallel: dict[str, Any] = {}
     left = ranks
-    for axis in dice.sample(axes, len(axes)):
-        size = dice.choice([size for size in (1, 2, 4) if left % size == 0])
-        if size == 1 or (axis != "tensor" and size == 4):
-            continue
-        parallel[axis] = size
-        left //= 1 if axis == "expert" else size
-    if "expert" in parallel:
-        parallel["expert"] = min(parallel["expert"], left)
-        if parallel["expert"] == 1:
-            del parallel["expert"]
+    for axis in sorted(dice.sample(axes, len(axes)), key=lambda axis: axis == "expert"):  # which lies on the data ranks
+        size = dice.choice([1, 2, 2, 2, 4])
+        if size > 1 and left % size == 0 and (size == 2 or axis in ("tensor", "expert")):
+            parallel[axis] = size
+            left //= 1 if axis == "expert" else size
     if KINDS[kind][0] is None and "tensor" in parallel:
         parallel["tensor"] = {"size": parallel["tensor"], "mode": "1d"}
     config: dict[str, Any] = {"parallel": parallel, "zero": dice.choice([0, 0, 1, 2, 3])}
