@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from colonnade.parallel.split import split as split
     from colonnade.plans.parallelize import parallelize as parallelize
     from colonnade.trainer.trainer import Trainer as Trainer
+    from colonnade.verification.api import verify as verify
+    from colonnade.verification.watch import watch as watch
 
 __getattr__, __dir__, _names = lazy_names(
     __name__,
@@ -50,6 +52,8 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.split": "split",
         "colonnade.plans.parallelize": "parallelize",
         "colonnade.trainer.trainer": "Trainer",
+        "colonnade.verification.api": "verify",
+        "colonnade.verification.watch": "watch",
     },
 )
 __all__ = ["__version__", *_names]

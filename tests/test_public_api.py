@@ -34,6 +34,8 @@ TOP = [
     "place_module",
     "placement_of",
     "split",
+    "verify",
+    "watch",
 ]
 
 HOMES = {

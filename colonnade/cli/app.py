@@ -12,9 +12,17 @@ from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
 from colonnade.cli.run import run
+from colonnade.cli.verify import verify
 from colonnade.version import __version__
 
-COMMANDS: dict[str, Callable[..., Any]] = {"run": run, "doctor": doctor, "ckpt": ckpt, "new": new, "explain": explain}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": run,
+    "doctor": doctor,
+    "ckpt": ckpt,
+    "new": new,
+    "verify": verify,
+    "explain": explain,
+}
 """Each is a function whose docstring is its help."""
 
 
@@ -24,7 +32,7 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     for name, function in COMMANDS.items():
         # What follows a script is the script's own.
-        app.command(name, context_settings={"allow_interspersed_args": function is not run})(function)
+        app.command(name, context_settings={"allow_interspersed_args": function not in (run, verify)})(function)
     return app
 
 

@@ -18,6 +18,7 @@ from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.materialise import MetaStart, read_recipes
+from colonnade.engine.observers import announce
 from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
@@ -109,8 +110,9 @@ def initialize(
 
 
 def _announced(engine: Engine) -> Engine:
-    """Say what lies in which dtype, and what it takes."""
+    """Say what lies in which dtype, and what it takes; show it to whoever wants to see new engines."""
     get_dist_logger().info(str(engine.precision_table()))
+    announce(engine)
     return engine
 
 

@@ -16,6 +16,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.memory import MemoryTable, memory_table
+from colonnade.engine.observers import Observers
 from colonnade.engine.precision import Precision, PrecisionTable, precision_table
 from colonnade.engine.same_batch import SameBatch
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
@@ -54,14 +55,13 @@ class Engine(WholeWeights):
         self.own_loss = own_loss  # that of a model of transformers, where the user has given no criterion
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
         self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
-        self.same_batch = SameBatch(context)
-        """Is shown every batch; in some steps, ranks that see the same data compare theirs."""
-        self._passes = self._total_passes = 0
-        self._failed = False
+        self.same_batch = SameBatch(context)  # in some steps, ranks that see the same data compare what they were given
+        self.observers = Observers()  # are told of every pass and step
+        self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
+        # Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own.
         self.gives_loss = criterion is not None or own_loss is not None
-        """Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own."""
         schedule.pre_processing(self)
         context.waits.end_step()
 
@@ -75,10 +75,8 @@ class Engine(WholeWeights):
             return self._forward(*args, **kwargs)
 
     def zero_grad(self) -> None:
-        """Clear the gradients, at the start of a step only.
-
-        After a backward pass that failed, it gives the step up: all ranks drop it, and go on with the next. Where
-        some ranks would not hear of that, as gradients are not summed with theirs, it raises.
+        """Clear the gradients, at the start of a step only. After a backward pass that failed, it gives the step up: all
+        ranks drop it, and go on with the next; where some would not hear of that, as they sum nothing with us, it raises.
         """
         if self._failed:
             self._give_up_step()
@@ -94,6 +92,7 @@ class Engine(WholeWeights):
         value, count, self._schedule.loss_count = self._book.read(loss)
         self._book.add(count)
         self._begin_pass()
+        self.observers.loss(loss)
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
 
@@ -129,6 +128,7 @@ class Engine(WholeWeights):
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:
             self._stepper.step()
+            self.observers.stepped()
         self._end_step()
         return True
 
@@ -151,6 +151,7 @@ class Engine(WholeWeights):
             self.gives_loss = True
             if self._total_passes == before:
                 self._end_schedule()
+                self.observers.loss(result[2])
         return result
 
     def batches(self, loader: Iterable[Any], after_step: Callable[[], Any] | None = None) -> Iterator[Any]:
@@ -385,9 +386,10 @@ class Engine(WholeWeights):
 
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.set_scale(self._book.factor(self._stepper.scaler, self._sync.world))
+        self._sync.set_scale(scale := self._book.factor(self._stepper.scaler, self._sync.world))
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
+        self.observers.reduced(scale)
         self._watch.end_sums(complete=not self._failed)
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 

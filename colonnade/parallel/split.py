@@ -73,6 +73,8 @@ class Split:
     stages: list[nn.Module]
     ties: list[Tie] = field(default_factory=list)
     """Parameters held by more than one stage; their gradients must be summed over these stages."""
+    whole: nn.Module | None = field(default=None, compare=False)
+    """The model that was cut; None where the stages were made by hand."""
 
     generate = no_generate
 
@@ -132,7 +134,7 @@ def split(
         whole = Stage(layers, one_value)
         in_modes(model, lambda: compare_with_stages(model, whole, lambda module: call_layer(module, cloned(sample))))
     stages = [Stage(layers[first:stop], one_value) for first, stop in pairwise([*firsts, len(layers)])]
-    return Split(stages, find_ties(stages))
+    return Split(stages, find_ties(stages), model)
 
 
 def _split_by_forward(
@@ -160,7 +162,7 @@ def _split_by_forward(
         hidden = "A layer seems to leave something for another beside what it returns; hand it on as an argument."
         with evaluating(model, chain):
             compare_with_stages(model, chain, lambda each: result_of(call_layer(each, cloned(sample))), hidden)
-    return Split(stages, find_ties(stages))
+    return Split(stages, find_ties(stages), model)
 
 
 def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:

@@ -4,7 +4,7 @@ that hold the same parameters and see distinct data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,6 +182,13 @@ class ZeroOptimizer(Optimizer):
     def flat_shard(self, parameter: Tensor) -> FlatShard | None:
         """Which elements of a parameter this rank steps on, and the state it keeps for them; None for none."""
         return self._state.shard_of(parameter)
+
+    def gradient_slices(self) -> Iterator[tuple[Tensor, int, int, Tensor | None]]:
+        """What this rank owns of the final gradients: (parameter, first and last + 1 of its elements in memory, gradient)."""
+        for one in self._values:
+            for span, gradient in zip(one.bucket.spans, one.grads, strict=True):
+                missing = span.index in one.bucket.absent
+                yield one.bucket.parameters[span.index], span.start, span.stop, None if missing else gradient
 
     def whole_gradient(self, parameter: Tensor) -> Tensor | None:
         """The final gradient of a parameter, gathered from its slices. Collective over the ranks that share it."""

@@ -1,0 +1,348 @@
+"""verify: an engine's first steps beside one process on the same weights and the joined batches."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from colonnade.comm.rank_group import own_gloo
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.engine import Engine
+from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.non_pipeline import call_criterion
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.errors import ParityError, listed
+from colonnade.hf.loss import criterion_of
+from colonnade.optim.clip_settings import ClipSettings
+from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.split import Split, call_layer
+from colonnade.verification.assemble import assemble, whole_shapes, whole_tensors
+from colonnade.verification.diagnosis import diagnose
+from colonnade.verification.engine_record import EngineRecorder, micro_batches
+from colonnade.verification.evidence import Evidence
+from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
+from colonnade.verification.record import Record, without_dropout
+from colonnade.verification.reference import (
+    Limit,
+    OneProcess,
+    Spread,
+    canonical_names,
+    check_names,
+    same_optimizer,
+    world_of_one,
+)
+from colonnade.verification.report import Report
+
+PERTURBED_RUNS = 2
+
+
+def verify(
+    engine: Engine,
+    reference: Callable[[], nn.Module] | None = None,
+    batches: Sequence[Sequence[Any]] = (),
+    steps: int | None = None,
+    *,
+    criterion: Any = None,
+) -> Report:
+    """Train `engine` for some steps, and one process beside it; says whether they are equal, and if not, why.
+
+    `reference` builds the whole model as one process has it, with the parameter names of the parallel one; it is called
+    on rank 0, in a world of one. Without it, a copy of the engine's model is taken, which must be whole on this rank.
+    `batches`: for each step the list of batches that this rank is given, one for each pass (`gradient_accumulation`).
+    `criterion`: that of the reference, where the engine's is made for a model in parts; a model with a method `criterion`
+    is asked. Collective over the world; every rank gets the report. The engine is `steps` steps further afterwards.
+    """
+    evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion)
+    return _shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
+
+
+def gather_evidence(
+    engine: Engine,
+    reference: Callable[[], nn.Module] | None = None,
+    batches: Sequence[Sequence[Any]] = (),
+    steps: int | None = None,
+    *,
+    criterion: Any = None,
+) -> Evidence | None:
+    """What `verify` judges: on rank 0, None elsewhere. Collective over the world."""
+    chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
+    if not chosen or any(len(step) != engine.accumulation for step in chosen):
+        raise ParityError(
+            f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
+            f"{[len(step) for step in chosen]}"
+        )
+    record, given = _recorded(engine, chosen)
+    everyone = gather_to_first((record, given), engine.context)
+    found: Any = None
+    if everyone is not None:
+        records, told = [one for one, _ in everyone], [batches for _, batches in everyone]
+        found = _attempt(lambda: _evidence(engine, reference, criterion, records, told))
+    return _agreed(engine.context, found)
+
+
+def _recorded(engine: Engine, batches: Sequence[Sequence[Any]]) -> tuple[Record, Any]:
+    """Run the steps; what was noted, and what went in, taken apart."""
+    given = []
+    recorder = EngineRecorder(engine)
+    engine.train()
+    try:
+        with without_dropout(engine.model) as dropped:
+            for step in batches:
+                given.append([_pieces(engine, batch) for batch in step])
+                for batch in step:
+                    engine.zero_grad()
+                    engine.execute_schedule(iter([batch]), return_output_label=False)
+                    engine.step()
+            if dropped():
+                recorder.record.notes.append("dropout was set to 0 for the comparison")
+    finally:
+        recorder.close()
+    return recorder.record, given
+
+
+def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
+    """A batch taken apart as one process takes it: (data, label) of each micro-batch, and its part of the batch."""
+    schedule = engine.schedule
+    if not isinstance(schedule, PipelineSchedule):
+        return [(on_cpu(_apart(engine, batch)), 1.0)]
+    data, label = schedule._take_apart(batch)
+    found = []
+    for piece in cut_batch(data, label, micro_batches(engine)):
+        given = (piece.data, piece.label)
+        given = schedule._stage_data_func(None, given) if schedule._stage_data_func else given
+        found.append((on_cpu(given), piece.weight if schedule._loss_reduction == "mean" else 1.0))
+    return found
+
+
+def _apart(engine: Engine, batch: Any) -> Batch:
+    return engine.schedule._take_apart(batch)
+
+
+# -- on the first rank --------------------------------------------------------------------------------------
+
+
+def _evidence(
+    engine: Engine,
+    reference: Callable[[], nn.Module] | None,
+    criterion: Any,
+    records: Sequence[Record],
+    given: Sequence[Any],
+) -> Evidence:
+    context = engine.context
+    with torch.random.fork_rng(), world_of_one(context):
+        model = _whole_model(engine, reference, context)
+        names = canonical_names(model)
+        check_names(model, whole_shapes(records, names))
+        for record in records:
+            record.groups = [(options, [names[name] for name in theirs]) for options, theirs in record.groups]
+        start = _wide(engine, whole_tensors(records, names))
+        engine._precision.apply(model, context.device, 0)
+        one = OneProcess(
+            model,
+            _loss_of(engine, model, criterion),
+            lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
+            limit_of(engine, records, names),
+            engine._precision.dtype,
+        )
+        steps, apart = joined_steps(given, engine, records)
+        with without_dropout(model):
+            truth = list(one.run(start, steps, apart))
+            spreads = [Spread() for _ in truth]
+            for seed in range(PERTURBED_RUNS):
+                noise = torch.Generator().manual_seed(seed)
+                for spread, plain, moved in zip(
+                    spreads, truth, one.run(start, steps, noise=noise, whole=False), strict=True
+                ):
+                    spread.widen(plain, moved)
+    return assemble(records, truth, spreads, start, names, terms_of(steps), notes=_notes(engine, model, records))
+
+
+def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, context: ParallelContext) -> nn.Module:
+    if reference is not None:
+        built: Any = reference()
+        built = built.whole if isinstance(built, Split) else built
+        if not isinstance(built, nn.Module):
+            raise ParityError(
+                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}"
+            )
+        return built.to(context.device)
+    if engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
+        raise ParityError(
+            "no rank has the whole model: give reference=, a function that builds it as one process has it"
+        )
+    return copy.deepcopy(engine.model)
+
+
+def _wide(engine: Engine, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights that the optimizer keeps an fp32 copy of are fp32 in one process."""
+    if engine._precision.dtype is None or not engine._precision.master_weights:
+        return start
+    half = (torch.float16, torch.bfloat16)
+    return {name: tensor.float() if tensor.dtype in half else tensor for name, tensor in start.items()}
+
+
+def _loss_of(engine: Engine, model: nn.Module, criterion: Any) -> Callable[[nn.Module, Batch], Any]:
+    """The loss of a batch as the schedule without a pipeline takes it."""
+    own = criterion_of(model) if engine.own_loss is not None else None
+    asked = getattr(model, "criterion", None)
+    if criterion is None and callable(asked) and not isinstance(asked, nn.Module):
+        criterion = asked()
+    if criterion is None:
+        criterion = engine.criterion
+    else:
+        criterion = engine._precision.around(criterion, engine.context.device)
+    forward = own.run if own is not None else model
+
+    def loss_of(model: nn.Module, batch: Batch) -> Any:
+        data, label = batch
+        if own is not None and label is not None and isinstance(data, Mapping):
+            data, label = {**data, "labels": label}, None
+        return call_criterion(None if own is not None else criterion, call_layer(forward, data), label)
+
+    return loss_of
+
+
+def merged_groups(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The parameter groups of all ranks, by their number: stages have other parameters, with the same options."""
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    seen: set[str] = set()
+    for record in records:
+        for at, (options, names) in enumerate(record.groups):
+            if at == len(found):
+                found.append((options, []))
+            new = [name for name in names if name not in seen]
+            seen.update(new)
+            found[at][1].extend(new)
+    return found
+
+
+def limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]) -> Limit | None:
+    """The clipping of the run in the words of torch."""
+    settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
+    if settings is None:
+        return None
+    if settings.method != "norm":
+        factors = []
+        for at in range(len(records[0].steps)):
+            factors.append({names[n]: d for record in records for n, d in record.steps[at].divisors.items()})
+        return Limit(norm_type=settings.norm_type, factors=factors)
+    groups = settings.clip_groups()
+    of = {name: groups[settings.group_of(name)] for name in names}
+    return Limit(
+        settings.options["max_norm"],
+        settings.norm_type,
+        {name: (group.name, group.max_norm) for name, group in of.items() if group.max_norm is not None},
+        frozenset(name for name, group in of.items() if not group.counted),
+        frozenset(name for name, group in of.items() if not group.clipped),
+    )
+
+
+def joined_steps(
+    given: Sequence[Any], engine: Engine, records: Sequence[Record]
+) -> tuple[list[list[Pass]], list[list[list[Pass]]]]:
+    """The passes of each step for one process; and of each step, those of each share of its batch alone."""
+    axes, layout = axes_of_records(records)
+    steps: list[list[Pass]] = []
+    apart: list[list[list[Pass]]] = []
+    for at in range(len(given[0])):
+        passes: list[Pass] = []
+        alone: list[list[Pass]] = []
+        for number in range(len(given[0][at])):
+            for micro in range(len(given[0][at][number])):
+                weight = given[0][at][number][micro][1] / engine.accumulation
+                parts = shares([rank[at][number][micro][0] for rank in given], axes, layout)
+                whole = join(parts)
+                passes.append(Pass(parts if whole is None else [whole], weight))
+                alone = alone or [[] for _ in parts]
+                for share, part in zip(alone, parts, strict=True):
+                    share.append(Pass([part], weight))
+        steps.append(passes)
+        apart.append(alone if len(alone) > 1 else [])
+    return steps, apart
+
+
+def axes_of_records(records: Sequence[Record]) -> tuple[Any, Callable[[int], dict[str, int]]]:
+    return records[0].about["axes"], lambda rank: records[rank].about["coordinates"]
+
+
+def terms_of(steps: Sequence[Sequence[Pass]]) -> int:
+    """How many terms an element of a gradient may sum: the rows and places of all batches of a step."""
+    most = 1
+    for passes in steps:
+        total = 0
+        for one in passes:
+            for batch in one.batches:
+                total += max((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), default=1)
+        most = max(most, total)
+    return most
+
+
+def _notes(engine: Engine, model: nn.Module, records: Sequence[Record]) -> list[str]:
+    stepped = {name for _, names in merged_groups(records) for name in names}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in stepped]
+    told = [f"in no group of the optimizer, and so not stepped on: {listed(left[:5])}"] if left else []
+    settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
+    if settings is not None and settings.method != "norm":
+        told.append(f"what clip method {settings.method!r} divides by was taken from the run")
+    return told
+
+
+# -- between ranks ------------------------------------------------------------------------------------------
+
+
+def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
+    """Every rank's value, on rank 0; None elsewhere. Collective over the world."""
+    if context.world_size == 1:
+        return [value]
+    wires, rank = own_gloo(), context.get_global_rank()
+    packed = io.BytesIO()
+    if rank:
+        torch.save(value, packed)
+        raw = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
+        wires.send([torch.tensor([len(raw)])], 0, 0).wait()
+        wires.send([raw], 0, 1).wait()
+        return None
+    found = [value]
+    for other in range(1, context.world_size):
+        size = torch.zeros(1, dtype=torch.int64)
+        wires.recv([size], other, 0).wait()
+        memory = bytearray(int(size))
+        wires.recv([torch.frombuffer(memory, dtype=torch.uint8)], other, 1).wait()
+        found.append(torch.load(io.BytesIO(memory), weights_only=False))
+    return found
+
+
+def _attempt(function: Callable[[], Any]) -> Any:
+    """What it returns, or the error that it raised."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def _agreed(context: ParallelContext, found: Any) -> Any:
+    """On rank 0 what was found; an error there is raised on every rank."""
+    problem = [found if isinstance(found, Exception) else None]
+    if context.world_size > 1:
+        told = [f"{type(found).__name__}: {found}" if problem[0] else None]
+        dist.broadcast_object_list(told, src=0, device=context.device)
+        if told[0] is not None and context.get_global_rank():
+            raise ParityError(f"on rank 0: {told[0]}")
+    if problem[0] is not None:
+        raise problem[0]
+    return found
+
+
+def _shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank."""
+    found = [_agreed(context, _attempt(make) if context.get_global_rank() == 0 else None)]
+    if context.world_size > 1:
+        dist.broadcast_object_list(found, src=0, device=context.device)
+    return found[0]

@@ -1,0 +1,336 @@
+"""A gradient that was reduced by a wrong factor, over wrong ranks, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import log2
+
+import torch
+from torch import Tensor
+
+from colonnade.verification.compare import distance, flat, in_units, uncovered
+from colonnade.verification.evidence import Part
+from colonnade.verification.hypotheses.case import GradientCase, sum_of_passes
+from colonnade.verification.hypotheses.factors import ACCUMULATION, Factor, near
+from colonnade.verification.hypotheses.table import Claim, hypothesis
+from colonnade.verification.tolerance import length
+
+
+@hypothesis("gradient")
+def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
+    """All zero, or not there at all."""
+    if not case.compared.found:
+        yield Claim(
+            "missing-gradient",
+            "is there on no rank",
+            "what cuts it off the loss (detach, no_grad, requires_grad, a stage that does not use it)",
+        )
+    elif left := uncovered(case.compared):
+        what = f"has {left} elements that no rank holds"
+        yield Claim("missing-gradient", what, "how it is cut, and which ranks hold its last rows")
+    elif _is_zero(case):
+        where = "what cuts it off the loss (detach, no_grad, a branch not taken) or zeroes it before the step"
+        yield Claim("missing-gradient", f"is zero on {_ranks(case)}", where)
+
+
+def _is_zero(case: GradientCase) -> bool:
+    return bool(case.wrong) and all(not part.value.any() for part in case.wrong)
+
+
+@hypothesis("gradient")
+def of_the_step_before(case: GradientCase) -> Iterator[Claim]:
+    """The previous step's gradient, alone or added to this one's."""
+    where = "when the buffers of the sum are read, and when they are cleared"
+    if _is_zero(case) and case.later is not None and case.later.found:
+        late = max(distance(part, case.compared.truth) for part in case.later.found)
+        what = "comes one step late: the next step has it"
+        residual = in_units(late, case.row.tolerance)
+        yield Claim("stale-gradient", what, where, residual=residual, rank=-1)
+    before = case.before
+    if before is None:
+        return
+
+    def old(part: Part) -> Tensor | None:
+        wanted = flat(before)
+        return wanted if part.positions is None else wanted[part.positions.flatten()]
+
+    def both(part: Part) -> Tensor | None:
+        mine, other = case.truth(part), old(part)
+        return None if mine is None or other is None else mine + other
+
+    if length(before):
+        yield Claim("stale-gradient", "is that of the step before", where, residual=case.residual(old))
+        what = "is this step's plus that of the step before, which was not cleared"
+        yield Claim("stale-gradient", what, "zero_grad and " + where, residual=case.residual(both))
+
+
+@hypothesis("gradient")
+def wrong_factor(case: GradientCase) -> Iterator[Claim]:
+    """A constant times the truth."""
+    fitted = case.fit(case.truth)
+    if fitted is None or case.residual(case.truth, fitted[0]) > 1:
+        return
+    value, within = fitted
+    if abs(value) <= within:
+        return  # nothing arrived
+    yield from _divided_by_the_group(case, value, within)
+    explained = near(value, case.sizes, max(within, 1e-9))
+    for factor in explained:
+        residual = case.residual(case.truth, factor.value)
+        modes = tuple(name for name, _ in factor.powers)
+        for claim in _meanings(case, factor):
+            doubt = sum(case.is_shared(mode) for mode in modes)
+            yield replace(claim, factor=factor.value, modes=modes, residual=residual, doubt=doubt)
+    if not explained and not (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
+        yield _unexplained(value, case.residual(case.truth, value))
+
+
+def _divided_by_the_group(case: GradientCase, value: float, within: float) -> Iterator[Claim]:
+    """Divided by the ranks that communicate, where others saw distinct data too: experts are such."""
+    if case.backward_is_right is False:
+        return
+    for mode, ranks, divisor in case.info.owed:
+        if divisor > len(ranks) and abs(value - divisor / len(ranks)) <= max(within, 1e-9):
+            by = f"by the {len(ranks)} ranks of its {mode} group" if len(ranks) > 1 else "by nothing"
+            what = f"is {value:g} times what it should be: divided {by}, though {divisor:g} ranks saw distinct data"
+            residual = case.residual(case.truth, divisor / len(ranks))
+            yield Claim("wrong-divisor", what, "the divisor of its sum", value, (mode,), residual, rank=1)
+
+
+def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
+    """What a product of sizes means for this parameter, by what it owes and by where the factor comes in."""
+    size = f"{factor.value:g} times what it should be ({factor})"
+    in_backward = case.backward_is_right is False and case.reduction_is_right is True
+    if len(factor.powers) > 1 or abs(factor.powers[0][1]) != 1:
+        yield _product(case, factor, size, in_backward)
+        return
+    name, power = factor.powers[0]
+    if name == ACCUMULATION:
+        words = "is not divided by" if power > 0 else "is divided once too often by"
+        what = f"is {size}: it {words} the number of micro-batches"
+        where = "what each micro-batch's loss is divided by"
+        yield Claim("scaled-by-accumulation", what, where, rank=40 if case.backward_is_right else 0)
+    elif power < 0 and case.owed.get(name, 1.0) > 1 and in_backward and _are_parts(case):
+        what = f"is {size}: each rank has a part of it, and the mean over {name} is taken where their sum is due"
+        yield Claim("averaged-not-summed", what, f"a loss of what several ranks of {name} gave, and who scales it")
+    elif case.everywhere and (in_backward or (name not in case.owed and case.backward_is_right is not True)):
+        words = "multiplied" if power > 0 else "divided"
+        what = f"is {size} like every other one: the loss is {words} by the size of {name}"
+        yield Claim("scaled-by-mode", what, "the scale of the loss, and sums of it that have a gradient")
+    elif in_backward:
+        yield _in_backward(name, power, size)
+    elif name in case.owed:
+        yield _owed(name, power, size, case.owed[name])
+    elif power > 0:
+        what = f"is {size}: summed over {name}, though each of its ranks has all of it"
+        yield Claim("summed-not-averaged", what, f"who sums it over {name} without being owed that")
+    else:
+        what = f"is {size}: divided by the size of {name}, though nothing is owed over it"
+        yield Claim("wrong-divisor", what, f"divisors that count {name}")
+
+
+def _are_parts(case: GradientCase) -> bool:
+    """Whether the raw gradients are parts of the true one, and none is that of a share of the batch, scaled."""
+    shares = [flat(one) for one in case.gradient.truth_of_shards]
+    if len(shares) != len(case.groups.joint(tuple(case.owed), case.wrong[0].rank)):
+        return False  # some of the ranks share a share
+    for raw in case.raws.values():
+        for share in shares:
+            if len(share) != raw.value.numel() or length(share) == 0:
+                return False
+            scale = float(flat(raw.value) @ share) / float(share @ share)
+            if length(flat(raw.value) - scale * share) <= case.row.tolerance * max(1.0, scale):
+                return False
+    return bool(shares)
+
+
+def _in_backward(mode: str, power: float, size: str) -> Claim:
+    where = "the backward pass of the layer's collectives"
+    if power > 0:
+        what = f"is {size} before any reduction: a backward pass sums over {mode} what is whole on each of its ranks"
+        return Claim("scaled-by-mode", what, where)
+    what = f"is {size} before any reduction: a backward pass divides by the size of {mode}"
+    return Claim("scaled-by-mode", what, where)
+
+
+def _owed(mode: str, power: float, size: str, divisor: float) -> Claim:
+    handler = f"the handler that sums over {mode}"
+    if divisor > 1 and power > 0:
+        what = f"is {size}: summed over {mode} and not divided by {divisor:g} (or summed a second time)"
+        return Claim("summed-not-averaged", what, handler)
+    if divisor > 1:
+        what = f"is {size}: divided by the size of {mode} once more than owed"
+        return Claim("wrong-divisor", what, f"{handler}, and the scale of the loss")
+    if power > 0:
+        return Claim(
+            "reduced-twice", f"is {size}: summed over {mode} twice", f"{handler}, and the layer's own backward"
+        )
+    return Claim("averaged-not-summed", f"is {size}: averaged over {mode}, where a sum is owed", handler)
+
+
+def _product(case: GradientCase, factor: Factor, size: str, in_backward: bool) -> Claim:
+    powers = dict(factor.powers)
+    if in_backward:
+        what = f"is {size} before any reduction: the loss, or a backward pass, is scaled by {factor}"
+        return Claim("scaled-by-mode", what, "the scale of the loss, and sums that have a gradient")
+    owed = {name: case.owed.get(name, 0.0) for name in powers}
+    if all(power == 1 and owed[name] > 1 for name, power in powers.items()):
+        what = f"is {size}: summed over {' and '.join(powers)} and divided by neither"
+        return Claim("summed-not-averaged", what, "the handlers of these sums")
+    if all(power == 2 for power in powers.values()):
+        return Claim("reduced-twice", f"is {size}: summed twice and not divided", "who sums it")
+    what = f"is {size}: divided by another number than that of the ranks that saw distinct data"
+    return Claim("wrong-divisor", what, "the divisor of its sums")
+
+
+def _unexplained(value: float, residual: float) -> Claim:
+    if value >= 256 and abs(log2(value) - round(log2(value))) < 1e-6:
+        what = f"is {value:g} times what it should be, a power of two as loss scales are"
+        return Claim("loss-scale-left", what, "where gradients are unscaled", value, residual=residual, rank=50)
+    what = f"is {value:.6g} times what it should be, which is no product of sizes here"
+    where = "what the loss is divided by: a count of tokens with padding, or of this rank's share only"
+    return Claim("wrong-divisor", what, where, value, residual=residual, rank=50)
+
+
+@hypothesis("gradient")
+def over_other_ranks(case: GradientCase) -> Iterator[Claim]:
+    """The sum of raw gradients over other modes than owed: over fewer, over more, or over none."""
+    if not case.raws or not case.wrong or case.reduction_is_right:
+        return
+    fitted = case.fit(case.truth)
+    if fitted is not None and case.residual(case.truth, fitted[0]) <= 1:
+        return
+    for modes in case.groups.subsets():
+        missing = [mode for mode in case.owed if not _reaches(case, modes, (mode,))]
+        extra = [mode for mode in modes if not _reaches(case, tuple(case.owed), (mode,))]
+        if missing or extra:
+            yield from _sum_over(case, modes, missing, extra)
+
+
+def _reaches(case: GradientCase, modes: Sequence[str], others: Sequence[str]) -> bool:
+    return all(
+        set(case.groups.joint(others, part.rank)) & set(case.raws) <= set(case.groups.joint(modes, part.rank))
+        for part in case.wrong
+    )
+
+
+def _sum_over(
+    case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str]
+) -> Iterator[Claim]:
+    candidate = case.raw_sum(modes)
+    fitted = case.fit(candidate)
+    if fitted is None:
+        return
+    done = 1.0
+    for mode in modes:
+        done *= case.owed.get(mode, 1.0)
+    usual = [1 / case.divisor, 1 / done, 1.0, 1 / len(case.groups.joint(modes, case.wrong[0].rank))]
+    factors = [one for one in usual if abs(one - fitted[0]) <= max(fitted[1], 1e-9)]
+    factors += [one.value for one in near(fitted[0], case.sizes, max(fitted[1], 1e-9))]
+    if not factors and sum(part.value.numel() for part in case.wrong) >= 8:
+        what = _name_sum(case, modes, missing, extra)
+        odd = f"{what.what}, and is {fitted[0]:.4g} times that"
+        yield replace(what, what=odd, residual=case.residual(candidate, fitted[0]), doubt=2)
+    if not factors:
+        return
+    residual = min(case.residual(candidate, factor) for factor in factors[:3])
+    doubt = int(factors[0] not in usual)
+    yield replace(_name_sum(case, modes, missing, extra), residual=residual, doubt=doubt)
+
+
+def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -> Claim:
+    owed = " and ".join(case.owed) or "nothing"
+    if extra:
+        what = f"is the sum over {' and '.join(modes)}, but {owed} is owed"
+        where = f"the group that is given to the sum of {'these' if missing else 'them'}"
+        return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
+    over = " and ".join(missing)
+    own = "this rank's own, " if not modes else ""
+    if any(case.owed[mode] > 1 for mode in missing):
+        what = f"is {own}not reduced over {over}"
+        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
+    if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
+        what = f"has the part of one of its copies only: tied weights are not summed over {over}"
+        where = "the handler of tied weights, and how the copies are declared tied"
+        return Claim("tied-copy-missed", what, where, modes=tuple(missing))
+    what = f"is {own}partial: each rank of {over} has a part of the sum and nobody adds them"
+    where = f"whether its placement says that a sum over {over} is owed"
+    return Claim("partial-gradient", what, where, modes=tuple(missing))
+
+
+@hypothesis("gradient")
+def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
+    """What different ranks hold of the same elements adds up to the truth: a sum that is due, and no placement says so."""
+    if len(case.wrong) < 2 or len({part.value.numel() for part in case.wrong}) > 1:
+        return
+    for mode in [mode for mode in case.groups.of_mode if not case.raws or mode not in case.owed]:
+        apart = [_sum_of_parts(case, part, mode) for part in case.wrong]
+        if any(one is None for one in apart):
+            continue
+        residual = max(length(one) for one in apart if one is not None) / (case.row.tolerance or 1.0)
+        tied = bool(case.info.tied) or "PIPELINE" in mode.upper()
+        what = f"adds up to the true one over {mode}: each of its ranks has a part, and nobody sums them"
+        yield Claim(
+            "tied-copy-missed" if tied else "partial-gradient",
+            what,
+            f"who owes the sum over {mode}",
+            None,
+            (mode,),
+            residual,
+        )
+
+
+def _sum_of_parts(case: GradientCase, part: Part, mode: str) -> Tensor | None:
+    """The sum over the group of what is found, minus the truth."""
+    ranks = case.groups.joint((mode,), part.rank)
+    some = [flat(other.value) for other in case.compared.found if other.rank in ranks]
+    truth = case.truth(part)
+    if truth is None or len(some) < 2 or any(len(one) != len(truth) for one in some):
+        return None
+    return torch.stack(some).sum(0) - truth
+
+
+@hypothesis("gradient")
+def clipped_first(case: GradientCase) -> Iterator[Claim]:
+    """Each rank clipped its own raw gradient, and the sum was taken of those."""
+    if not case.raws or case.evidence.max_norm is None or not case.owed:
+        return
+    most = case.evidence.max_norm
+    norms = raw_norms(case)
+    for whose, scale in (("its own", 1.0), ("its own, divided,", 1 / case.divisor)):
+        shares = {rank: min(1.0, most / (norm * scale + 1e-6)) for rank, norm in norms.items()}
+
+        def candidate(part: Part, shares: dict[int, float] = shares) -> Tensor | None:
+            ranks = [rank for rank in case.groups.joint(tuple(case.owed), part.rank) if rank in case.raws]
+            some = [(case.raw_at(rank, part), shares[rank]) for rank in ranks]
+            return _weighted(some, case.divisor)
+
+        what = f"is the sum of gradients that each rank had clipped by {whose} norm"
+        yield Claim(
+            "clipped-before-reduced", what, "the order of clipping and handlers", residual=case.residual(candidate)
+        )
+
+
+def _weighted(some: Iterable[tuple[Tensor | None, float]], divisor: float) -> Tensor | None:
+    total: Tensor | None = None
+    for value, share in some:
+        if value is None:
+            return None
+        total = share * value if total is None else total + share * value
+    return None if total is None else total / divisor
+
+
+def raw_norms(case: GradientCase) -> dict[int, float]:
+    """The norm of each rank's own raw gradients, over all parameters."""
+    squares: dict[int, float] = {}
+    for gradient in case.step.gradients.values():
+        for rank, part in sum_of_passes(gradient.raw, case.raw_scale).items():
+            squares[rank] = squares.get(rank, 0.0) + length(part.value) ** 2
+    return {rank: square**0.5 for rank, square in squares.items()}
+
+
+def _ranks(case: GradientCase) -> str:
+    ranks = sorted({part.rank for part in case.wrong})
+    everyone = {part.rank for part in case.compared.found}
+    return "every rank" if set(ranks) == everyone else f"ranks {ranks}"

@@ -1,0 +1,290 @@
+"""`colonnade verify train.py`: the script on its ranks, the script alone, and what follows from both."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colonnade.errors import ParityError
+from colonnade.verification.assemble import assemble, mean_of, whole_shapes, whole_tensors
+from colonnade.verification.diagnosis import diagnose
+from colonnade.verification.job import JOINED, REFERENCE, START, VARIABLE, Part
+from colonnade.verification.joined import join, shares
+from colonnade.verification.record import Record
+from colonnade.verification.reference import Spread, Truth, norm_of
+from colonnade.verification.report import Report
+from colonnade.verification.watch import with_layout
+
+PERTURBED_RUNS = 2
+_SHOWN = 4000
+
+
+class ScriptError(ParityError):
+    """A script that could not be compared: it failed on its ranks, or alone."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is verified: a script (or module) with its arguments, on so many ranks."""
+
+    target: str
+    arguments: Sequence[str] = ()
+    nproc: int = 2
+    steps: int = 2
+    dtype: str = "fp64"
+    is_module: bool = False
+    mistake: str | None = None
+
+
+def verify_script(script: Script) -> Report:
+    """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
+    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
+        records = on_ranks(script, Path(name))
+        return ScriptAlone(script, Path(name), records).judge(records)
+
+
+class ScriptAlone:
+    """The script as one process, with the weights and batches of a run on its ranks: what such runs are judged by."""
+
+    def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
+        self._script, self._folder, self._records = script, folder, records
+        self._apart: list[Record] | None = None
+        _hand_over(records, folder)
+        whole = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
+        self._truth, *self._moved = _alone(script, folder, whole)
+
+    def judge(self, records: Sequence[Record]) -> Report:
+        """Of a run from the same weights on the same batches. What each share of them gives is found when it is needed."""
+        report = _judged(records, self._truth, self._moved, ())
+        return report if report.ok else _judged(records, self._truth, self._moved, self._shares())
+
+    def was_fed(self, records: Sequence[Record]) -> bool:
+        """Whether a run had the same weights and batches."""
+        return all(
+            same_tensors(one.start, other.start) and same_tensors(one.about["given"], other.about["given"])
+            for one, other in zip(records, self._records, strict=True)
+        )
+
+    def _shares(self) -> list[Record]:
+        if self._apart is None:
+            count = len(_shares_of(self._records, "", 0))
+            parts = [self._part(f"share{share}.pt", share=share) for share in range(count if count > 1 else 0)]
+            for part in parts:
+                _join(self._records, self._folder / JOINED.format(share=part.share), part.share)
+            self._apart = _alone(self._script, self._folder, parts)
+        return self._apart
+
+    def _part(self, result: str, **more: Any) -> Part:
+        return Part("alone", str(self._folder), result, self._script.steps, self._script.dtype, **more)
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """Whether two structures hold the same numbers."""
+    first, second = tree_leaves(one), tree_leaves(other)
+    return len(first) == len(second) and all(map(_is_same, first, second))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+# -- the processes ------------------------------------------------------------------------------------------
+
+
+def on_ranks(script: Script, folder: Path) -> list[Record]:
+    """What each rank of a run noted."""
+    part = Part("ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake)
+    environment = _environment(part.write(folder / "ranks.json"))
+    command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
+    command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
+    log = folder / "ranks.log"
+    with log.open("wb") as into:
+        status = subprocess.run(command, env=environment, stdout=into, stderr=subprocess.STDOUT, check=False).returncode
+    files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
+    if status != 0 or not all(file.exists() for file in files):
+        raise ScriptError(f"{script.target} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
+    return with_layout([torch.load(file, weights_only=False) for file in files])
+
+
+def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
+    """The script as one process, several of them at once."""
+    running = []
+    for part in parts:
+        name = part.result.removesuffix(".pt")
+        environment = _environment(part.write(folder / f"{name}.json"))
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
+        kind = "module" if script.is_module else "script"
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "colonnade.cli.bootstrap",
+            kind,
+            "plain",
+            script.target,
+            *script.arguments,
+        ]
+        log = folder / f"{name}.log"
+        with log.open("wb") as into:
+            running.append((part, log, subprocess.Popen(command, env=environment, stdout=into, stderr=into)))
+    found = []
+    for part, log, process in running:
+        status = process.wait()
+        file = folder / part.result
+        if status != 0 or not file.exists():
+            for _, _, other in running:
+                other.kill()
+                other.wait()
+            raise ScriptError(
+                f"{script.target} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
+                f"batches of all ranks joined (exit status {status}):\n{_end_of(log)}"
+            )
+        found.append(torch.load(file, weights_only=False))
+    return found
+
+
+def _environment(part: Path) -> dict[str, str]:
+    environment = {**os.environ, VARIABLE: str(part)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def _end_of(log: Path) -> str:
+    return log.read_bytes()[-_SHOWN:].decode("utf-8", "replace").strip()
+
+
+# -- what the ranks were given ------------------------------------------------------------------------------
+
+
+def _hand_over(records: Sequence[Record], folder: Path) -> None:
+    """For the script alone: the weights that the ranks started from, and their batches, joined."""
+    torch.save(whole_tensors(records, {}), folder / START)
+    _join(records, folder / JOINED.format(share=""), None)
+
+
+def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
+    first = records[0].about["given"]
+    joined: dict[str, list[Any]] = {}
+    for key in first:
+        for at in range(len(first[key])):
+            parts = _shares_of(records, key, at)
+            micro = records[0].about["micro_batches"] if key == "batch" else 1
+            whole = parts[share] if share is not None else join(_by_micro_batch(parts, micro))
+            if whole is None and key.startswith("loader"):
+                break  # only where the engine is given them they must be joined
+            if whole is None:
+                shapes = [
+                    [tuple(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in parts
+                ]
+                raise ScriptError(
+                    f"the batches of the ranks cannot be joined along dimension 0 into one: they have the shapes {shapes}"
+                )
+            joined.setdefault(key, []).append(whole)
+    torch.save(joined, path)
+
+
+def _shares_of(records: Sequence[Record], key: str, at: int) -> list[Any]:
+    """What ranks that see distinct data were given."""
+    given = [record.about["given"] for record in records]
+    values = [each.get(key or next(iter(each), ""), []) for each in given]
+    chosen = [each[at] if at < len(each) else None for each in values]
+    return shares(chosen, records[0].about["axes"], lambda rank: records[rank].about["coordinates"])
+
+
+def _by_micro_batch(parts: Sequence[Any], count: int) -> list[Any]:
+    """Cut so that joining them puts the rows of one micro-batch of all ranks together."""
+    rows = {len(leaf) for part in parts for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.dim()}
+    if count == 1 or len(parts) == 1 or len(rows) != 1 or next(iter(rows)) % count:
+        return list(parts)
+    width = next(iter(rows)) // count
+    return [
+        tree_map_only(Tensor, partial(_rows, first=at * width, stop=(at + 1) * width), part)
+        for at in range(count)
+        for part in parts
+    ]
+
+
+def _rows(leaf: Tensor, first: int, stop: int) -> Tensor:
+    return leaf[first:stop] if leaf.dim() else leaf
+
+
+# -- the comparison -----------------------------------------------------------------------------------------
+
+
+def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], apart: Sequence[Record]) -> Report:
+    names = truth.about["names"]
+    _check_names(whole_shapes(records, names), whole_shapes([truth], names))
+    steps = [_truth(truth, at, [one.steps[at] for one in apart]) for at in range(len(truth.steps))]
+    spreads = [Spread() for _ in steps]
+    for other in moved:
+        for at, (spread, step) in enumerate(zip(spreads, steps, strict=True)):
+            spread.widen(step, _truth(other, at))
+    start = {names.get(name, name): value for name, value in truth.start.items()}
+    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), truth.notes))
+
+
+def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:
+    """A step of the script alone."""
+    step = record.steps[at]
+    total = {name: pieces[0].value for name, pieces in step.total.items()}
+    passes = sorted({number for each in step.raw.values() for number in each})
+    loss = mean_of(step.losses)
+    clipped = {name: value / step.divisors.get(name, 1.0) for name, value in total.items()}
+    if step.clipped:
+        clipped = {name: pieces[0].value for name, pieces in step.clipped.items()}
+    counted = step.norm is not None
+    return Truth(
+        loss=loss[0] if loss is not None else 0.0,  # as on the ranks, nobody has seen it
+        passes=[{name: each[one] for name, each in step.raw.items() if one in each} for one in passes],
+        total=total,
+        clipped=clipped if counted else {},
+        norm=norm_of(list(total.values()), record.about["norm_type"]) if counted else None,
+        weights=step.weights,
+        buffers=step.buffers,
+        activations=step.activations,
+        shards=[{name: pieces[0].value for name, pieces in one.total.items()} for one in apart],
+    )
+
+
+def _check_names(ranks: dict[str, tuple[int, ...]], alone: dict[str, tuple[int, ...]]) -> None:
+    different = sorted({name for name, shape in [*ranks.items(), *alone.items()] if ranks.get(name) != alone.get(name)})
+    if different:
+        name = different[0]
+        raise ScriptError(
+            f"the model of one process is another: {len(different)} parameters differ, as {name}, which is "
+            f"{ranks.get(name, 'nowhere')} on the ranks and {alone.get(name, 'nowhere')} in one process. With every parallel "
+            f"size 1 the script must build the whole model"
+        )
+
+
+def _terms(records: Sequence[Record]) -> int:
+    given = records[0].about["given"]
+    most = [
+        max((leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), default=1)
+        for key in given
+        for one in given[key]
+    ]
+    return max(1, sum(most) * len(records))

@@ -1,0 +1,21 @@
+"""Colossal-AI's MoeGradientHandler: experts are averaged over the ranks that replicate them.
+
+Shows as: experts' gradients are too large by the size of the expert group; later versions scale inside the experts instead.
+"""
+
+from tests.corpus.experts import average_experts_over_their_twins
+from tests.corpus.runner import EXPERTS, Bug, Run
+
+BUG = Bug(
+    "Colossal-AI v0.1.8, MoeGradientHandler",
+    "experts averaged over their replicas only",
+    "wrong-divisor",
+    ranks=4,
+    layout={"expert": 2},
+    kind=EXPERTS,
+    settings={"clip_grad_norm": 0.1},
+)
+
+
+def plant(run: Run) -> None:
+    run.reduce_by(average_experts_over_their_twins)

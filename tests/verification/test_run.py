@@ -1,0 +1,60 @@
+"""Scripts beside themselves alone: ours and plain torch's, healthy and with a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colonnade.verification.run import Script, ScriptError, verify_script
+
+pytest_plugins = ["colonnade.verification.plugin"]
+
+SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_loop_on_an_engine_is_equal_and_dropout_is_told(colonnade_verify) -> None:
+    report = colonnade_verify(SCRIPTS / "loop.py", steps=3)
+    assert report.ok
+    assert not report.findings
+    assert any("dropout" in note for note in report.notes)
+    assert {row.step for row in report.rows} == {None, 0, 1, 2}
+
+
+def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_verify) -> None:
+    report = colonnade_verify(SCRIPTS / "loop.py", ["undivided"], check=False)
+    assert report.causes[0] == "summed-not-averaged", str(report)
+    with pytest.raises(pytest.fail.Exception, match="NOT equal to one process"):
+        colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
+
+
+def test_a_script_that_fails_says_so_with_its_own_words() -> None:
+    with pytest.raises(ScriptError, match="this script fails by itself"):
+        verify_script(Script(str(SCRIPTS / "loop.py"), ("fail",)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plan", "pipelining"])
+def test_plain_torch_is_equal(kind: str) -> None:
+    report = verify_script(Script(str(SCRIPTS / "plain.py"), (kind,)))
+    assert report.ok, str(report)
+    assert any(row.quantity == "gradient" for row in report.rows)
+
+
+@pytest.mark.long
+def test_sums_of_plain_torch_that_are_not_divided_are_found() -> None:
+    report = verify_script(Script(str(SCRIPTS / "plain.py"), ("undivided",)))
+    assert report.causes[0] == "summed-not-averaged", str(report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    [("gpt/train.py", 4), ("gradient_handler/train_with_engine.py", 2), ("own_parallelism/train.py", 2)],
+)
+def test_the_examples_are_equal(example: str, ranks: int, tmp_path: Path) -> None:
+    arguments = ("--output", str(tmp_path)) if example.startswith("gpt") else ()
+    report = verify_script(Script(str(EXAMPLES / example), arguments, ranks))
+    assert report.ok, str(report)
