@@ -26,7 +26,7 @@ demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeli
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gpt/train.py --fresh
 
 test: check  ## everything: `make check`, then the slow tests
-	$(BIN)/python -m pytest -q -n 2 -m "slow and not long"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"
 
 long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
@@ -38,7 +38,7 @@ bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minut
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
 check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -88,12 +88,26 @@ LONG = (
 """Single cases of which others stay in `make test`: each takes longer than most."""
 
 
+ONE_WORKER = (
+    "cli/test_ckpt.py",
+    "corpus/test_corpus.py",
+    "engine/gradient_handler/test_probe.py",
+    "hf/test_weights.py",
+    "optim/test_field_bugs.py",
+    "parallel/meta/test_meta_init.py",
+    "seeds/test_gradient_clipping.py",
+)
+"""Their tests look at what one run has left: two workers would make it twice."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(LONG):
             item.add_marker(pytest.mark.long)
         if str(item.path).endswith(SLOW_MODULES) or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
+        if str(item.path).endswith(ONE_WORKER):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     tenth = os.environ.get("TENTH")
     if tenth:  # one tenth of the tests, of every file some: `make long TENTH=3`
         left = [item for item in items if crc32(item.nodeid.encode()) % 10 != int(tenth) % 10]
