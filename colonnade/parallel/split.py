@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -275,20 +276,26 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Where each of `parts` runs of items starts, so that the heaviest is as light as can be, then the rest even."""
     sums = list(accumulate(weights, initial=0.0))
 
-    @cache
-    def best(start: int, parts: int) -> tuple[float, float, tuple[int, ...]]:
-        """(heaviest, sum of squares, starts) of the items from `start` on, in so many parts."""
-        if parts == 1:
-            rest = sums[-1] - sums[start]
-            return rest, rest * rest, (start,)
-        options = []
-        for stop in range(start + 1, len(weights) - parts + 2):
-            own = sums[stop] - sums[start]
-            heaviest, squares, starts = best(stop, parts - 1)
-            options.append((max(own, heaviest), own * own + squares, (start, *starts)))
-        return min(options)
+    def options(start: int, parts: int) -> list[tuple[float, int]]:
+        """(weight, end) of each run that may come next."""
+        stops = range(start + 1, len(weights) - parts + 2) if parts > 1 else (len(weights),)
+        return [(sums[stop] - sums[start], stop) for stop in stops]
 
-    return list(best(0, parts)[2])
+    @cache
+    def heaviest(start: int, parts: int) -> float:
+        """The lightest that the heaviest of so many parts can be, of the items from `start` on."""
+        return min(max(own, heaviest(stop, parts - 1) if parts > 1 else 0.0) for own, stop in options(start, parts))
+
+    @cache
+    def evenest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """(sum of squares, starts) of the evenest parts none of which is too heavy."""
+        if parts == 0:
+            return 0.0, ()
+        found = [(own, evenest(stop, parts - 1)) for own, stop in options(start, parts) if own <= limit]
+        return min(((own * own + rest, (start, *starts)) for own, (rest, starts) in found), default=(inf, ()))
+
+    limit = heaviest(0, parts)
+    return list(evenest(0, parts)[1])
 
 
 # -- how heavy a layer is ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -177,6 +177,7 @@ def test_stages_are_balanced_by_parameters() -> None:
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 8))
+@example([1, 18, 6, 11, 13, 5], 5)
 def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None:
     parts = min(parts, len(weights))
 
