@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import isclose
@@ -73,6 +74,10 @@ CAUSES: Mapping[str, str] = {
     "unknown": "it differs, and none of the hypotheses fits",
 }
 """The keys of findings, and what each means."""
+
+
+_TESTED_ELEMENTS = 20_000_000
+"""Gradients that differ are tested one by one up to so many elements in all."""
 
 
 def diagnose(evidence: Evidence) -> Report:
@@ -219,10 +224,25 @@ class _Diagnosis:
         wrong = {row.name for row in rows}
         alive = {name for name, one in self.step.gradients.items() if bool(one.total.truth.any())}
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
-        named = {
-            row.name: claims("gradient", self._gradient_case(row, frozenset(alive - wrong), scale)) for row in rows
-        }
+        healthy = frozenset(alive - wrong)
+        tested = {row.name: claims("gradient", self._gradient_case(row, healthy, scale)) for row in self._to_test(rows)}
+        alike = {self._kind(name): some for name, some in tested.items()}
+        named = {row.name: tested.get(row.name, alike.get(self._kind(row.name), [])) for row in rows}
         return self._group(named, self.at, "the gradient of", "", rows)
+
+    def _to_test(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """All of them; of a large model the first and the last of each kind, since the others are layers like these."""
+        if sum(self.step.gradients[row.name].total.truth.numel() for row in rows) <= _TESTED_ELEMENTS:
+            return rows
+        kinds: dict[str, list[Row]] = {}
+        for row in rows:
+            kinds.setdefault(self._kind(row.name), []).append(row)
+        return [row for some in kinds.values() for row in (some if len(some) < 3 else [some[0], some[-1]])]
+
+    def _kind(self, name: str) -> str:
+        """The name without its numbers, and the placement."""
+        info = self.evidence.parameters.get(name)
+        return re.sub(r"\d+", "*", name) + (f" {info.placement}" if info is not None else "")
 
     def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
         gradient = self.step.gradients[row.name]

@@ -70,12 +70,15 @@ class Result:
     """What became of one bug. `refused`: what was said at start-up or at the first step, before the check was turned off."""
 
     name: str
-    bug: Bug
     refused: str
     causes: tuple[str, ...]
     sentence: str
     seconds: float
     error: str = ""
+
+    @property
+    def bug(self) -> Bug:
+        return bug_of(self.name)
 
     @property
     def found(self) -> bool:
@@ -279,9 +282,9 @@ def run_one(name: str) -> Result:
         report = verified(run, loose=True)
         found = [(finding.cause, finding.sentence) for finding in report.findings] if not report.ok else []
         causes, sentence = tuple(cause for cause, _ in found), found[0][1] if found else ""
-        return Result(name, bug, refused, causes, sentence, time.monotonic() - began)
+        return Result(name, refused, causes, sentence, time.monotonic() - began)
     except Exception as error:  # told of in the table, with the other bugs'
-        return Result(name, bug, refused, (), "", time.monotonic() - began, f"{type(error).__name__}: {error}")
+        return Result(name, refused, (), "", time.monotonic() - began, f"{type(error).__name__}: {error}")
 
 
 def refusal(run: Run) -> str:
@@ -293,13 +296,14 @@ def refusal(run: Run) -> str:
     return ""
 
 
-def verified(run: Run, loose: bool, steps: int = STEPS, **options: Any) -> Any:
-    """Build the run and let `colonnade.verify` compare it with one process."""
+def verified(run: Run, loose: bool, steps: int = STEPS, double: bool = True) -> Any:
+    """Build the run and let `colonnade.verify` compare it with one process, in fp64 or (without `double`) in the models' own."""
+    dtype = torch.float64 if double else torch.float32
     config = {**run.config, **(run.loose if loose else {})}
     context = ParallelContext()
     with colonnade.launch(config, context=context, verbose=False), torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = run.model(context).double()
+        model: Any = run.model(context).to(dtype)
         if context.pipeline_parallel_size > 1:
             model = split(model, num_stages=context.pipeline_parallel_size)
         engine = colonnade.initialize(model, run.optimizer, run.criterion(context), context=context)[0]
@@ -309,11 +313,10 @@ def verified(run: Run, loose: bool, steps: int = STEPS, **options: Any) -> Any:
             alone = ParallelContext()
             return colonnade.verify(
                 engine,
-                reference=lambda: run.kind.model(alone).double(),
+                reference=lambda: run.kind.model(alone).to(dtype),
                 criterion=run.kind.criterion(alone),
                 batches=[run.batches(context, step) for step in range(steps)],
                 steps=steps,
-                **options,
             )
         finally:
             engine.close()

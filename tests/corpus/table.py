@@ -10,24 +10,38 @@ from tests.corpus.runner import Result, bug_of, names, run_all
 
 PAGE = Path(__file__).parents[2] / "docs" / "bugs.md"
 QUICK = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "CUDA_VISIBLE_DEVICES": ""}
+PER_WORLD = 30
 HEAD = """# Bugs of the field, and what `verify` says of them
 
 Each row is a bug that a public tracker tells of, re-made in a few lines on 2 to 4 ranks of a CPU: [`tests/corpus/`](../tests/corpus) has one file for each.
-`colonnade.verify` knows nothing of what was planted. The cause that it has to name was written into the file, and committed, before it was first run.
+`colonnade.verify` knows nothing of what was planted. The cause that it has to name stands in the file, and was committed before the bug was first run.
+
+How far to trust the share: at the first run of the first 96 bugs, with hypotheses that had met none of them, all were found and 52 causes were named (54%).
+The hypotheses were then made more general with these bugs in view. Thirteen more bugs were written after that: 13 found and 10 named (77%) at their first run,
+after which two more hypotheses were made more general. So the share below is that of a test set that was learnt from; the 77% is not. The other way round,
+`python -m tests.corpus.healthy` draws runs with nothing wrong in them (models, layouts, ZeRO, accumulation, clipping, fp64, fp32, bf16): 200 of 200 are found equal.
+
 Made by `python -m tests.corpus`.
 
 """
 
 
-@cache
 def results(chosen: tuple[str, ...] = ()) -> list[Result]:
-    """What became of these bugs (of all of them): one world for each number of ranks. As rank 0 tells it."""
-    wanted = list(chosen) or names()
-    found: list[Result] = []
-    for ranks in sorted({bug_of(name).ranks for name in wanted}):
-        some = [name for name in wanted if bug_of(name).ranks == ranks]
-        found += run_world(ranks, run_all, some, timeout=110, env=QUICK).values[0]
+    """What became of these bugs (of all of them), as rank 0 tells it."""
+    found = [one for some in worlds(chosen or tuple(names())) for one in in_one_world(some)]
     return sorted(found, key=lambda one: one.name)
+
+
+def worlds(chosen: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Bugs of one number of ranks share a world, which costs more to start than to run one of them; up to so many."""
+    by_ranks = [tuple(name for name in chosen if bug_of(name).ranks == ranks) for ranks in (2, 3, 4)]
+    return [some[at : at + PER_WORLD] for some in by_ranks for at in range(0, len(some), PER_WORLD)]
+
+
+@cache
+def in_one_world(some: tuple[str, ...]) -> list[Result]:
+    """One bug after another."""
+    return run_world(bug_of(some[0]).ranks, run_all, list(some), timeout=110, env=QUICK).values[0]
 
 
 def markdown(found: list[Result]) -> str:

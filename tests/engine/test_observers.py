@@ -10,7 +10,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.observers import Observer
+from colonnade.engine.observers import ON_ENGINE, Observer, announce
 
 
 class _Heard(Observer):
@@ -42,3 +42,17 @@ def test_an_observer_hears_every_pass_and_every_step_once():
         engine.zero_grad()
         engine.execute_schedule(iter([(torch.ones(1, 2), torch.zeros(1, 2))]))
         assert len(heard.said) == 4
+
+
+SEEN = []
+
+
+def test_a_new_engine_is_shown_to_whom_the_environment_names(monkeypatch):
+    announce("nobody looks")
+    monkeypatch.setenv(ON_ENGINE, f"{__name__}:look")
+    announce("an engine")
+    assert SEEN == ["an engine"]
+
+
+def look(engine):
+    SEEN.append(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import nan, sqrt
 
 import pytest
@@ -344,6 +345,22 @@ def test_causes_are_named_in_bf16_too(cause):
         World(world.data, world.tensor, world.pipeline, world.accumulation, plant=plant, dtype="bfloat16").evidence()
     )
     assert report.causes == [cause], str(report)
+
+
+def test_of_a_large_model_the_first_and_last_layer_are_tested(monkeypatch):
+    monkeypatch.setattr("colonnade.verification.diagnosis._TESTED_ELEMENTS", 0)
+    monkeypatch.setitem(HYPOTHESES, "gradient", list(HYPOTHESES["gradient"]))
+    seen = []
+    hypothesis("gradient")(lambda case: seen.append(case.name) or ())
+    evidence = World(2, 1, plant={"total": times(2)}).evidence()
+    names = {name: f"layers.{at}.weight" for at, name in enumerate(evidence.parameters)}
+    steps = [
+        replace(one, gradients={names[name]: found for name, found in one.gradients.items()}) for one in evidence.steps
+    ]
+    info = {names[name]: replace(one, placement="") for name, one in evidence.parameters.items()}
+    finding = only(diagnose(replace(evidence, steps=steps, parameters=info)))
+    assert seen == ["layers.0.weight", "layers.4.weight"]
+    assert (finding.cause, len(finding.parameters)) == ("summed-not-averaged", 5)
 
 
 def test_a_users_hypothesis_is_asked(monkeypatch):

@@ -252,6 +252,8 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
             kinds.setdefault("tied weights", []).append(name)
         kinds.setdefault(f"parameters like {re.sub(r'[0-9]+', '*', name)}", []).append(name)
         kinds.setdefault(f"parameters called {name.rpartition('.')[2]}", []).append(name)
+        for module in {name.partition(".")[0], name.rpartition(".")[0]} - {"", name}:
+            kinds.setdefault(f"parameters of {module}", []).append(name)
         kinds.setdefault(name, []).append(name)
     unlike: dict[tuple[str, ...], str] = {}
     for label, names in kinds.items():

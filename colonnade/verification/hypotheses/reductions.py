@@ -133,6 +133,8 @@ def _meanings(case: GradientCase, factor: Factor) -> Iterator[Claim]:
 def _are_parts(case: GradientCase) -> bool:
     """Whether the raw gradients are parts of the true one, and none is that of a share of the batch, scaled."""
     shares = [flat(one) for one in case.gradient.truth_of_shards]
+    if len(shares) != len(case.groups.joint(tuple(case.owed), case.wrong[0].rank)):
+        return False  # some of the ranks share a share
     for raw in case.raws.values():
         for share in shares:
             if len(share) != raw.value.numel() or length(share) == 0:
