@@ -15,6 +15,7 @@ from colonnade.verification.reference import (
     canonical_names,
     load,
     moved_by_an_ulp,
+    norm_of,
     same_optimizer,
     world_of_one,
 )
@@ -117,6 +118,11 @@ def test_the_optimizer_has_the_class_the_options_and_the_groups_of_the_run():
     assert isinstance(made, torch.optim.AdamW)
     assert [group["lr"] for group in made.param_groups] == [0.5, 1e-3]
     assert made.param_groups[1]["betas"] == (0.5, 0.6)
+
+
+def test_the_norm_of_millions_of_numbers_is_exact_in_fp32_too():
+    values = torch.full((5_000_000,), 0.1)
+    assert abs(norm_of([values, values], 2.0) / (0.1 * 10_000_000**0.5) - 1) < 1e-7
 
 
 class _Needy(torch.optim.SGD):

@@ -23,9 +23,12 @@ elif kind == "fsdp":
     fully_shard(model[0])
     fully_shard(model)
 elif kind == "plan":
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    parallelize_module(model, init_device_mesh("cpu", (world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    last = ColwiseParallel(output_layouts=Replicate())  # torch clips DTensors, or plain tensors, not both at once
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": last}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
     data = 0
 elif kind == "pipelining":
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
