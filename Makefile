@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long mutants bench check lint types layers clean
+.PHONY: help setup demo test long mutants bench check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,7 +37,10 @@ mutants: $(READY)  ## change the package at random and see which changes no test
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
-check: lint types layers  ## lint, types, layering and the fast tests, in under two minutes
+check: $(READY)  ## lint, types, layering and the fast tests, in about two minutes
+	$(MAKE) -j2 fast lint types layers
+
+fast: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
 
 lint: $(READY)

@@ -58,6 +58,23 @@ SLOW_MODULES = (
 
 
 LONG = (
+    "engine/gradient_handler/test_parity.py::test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap[data 2 x pipeline 4, tied",
+    "engine/gradient_handler/test_parity.py::test_so_they_do_over_gloo_in_tiny_buckets_and_with_or_without_overlap[accumulation 3, uneven",
+    "engine/precision/test_models.py::test_models_in_mixed_precision_at_stage_3_stay_near_one_process_in_fp64",
+    "hf/test_experts.py::test_over_tensor_and_expert_ranks_at_once",
+    "hf/test_weights.py::test_weights_survive_every_layout_to_the_bit",
+    "models/test_grid.py::test_models_equal_one_process[2 ranks: sequence 2]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: expert 2 x sequence 2]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: expert 2 x tensor 2 1d sequence_split=True]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: expert 2]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: sequence 2 x data 2, ulysses]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: sequence 4, ring]",
+    "models/test_grid.py::test_models_equal_one_process[4 ranks: tensor 4 1d]",
+    "models/test_grid.py::test_models_equal_one_process[8 ranks: data 2 x expert 2 x tensor 2 1d x pipeline 2]",
+    "nn/test_activations.py::test_the_same_steps_under_every_kind_of_parallelism[slow]",
+    "optim/zero/test_scenarios.py::test_chunks_of_a_pipeline[ZBV]",
+    "test_ancestor_loop.py::test_the_ancestors_trainer_flow_runs_through_the_alias",
+    "verification/test_run.py::test_a_handler_that_does_not_divide_is_named_and_fails_a_test",
     "cli/test_new.py::test_the_written_test_fails_when_the_parallelism_is_broken",
     "cli/test_launcher.py::test_restarts_in_a_row_all_come_up[2]",
     "cli/test_launcher.py::test_two_machines_make_one_world[True]",

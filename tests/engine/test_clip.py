@@ -66,7 +66,7 @@ def test_the_norm_is_that_of_the_whole_gradient_and_the_same_bits_on_every_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
+@pytest.mark.parametrize("p", [*(pytest.param(p, marks=pytest.mark.long) for p in (1.0, 3.0)), math.inf])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_so_it_is_for_every_order(name, p):
     clip = {"max_norm": 0.01, "norm_type": p}
@@ -121,7 +121,7 @@ def one_process(clip: float, optimizer: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
-@pytest.mark.parametrize("clip", [0.1, 0])
+@pytest.mark.parametrize("clip", [0.1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("flat", [None, False])
 def test_five_steps_with_groups_and_a_scheduler_equal_one_process(optimizer, clip, flat):
     truth = one_process(clip, optimizer)

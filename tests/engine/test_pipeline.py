@@ -175,7 +175,9 @@ def test_every_schedule_on_two_ranks_tied_and_accumulated(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "parallel", [{"pipeline": 4}, {"pipeline": 2, "data": 2}, {"pipeline": 2, "tensor": 2}], ids=str
+    "parallel",
+    [{"pipeline": 4}, {"pipeline": 2, "data": 2}, pytest.param({"pipeline": 2, "tensor": 2}, marks=pytest.mark.long)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_on_four_ranks_beside_data_and_tensor(name, parallel, tied):
