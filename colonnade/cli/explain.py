@@ -15,8 +15,8 @@ import typer
 from colonnade.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from colonnade.verification.explain import Explanation, ParameterClass
-    from colonnade.verification.ratio import Meaning
+    from colonnade.verification.explaining.explain import Explanation, ParameterClass
+    from colonnade.verification.explaining.ratio import Meaning
 
 
 class Of(str, Enum):
@@ -59,7 +59,7 @@ def explain(
     loaded = load_config(config)
     count = world_size if world_size is not None else _least_world(loaded)
     if ratio is not None:
-        from colonnade.verification.ratio import meanings
+        from colonnade.verification.explaining.ratio import meanings
 
         found, near = meanings(loaded, count, ratio, of.value)
         typer.echo(
@@ -70,7 +70,7 @@ def explain(
             else _ratio_text(ratio, of.value, count, found, near)
         )
         return
-    from colonnade.verification.explain import explain as explain_config
+    from colonnade.verification.explaining.explain import explain as explain_config
 
     explained = explain_config(loaded, count, build, param)
     if as_json:
@@ -172,7 +172,7 @@ def _table(explained: Explanation) -> Any:
 
 
 def _words(number: int, one: ParameterClass, pipeline: bool) -> list[str]:
-    from colonnade.verification.explain_words import groups_text
+    from colonnade.verification.explaining.words import groups_text
 
     stages = f", at stage {', '.join(map(str, one.stages))}" if pipeline else ""
     frozen = ", frozen" if one.frozen else ""

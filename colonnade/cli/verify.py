@@ -9,7 +9,7 @@ import typer
 from colonnade.cli.job import Job, checked
 
 if TYPE_CHECKING:
-    from colonnade.verification.mutation import Mutation
+    from colonnade.verification.mutation.mutate import Mutation
     from colonnade.verification.report import Report
 
 EQUAL, DIFFERENT, NOT_RUN = 0, 1, 2
@@ -48,7 +48,7 @@ def verify(
     job = Script(script, tuple(arguments or ()), nproc, steps, dtype, module)
     try:
         if mutate:
-            from colonnade.verification.mutation import mutate_script
+            from colonnade.verification.mutation.mutate import mutate_script
 
             report: Report | Mutation = mutate_script(job, mistakes, tests, lambda line: typer.echo(line, err=True))
         else:

@@ -33,7 +33,7 @@ from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.engine_record import EngineRecorder
 from colonnade.verification.joined import on_cpu
-from colonnade.verification.mistakes import plant
+from colonnade.verification.mutation.mistakes import plant
 from colonnade.verification.record import without_dropout
 from colonnade.verification.reference import canonical_names, load, moved_by_an_ulp
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colonnade.verification.mutation import NO, NOT_PLANTED, YES, Mutation, Tried
+from colonnade.verification.mutation.mutate import NO, NOT_PLANTED, YES, Mutation, Tried
 
 SCRIPT = """
 import torch

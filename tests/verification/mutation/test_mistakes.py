@@ -16,7 +16,7 @@ from colonnade.parallel.split import split
 from colonnade.testing import run_world
 from colonnade.verification.api import verify
 from colonnade.verification.diagnosis import CAUSES
-from colonnade.verification.mistakes import MISTAKES, NotHere, known, plant
+from colonnade.verification.mutation.mistakes import MISTAKES, NotHere, known, plant
 from tests.models.grid import MODELS, batch
 
 LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {

@@ -29,7 +29,8 @@ from colonnade.parallel.demand import holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, place, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.reduce.records import read_demands
-from colonnade.verification.explain_words import (
+from colonnade.verification.explaining.roles import BuildModel, Role, ranks_of_stage, roles
+from colonnade.verification.explaining.words import (
     RANKS_SHOWN,
     Groups,
     groups_text,
@@ -38,7 +39,6 @@ from colonnade.verification.explain_words import (
     notes_of,
     why_divided,
 )
-from colonnade.verification.roles import BuildModel, Role, ranks_of_stage, roles
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, ContextError
 from colonnade.models import GPT
 from colonnade.parallel.split import split
-from colonnade.verification.roles import ranks_of_stage, roles
+from colonnade.verification.explaining.roles import ranks_of_stage, roles
 
 PIPED: dict[str, Any] = {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, "num_microbatches": 2}
 

@@ -9,7 +9,7 @@ import pytest
 
 from colonnade.config import load_config
 from colonnade.errors import ConfigError, LayoutError
-from colonnade.verification.ratio import Of, meanings
+from colonnade.verification.explaining.ratio import Of, meanings
 
 WIDE: dict[str, Any] = {
     "parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}, "expert": 2},

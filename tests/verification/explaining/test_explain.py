@@ -25,7 +25,7 @@ from colonnade.parallel.placement import Replicate, place
 from colonnade.parallel.split import Split, split
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
-from colonnade.verification.explain import Explanation, ParameterClass, explain
+from colonnade.verification.explaining.explain import Explanation, ParameterClass, explain
 
 
 def moe(context: ParallelContext) -> Split | nn.Module:

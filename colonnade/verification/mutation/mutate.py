@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from colonnade.verification.mistakes import Mistake, known, planted_environment
+from colonnade.verification.mutation.mistakes import Mistake, known, planted_environment
 from colonnade.verification.report import Report
 from colonnade.verification.run import Script, ScriptAlone, ScriptError, on_ranks, verify_script
 

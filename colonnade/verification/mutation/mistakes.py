@@ -21,7 +21,7 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.observers import ON_ENGINE
 from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.reduce.records import Demand
-from colonnade.verification.planting import (
+from colonnade.verification.mutation.planting import (
     OwnGradients,
     after_sums,
     around_step,

@@ -1,0 +1,1 @@
+"""Known mistakes, planted one at a time, and who notices."""
