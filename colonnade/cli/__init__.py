@@ -19,5 +19,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None:
             raise
         told = f"{error.filename}: {error.strerror}. Give another path, or make this one usable."
-    sys.stderr.write(f"colonnade: {told}\n")
+    sys.stderr.write(f"colonnade: {told.removeprefix('colonnade: ')}\n")  # which an error of a config says itself
     raise SystemExit(2)
