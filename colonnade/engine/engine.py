@@ -252,10 +252,7 @@ class Engine(WholeWeights):
         return self._stepper.policy is not None
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint needs beside model and optimizer, as plain values to be saved as `extra`.
-
-        The history of an adaptive clip method, and the loss scale.
-        """
+        """What a checkpoint saves as `extra` beside model and optimizer: the history of a clip method, and the loss scale."""
         return self._stepper.extra_state()
 
     def load_extra_state(self, extra: Mapping[str, Any]) -> None:
@@ -386,10 +383,11 @@ class Engine(WholeWeights):
 
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.set_scale(scale := self._book.factor(self._stepper.scaler, self._sync.world))
+        self._book.set_scale(self._sync, self._stepper.scaler)
         with self.context.waits.during("summing the gradients"):
             self._sync.finish()
-        self.observers.reduced(scale)
+        self._book.refuse_two_forms()
+        self.observers.reduced(self._sync.scale)
         self._watch.end_sums(complete=not self._failed)
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, count_on, split_loss
 from colonnade.errors import GradientError
@@ -36,6 +37,7 @@ class LossBook:
         self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0
         self._means = 0
+        self._totals: Tensor | None = None
         # This rank has given counts once: it goes on taking part, or one that gives a mean would be waited for.
         self._joins = False
         self.uneven = False
@@ -76,24 +78,36 @@ class LossBook:
         """Whether the losses of this step are (sum, count); None before the first."""
         return self._form.counted
 
-    def factor(self, scaler: LossScaler | None = None, world: RankGroup | None = None) -> Tensor | None:
-        """What this step's summed gradients are still multiplied by; None if nothing. Collective if not None.
+    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
+        """Have this step's gradients multiplied by their factor, if they need one. Collective then.
 
-        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step. `world`: all ranks,
-        where they have sockets between them, which take a tenth of the time of a collective.
+        Counts travel with the last gradients where these can carry them, else by themselves, over the sockets between ranks
+        of one host (in a tenth of the time) or in a collective of their own.
         """
         if not self._joins and not self.uneven:
-            return None
+            sync.set_scale(None)
+            return
         device = self._context.device
-        totals = torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
-        with self._context.waits.during("adding up the counts of the losses"):
-            if world is None:
-                dist.all_reduce(totals, group=self._context.get_group(ParallelMode.GLOBAL))
-            else:
-                told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*totals.tolist()))]
-                totals = torch.tensor(told, dtype=torch.float64).sum(0)
+        mine = torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
+        if not sync.synchroniser.carry(mine, lambda totals: self.factor(totals, scaler)):
+            with self._context.waits.during("adding up the counts of the losses"):
+                totals = self._added(mine, sync.world)
+            sync.set_scale(self.factor(totals, scaler))
+
+    def _added(self, mine: Tensor, world: RankGroup | None) -> Tensor:
+        if world is None:
+            dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
+            return mine
+        told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+        return torch.tensor(told, dtype=torch.float64).sum(0)
+
+    def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
+        """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers.
+
+        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step.
+        """
+        self._totals = totals
         counted, means = totals.unbind()
-        self._refuse_two_forms(counted, means)
         divided = counted if scaler is None else counted / scaler.count
         divisor = torch.where(counted == 0, means / self._accumulation, divided)
         divisor = torch.where((counted > 0) & (means > 0), torch.nan, divisor)
@@ -104,9 +118,12 @@ class LossBook:
             scaler.expect(torch.where(means > 0, scaler.count, expected))
         return self._context.layout.distinct_data / divisor
 
-    def _refuse_two_forms(self, counted: Tensor, means: Tensor) -> None:
+    def refuse_two_forms(self) -> None:
         """Raise where some ranks gave counts and others means. On a device only those that gave means wait to see it."""
-        if (counted.device.type == "cpu" or self._form.counted is False) and counted > 0 and means > 0:
+        totals, self._totals = self._totals, None
+        if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
+            return
+        if bool((totals > 0).all()):
             raise GradientError(f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}")
 
     def someone_has(self, batch_here: bool) -> bool:

@@ -103,6 +103,11 @@ class Bucket:
         return self.sum.sharding is None or self.sum.sharding.keep_whole
 
     @property
+    def every_pass(self) -> bool:
+        """Whether it is summed at every backward pass, not once a step."""
+        return self.sum.sharding is not None and self.sum.sharding.every_pass
+
+    @property
     def gradient(self) -> Tensor:
         """The final gradient of what this rank owns."""
         if self.shard is not None:
@@ -228,6 +233,10 @@ class Bucket:
         if self._divided:
             self._divided, self._expected_grads = set(), list(self.grads)
 
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiply what this rank owns, of a sum that has ended."""
+        self.gradient.mul_(factor.to(self.gradient) if isinstance(factor, Tensor) else factor)
+
     def attach(self, index: int) -> None:
         """Make `.grad` of one parameter its view of the buffer."""
         self.parameters[index].grad = self.grads[index]
@@ -280,7 +289,7 @@ class Bucket:
             return
         factor = 1.0 / self.sum.divisor
         if not self._divided:
-            self._flat.mul_(factor)
+            self.gradient.mul_(factor)
             return
         if self._small:
             self._small_flat().mul_(factor)

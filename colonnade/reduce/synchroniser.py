@@ -24,7 +24,7 @@ from colonnade.reduce.records import Sum
 from colonnade.reduce.riders import Riders
 from colonnade.reduce.start_up import Log, check_alike, open_groups
 from colonnade.reduce.sum_state import SumState
-from colonnade.reduce.uneven import GroupNotes, explain, finish_uneven
+from colonnade.reduce.uneven import GroupNotes, explain, finish_uneven, notes_of_all
 
 _log: Log = logging.getLogger("colonnade").info
 
@@ -35,12 +35,14 @@ class Synchroniser:
     Call `prepare(last)` before each backward and `wait()` before gradients are used; both on every rank, and
     `wait` the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of
     a bucket; of a sharded sum the buckets' shards are final, and `.grad` is None. `scale`, when set before `wait`, is a
-    further factor on that step's gradients. `generation` counts how often buckets were laid out: anew when parameters
+    further factor on that step's gradients; `carry` has it made of numbers of all ranks. `generation` counts how often buckets were laid out: anew when parameters
     are frozen or thawed, or turn out to have sparse gradients.
     """
 
     def __init__(self, sums: Sequence[Sum], *, log: Log = _log) -> None:
         self.scale: float | Tensor | None = None
+        self.last_scale: float | Tensor | None = None  # that of the last step
+        self._carried: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
         self.generation = 0
         self.buckets: list[Bucket] = []
         self._log = log
@@ -56,6 +58,9 @@ class Synchroniser:
         ]
         self._state_of: dict[int, SumState] = {}
         self._last_of: dict[tuple[int, ...], Bucket] = {}
+        self._carrier: Bucket | None = (
+            None  # on which numbers can ride: the last that goes to the whole world, as it is
+        )
         self._handles: list[Any] = []
         self._last = self._pass_open = self._failed = False
         self.failed_ranks: list[int] = []
@@ -118,6 +123,15 @@ class Synchroniser:
                     )
         self._ended = []
 
+    def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
+        """Have two numbers summed over the world with the gradients, and the `scale` of this step made of their sums. False,
+        on all ranks alike, if no bucket can carry them."""
+        carrier = self._carrier
+        if carrier is None or carrier.layout.dtype not in (torch.float32, torch.float64):  # counts are large
+            return False
+        self._carried = numbers, scale_of
+        return True
+
     def fail(self) -> None:
         """Backward has failed on this rank: at the next `wait` all ranks learn of it, and drop their gradients."""
         self._failed = True
@@ -134,13 +148,14 @@ class Synchroniser:
         for state in self._states:
             state.open_notes(self._failed)
         self._start_early()
-        carrier = self._carrier()
-        self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
-        if carrier is not None:
-            self._state_of[id(carrier)].collect(carrier)
+        self._start_rest([bucket for bucket in self.buckets if bucket is not self._carrier])
+        if self._carrier is not None:
+            self._state_of[id(self._carrier)].collect(self._carrier)
+        if self.riders is None:
+            self._send_carrier()
         for state in self._states:
             state.finish_turns()
-        pairs = self._agree(carrier)
+        pairs = self._agree()
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
         if self.failed_ranks:
             self._drop()
@@ -149,7 +164,7 @@ class Synchroniser:
                 self._finish_uneven(state, report)
             self._hand_over()
             self._learn(pairs)
-        self._step, self.scale = self._step + 1, None
+        self._step, self.last_scale, self.scale, self._carried = self._step + 1, self.scale, None, None
         self._last = self._pass_open = self._failed = False
 
     def close(self) -> None:
@@ -182,7 +197,7 @@ class Synchroniser:
         if bucket.left != 0 or bucket.started:
             return
         with torch.no_grad():
-            bucket.full = bucket.is_complete() and (self._last or self._every_pass(bucket))
+            bucket.full = bucket.is_complete() and (self._last or bucket.every_pass)
             if bucket.full:
                 self._start_early(only_full=True)
 
@@ -201,7 +216,7 @@ class Synchroniser:
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Buckets that are summed at every pass: those of the pass before, all of them."""
-        mine = [bucket for bucket in self.buckets if self._every_pass(bucket)]
+        mine = [bucket for bucket in self.buckets if bucket.every_pass]
         self._start_rest(mine)
         for bucket in mine:
             bucket.started = False
@@ -211,10 +226,6 @@ class Synchroniser:
         """Whether the host waits for sums over ranks as they are: then agreeing with them costs no further wait."""
         return any(bucket.transport.host_waits for bucket in self.buckets)
 
-    @staticmethod
-    def _every_pass(bucket: Bucket) -> bool:
-        return bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
-
     # In wait
 
     def _start_rest(self, buckets: Sequence[Bucket]) -> None:
@@ -223,7 +234,14 @@ class Synchroniser:
             if not bucket.started:
                 self._state_of[id(bucket)].start(bucket, early=False)
 
-    def _finish_buckets(self) -> None:
+    def _finish_buckets(self) -> Tensor | None:
+        """End all sums. Returns those of the numbers that came with the last bucket, if it carries any."""
+        arrived = None
+        if self._carrier is not None:
+            self._carrier.transport.wait()
+            arrived = self._carrier.tail.double()
+            if self._carried is not None:
+                self.scale = self._carried[1](arrived[-2:])
         sharing = [notes for notes in self._group_notes if notes.group.sockets is not None]
         for notes in sharing:
             notes.resolve()  # from here on all ranks' gradients are in their memory
@@ -231,22 +249,16 @@ class Synchroniser:
             if bucket.keeps_gradients:
                 bucket.finish(1.0 if self.scale is None else self.scale)
             elif self.scale is not None:
-                bucket.gradient.mul_(_on(self.scale, bucket.gradient))
+                bucket.rescale(self.scale)
         # A rank's memory is final when every rank has written its slice into it.
         written = [a.group for a in sharing if any(state.sum.sharding is None for state in a.states)]
         for group in written:
             group.signal(b"d")
         for group in written:
             group.collect()
+        return arrived
 
-    def _carrier(self) -> Bucket | None:
-        """The bucket on which riders can ride, if there is one: the last that goes to the whole world, as it is."""
-        if self.riders is None:
-            return None
-        last = self._last_of.get(tuple(range(dist.get_world_size())))
-        return last if last is not None and last.shard is None and last.transport.carries else None
-
-    def _agree(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
+    def _agree(self) -> list[tuple[SumState, list[bytes]]]:
         """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
         if self.riders is not None:
             said = self.riders.begin()
@@ -256,42 +268,40 @@ class Synchroniser:
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
             deviates = self._failed or notes != [own for own, _ in self._seen]
-            self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
-            if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
+            arrived = self._ride(self.riders, deviates, unsteady=False)
+            if deviates and arrived is not None and self.riders.all_deviate(arrived):
                 # As when all ranks freeze a layer: then all are here, and can agree after all.
                 self.verdict = None
-                return self._resolve(states)
+                return notes_of_all(self._group_notes, self._step)
             return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
         if self.riders is not None:
-            pairs = self._resolve(states)
+            pairs = notes_of_all(self._group_notes, self._step)
             seen = [(bytes(state.notes), report) for state, report in pairs]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
             learns = any(state.recording for state in states)
-            self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
+            self._ride(self.riders, False, unsteady=odd or learns or seen != self._seen)
             self._seen = seen
             return pairs
-        return self._resolve(states, meanwhile=self._finish_buckets)
+        return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets)
 
-    def _resolve(
-        self, states: Sequence[SumState], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[tuple[SumState, list[bytes]]]:
-        """All ranks' notes about each sum, from them."""
-        for notes in self._group_notes:
-            notes.announce(self._step)
-        meanwhile()
-        reports = [report for notes in self._group_notes for report in notes.resolve()]
-        return list(zip(states, reports, strict=True))
-
-    def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
+    def _ride(self, riders: Riders, deviates: bool, unsteady: bool) -> Tensor | None:
         """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
-        assert self.riders is not None
-        self.told, self.verdict = told, None
-        if carrier is not None:
-            carrier.tail[: len(told)].copy_(told)
-            carrier.send()
-        self._finish_buckets()
-        if carrier is not None:
-            self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
+        told = riders.numbers(deviates, unsteady)
+        self._send_carrier(told)
+        arrived = self._finish_buckets()
+        self.told, self.verdict = (told, None) if arrived is None else (None, riders.take(arrived[: len(told)]))
+        return arrived
+
+    def _send_carrier(self, told: Tensor | None = None) -> None:
+        """Begin the sum of the last bucket, with the numbers that ride on it."""
+        if self._carrier is None:
+            return
+        tail = self._carrier.tail.zero_()
+        if told is not None:
+            tail[: len(told)].copy_(told)
+        if self._carried is not None:
+            tail[-2:].copy_(self._carried[0])
+        self._carrier.send()
 
     def _finish_uneven(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
@@ -355,6 +365,8 @@ class Synchroniser:
         self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
         self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
+        last = self._last_of.get(tuple(range(dist.get_world_size() if dist.is_initialized() else 1)))
+        self._carrier = last if last is not None and last.shard is None and last.transport.carries else None
         self._remove_hooks()
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:
@@ -386,7 +398,3 @@ class Synchroniser:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-def _on(scale: float | Tensor, like: Tensor) -> float | Tensor:
-    return scale.to(like.device, like.dtype) if isinstance(scale, Tensor) else scale

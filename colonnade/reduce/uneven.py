@@ -9,7 +9,7 @@ the optimizer skips it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,6 +66,16 @@ class GroupNotes:
             raise GradientError(
                 f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one"
             )
+
+
+def notes_of_all(
+    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], object] = lambda: None
+) -> list[tuple[SumState, list[bytes]]]:
+    """Every sum with the notes of all its ranks. Collective over each group; `meanwhile` is done before waiting."""
+    for notes in groups:
+        notes.announce(step)
+    meanwhile()
+    return [pair for notes in groups for pair in zip(notes.states, notes.resolve(), strict=True)]
 
 
 def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Tensor) -> dict[int, list[int]]:

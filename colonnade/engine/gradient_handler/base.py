@@ -38,7 +38,7 @@ class BaseGradientHandler(ABC):
         """Called before each backward pass; `last`: of those that make one step."""
 
     def set_scale(self, scale: float | Tensor | None) -> bool:
-        """A further factor on the gradients of this step (None: none), known before its last backward pass.
+        """Called before `handle_gradient`: a further factor on the gradients of this step (None: none).
 
         Return True if `handle_gradient` multiplies by it; else the engine does, after it.
         """

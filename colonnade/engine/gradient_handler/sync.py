@@ -51,7 +51,8 @@ class GradientSync:
         """Called before anything else of a backward pass: gathers that run on must end."""
         self.log: CallLog | None = None
         """Set by whoever wants to know what handlers call."""
-        self._unscaled: list[nn.Parameter] = []
+        self.scale: float | Tensor | None = None
+        """What the gradients of the last step were multiplied by."""
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
@@ -64,16 +65,18 @@ class GradientSync:
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
         self.synchroniser.check_untouched()
-        scale = self.synchroniser.scale
+        self.scale = self.synchroniser.scale
         if any(not group.alone for group in self.synchroniser.groups.values()):
             self.synchroniser.finish()
             if self.synchroniser.failed_ranks:
                 return  # there are no gradients that a handler could look at
+            self.scale = self.synchroniser.last_scale
+        unscaled = self._tell_handlers(self.scale)
         for handler in self.handlers:
             handler.handle_gradient() if self.log is None else self.log.run(handler)
         self.synchroniser.finish()
-        if scale is not None:
-            _multiply([parameter.grad for parameter in self._unscaled if parameter.grad is not None], scale)
+        if self.scale is not None:
+            _multiply([parameter.grad for parameter in unscaled if parameter.grad is not None], self.scale)
 
     @property
     def world(self) -> RankGroup | None:
@@ -86,13 +89,11 @@ class GradientSync:
     def set_scale(self, scale: float | Tensor | None) -> None:
         """A further factor on the gradients of this step."""
         self.synchroniser.scale = scale
-        self._unscaled = []
-        for handler in self.handlers:
-            scales = handler.set_scale(scale)
-            self._unscaled += [
-                p for owner, parameters in self._loose if owner is handler and not scales for p in parameters
-            ]
-        self._unscaled += [p for owner, parameters in self._loose if owner is None for p in parameters]
+
+    def _tell_handlers(self, scale: float | Tensor | None) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients no handler will multiply by it."""
+        scaling = [handler for handler in self.handlers if handler.set_scale(scale)]
+        return [p for owner, parameters in self._loose if owner not in scaling for p in parameters]
 
     def close(self) -> None:
         for handler in self.handlers:

@@ -57,6 +57,10 @@ class Transport(ABC):
     def start(self) -> None:
         """Begin, when the gradients are in the memory; may return before anything is sent."""
 
+    def wait(self) -> None:
+        """Before `finish`, of one that carries: have the sum there, not multiplied yet."""
+        raise NotImplementedError(f"{type(self).__name__} carries nothing")
+
     @abstractmethod
     def finish(self, factor: float | Tensor) -> None:
         """Return when the sum is there, multiplied by `factor`."""

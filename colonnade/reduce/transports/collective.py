@@ -66,6 +66,13 @@ class Collective(Transport):
         steps = self._scheme()
         self._steps = chain([next(steps)], steps)
 
+    def wait(self) -> None:
+        parts = []
+        for work, part in self._steps:
+            work.wait()
+            parts.append((None, part))
+        self._steps = iter(parts)
+
     def finish(self, factor: float | Tensor) -> None:
         factor = factor * self._rescale
         for work, part in self._steps:
@@ -158,6 +165,9 @@ class DeviceCollective(Collective):
                     work.wait()
                 if part is not None:
                     self._ready.append(part)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._whole.device).wait_stream(self._stream)
 
     def finish(self, factor: float | Tensor) -> None:
         stream = torch.cuda.current_stream(self._whole.device)

@@ -85,14 +85,7 @@ class OwnGradients:
 
     def __init__(self, engine: Engine, demands: list[Demand]) -> None:
         self._sums: dict[int, Tensor] = {}
-        self._scale: float | Tensor | None = None
-        set_scale = engine._sync.set_scale
-
-        def scaled(scale: float | Tensor | None) -> None:
-            self._scale = scale
-            set_scale(scale)
-
-        engine._sync.set_scale = scaled  # type: ignore[method-assign]  # of this one engine
+        self._sync = engine._sync
         for demand in demands:
             demand.parameter.register_hook(partial(self._add, id(demand.parameter)))
 
@@ -103,7 +96,7 @@ class OwnGradients:
         """On the scale of the final gradient; zero where there was none. Forgotten afterwards."""
         own = self._sums.pop(id(demand.parameter), None)
         own = torch.zeros_like(demand.parameter) if own is None else own.detach()
-        return own if self._scale is None else own * self._scale
+        return own if self._sync.scale is None else own * self._sync.scale
 
 
 def put(engine: Engine, demand: Demand, value: Tensor) -> None:
