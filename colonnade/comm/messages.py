@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colonnade.comm.torch_versions import all_gather_flat, default_store
+from colonnade.comm.torch_versions import default_store, gather_rows
 from colonnade.errors import ColonnadeError, ConfigError, listed
 
 _NOBODY = torch.iinfo(torch.int64).max
@@ -31,9 +31,7 @@ def gather_texts(text: str, device: torch.device, group: Any = None) -> list[str
 
     def gather(content: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(message_device(device))
-        everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-        all_gather_flat(everyone, mine, group=group)
-        return [bytes(row) for row in everyone.view(-1, mine.numel()).tolist()]
+        return [bytes(row) for row in gather_rows(mine, group).tolist()]
 
     return [content.decode() for content in gather_in_pieces(text.encode(), gather)]
 
@@ -54,10 +52,7 @@ def gather_json(value: Any, device: torch.device, group: Any = None) -> list[Any
 
 def gather_numbers(number: int, device: torch.device, group: Any = None) -> list[int]:
     """Every rank's number (of 63 bits), in rank order. One collective over the group."""
-    mine = torch.tensor([number], dtype=torch.int64, device=message_device(device))
-    everyone = mine.new_empty(dist.get_world_size(group))
-    all_gather_flat(everyone, mine, group=group)
-    return everyone.tolist()
+    return gather_rows(torch.tensor(number, dtype=torch.int64, device=message_device(device)), group).tolist()
 
 
 def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:

@@ -33,6 +33,14 @@ all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
 
+
+def gather_rows(mine: Tensor, group: Any = None) -> Tensor:
+    """Everybody's tensor, of one shape on all ranks, as rows of one tensor. Collective over the group."""
+    everyone = mine.new_empty((dist.get_world_size(group), *mine.shape))
+    all_gather_flat(everyone.view(-1), mine.view(-1), group=group)
+    return everyone
+
+
 unwatched: Any = _disable_current_modes
 """`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.collective import before_save
 from colonnade.comm import waits
 from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
-from colonnade.comm.torch_versions import default_store, is_alive, timeout_of
+from colonnade.comm.torch_versions import default_store, gather_rows, is_alive, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.call_log import CallLog, first_difference, read_steps
@@ -145,9 +145,7 @@ class Guard:
 
     def _gather(self, content: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self._context.world_size)]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [bytes(row.tolist()) for row in everyone]
+        return [bytes(row) for row in gather_rows(mine, self._group).tolist()]
 
     def _meet(self) -> None:
         """Return when all ranks are here; raise if one never will be."""
@@ -276,20 +274,17 @@ def _replicas(model: nn.Module, optimizer: Any, context: ParallelContext) -> Ite
     """Weights by who holds them, and the optimizer's state by who keeps it."""
     weights: dict[Any, _Replicas] = {}
     states: dict[Any, _Replicas] = {}
-    for held in sorted(
-        held_tensors(model, context), key=lambda one: one.placement.tied.key if one.placement.tied else ""
-    ):
+    for held in sorted(held_tensors(model, context), key=lambda one: one.placement.tie_key):
         if held.holding.count == 1:
             continue
         holders = str(held.holding.ranks)
-        label = held.placement.tied.key if held.placement.tied is not None else held.name
         whole = weights.setdefault((holders, held.tensor.device), _Replicas("the weights of", holders, [], []))
-        whole.labels.append(label)
+        whole.labels.append(held.label)
         whole.tensors.append(local_part(held.tensor))
         for name, value in _state_of(optimizer, held.tensor):
             # Counts of steps may lie on the host: by device, or the host would wait for each checksum by itself.
             kept = states.setdefault((holders, value.device), _Replicas("the optimizer's", holders, [], []))
-            kept.labels.append(f"{name} of {label}")
+            kept.labels.append(f"{name} of {held.label}")
             kept.tensors.append(value)
     yield from weights.values()
     yield from states.values()

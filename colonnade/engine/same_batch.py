@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colonnade.comm.messages import message_device
-from colonnade.comm.torch_versions import all_gather_flat
+from colonnade.comm.torch_versions import gather_rows
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.base import rows_of
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
@@ -94,9 +94,7 @@ class SameBatch:
 
     def _gather(self, mine: _Said) -> list[_Said]:
         own = torch.tensor(mine, dtype=torch.int64, device=message_device(self._context.device))
-        everyone = own.new_empty(self._context.world_size * len(own))
-        all_gather_flat(everyone, own)
-        return [_Said(*row) for row in everyone.view(-1, len(own)).tolist()]
+        return [_Said(*row) for row in gather_rows(own).tolist()]
 
     def _check(self, everyone: list[_Said]) -> None:
         forms = {form: [rank for rank, said in enumerate(everyone) if said.form == form] for form in (1, 2)}

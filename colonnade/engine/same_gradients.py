@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.comm.messages import agreed_errors, message_device
-from colonnade.comm.torch_versions import all_gather_flat
+from colonnade.comm.torch_versions import gather_rows
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError, listed
@@ -48,12 +48,9 @@ class SameGradients:
             if is_dtensor(parameter) and parameter.grad is not None:
                 self._add(name, local_part(parameter.grad))
         sizes = [self._sums[name].tolist() if name in self._sums else [0.0, 0.0] for name in self._watched]
-        device = message_device(self._context.device)
         mine = torch.tensor([float(complete), *(number for pair in sizes for number in pair)], dtype=torch.float64)
-        mine = mine.to(device)
-        everyone = mine.new_empty(len(mine) * self._context.tensor_parallel_size)
-        all_gather_flat(everyone, mine, self._context.get_group(ParallelMode.TENSOR))
-        rows = everyone.view(-1, len(mine)).cpu()
+        mine = mine.to(message_device(self._context.device))
+        rows = gather_rows(mine, self._context.get_group(ParallelMode.TENSOR)).cpu()
         self._sums.clear()
         if bool((rows[:, 0] == 1).all()):
             names, dtypes = list(self._watched), [parameter.dtype for parameter in self._watched.values()]

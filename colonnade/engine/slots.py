@@ -12,7 +12,6 @@ from colonnade.comm.messages import gather_texts
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, did_you_mean
 from colonnade.optim.clip_settings import ClipSettings, Per
-from colonnade.parallel.agreement import Held
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,8 @@ class Slots:
     of_parameter: dict[str, int]
 
 
-def slot_name(entry: Held) -> str:
-    """What a parameter is called here: a tied one by its key, which is the same at all its stages."""
-    return entry.placement.tied.key if entry.placement.tied is not None else entry.name
-
-
 def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:
-    """Give every parameter its slot, by its `slot_name`. Collective over the world."""
+    """Give every parameter its slot, by its label. Collective over the world."""
     mine = {name: (settings.group_of(name), _label(name, settings.per)) for name in names}
     texts = gather_texts(json.dumps(sorted(set(mine.values()))), context.device)
     everyone = sorted({(int(group), str(label)) for text in texts for group, label in json.loads(text)})

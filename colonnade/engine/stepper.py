@@ -18,7 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
-from colonnade.engine.slots import Slots, number_slots, slot_name
+from colonnade.engine.slots import Slots, number_slots
 from colonnade.errors import ConfigError, listed
 from colonnade.logging import get_dist_logger
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket
@@ -58,7 +58,7 @@ class Stepper:
         self.policy: ClipPolicy | None = None
         self._norm_type = 2.0
         if clip is not None:
-            self._slots = number_slots([slot_name(entry) for entry in held], clip, context)
+            self._slots = number_slots([entry.label for entry in held], clip, context)
             self.policy = ClipPolicy(
                 clip.build_method(),
                 clip.clip_groups(),
@@ -204,7 +204,7 @@ class Stepper:
 
 
 def _slot_of(slots: Slots | None, entry: Held) -> int:
-    return slots.of_parameter[slot_name(entry)] if slots is not None else 0
+    return slots.of_parameter[entry.label] if slots is not None else 0
 
 
 def _step_of_whole_buckets(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.optim.norm_readers import HALVES, kernels_available
+from colonnade.optim.norm_readers import kernels_available
+from colonnade.reduce.options import HALVES
 
 Result = TypeVar("Result")
 

@@ -16,6 +16,7 @@ from colonnade.errors import GradientError
 from colonnade.optim.blocks import GradientBlock, check_order
 from colonnade.optim.clip_method import divisor_to, positive
 from colonnade.optim.norm import powsums, reduce_norms
+from colonnade.optim.scaled_step import scale_all
 from colonnade.parallel.demand import Holding, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.placement import Placement, is_dtensor
@@ -46,9 +47,7 @@ def clip_grad_norm_(
     limit = positive("max_norm", float(max_norm)) if max_norm else 0.0
     norm = grad_norm(held, norm_type, error_if_nonfinite=error_if_nonfinite, context=context)
     divisor = divisor_to(norm, limit)  # inf for a limit of 0
-    for gradients in _by_kind([local_part(parameter.grad) for parameter in held if parameter.grad is not None]):
-        wide = torch.float64 if gradients[0].dtype in (torch.float64, torch.complex128) else torch.float32
-        torch._foreach_div_(gradients, divisor.to(gradients[0].device, wide))
+    scale_all([parameter.grad for parameter in held if parameter.grad is not None], divisor, divide=True)
     return norm
 
 
@@ -171,10 +170,3 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
     # A generator must not be used up by the norm: then nothing would be clipped.
     held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return list({id(parameter): parameter for parameter in held}.values())
-
-
-def _by_kind(gradients: list[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(kinds.values())

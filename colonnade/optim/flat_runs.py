@@ -17,8 +17,9 @@ from torch import Tensor
 
 from colonnade.optim.blocks import STEP_CHUNK, chunk_table, to_device
 from colonnade.optim.flat_state import BucketState
-from colonnade.optim.norm_readers import HALVES, kernels_available
+from colonnade.optim.norm_readers import kernels_available
 from colonnade.parallel.flat import padded
+from colonnade.reduce.options import HALVES
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from colonnade.optim.blocks import on_device, to_device
 from colonnade.optim.capture import StepGraph
 from colonnade.optim.flat_runs import Fragment, Run, prepare
 from colonnade.optim.flat_state import FlatBucket, FlatState, join_neighbours
-from colonnade.optim.norm_readers import HALVES
 from colonnade.parallel.flat import padded
+from colonnade.reduce.options import HALVES
 
 
 def why_not(optimizer: Optimizer) -> str | None:

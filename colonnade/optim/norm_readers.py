@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.optim.blocks import CHUNK, UNIT, chunk_table, on_device, to_device
+from colonnade.reduce.options import HALVES
 
 ROW = 1024
 """Elements added in fp32 before fp64 takes over; longer rows are no faster and less exact."""
@@ -26,8 +27,6 @@ Squares of half-precision values are so short that their sums err to one side: t
 
 PIECE = 1 << 20
 """Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernels_available() -> bool:

@@ -7,7 +7,7 @@ to step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -53,15 +53,27 @@ class ScaledStep:
             self.optimizer.step()
 
     def _divide(self, divisor: Tensor) -> None:
-        alike: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+        by_slot: dict[int, list[Tensor]] = {}
         for param in _params(self.optimizer):
             if param.grad is not None:
                 slot = self._slot_of.get(param, 0) if divisor.numel() > 1 else 0
-                wide = torch.float64 if param.grad.dtype in DOUBLES else torch.float32
-                alike.setdefault((slot, param.grad.device, wide), []).append(local_part(param.grad))
-        flat = divisor.reshape(-1)
-        for (slot, device, wide), grads in alike.items():
-            torch._foreach_div_(grads, flat[slot].to(device, wide, non_blocking=True))
+                by_slot.setdefault(slot, []).append(param.grad)
+        for slot, grads in by_slot.items():
+            scale_all(grads, divisor.reshape(-1)[slot], divide=True)
+
+
+@torch.no_grad()
+def scale_all(gradients: Iterable[Tensor], factor: float | Tensor, divide: bool = False) -> None:
+    """Multiply gradients, or divide them, in few launches: torch has one kernel for a factor of their own precision."""
+    alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
+    for grad in map(local_part, gradients):
+        wide = torch.float64 if grad.dtype in DOUBLES else torch.float32
+        alike.setdefault((grad.device, wide, grad.layout), []).append(grad)
+    for (device, wide, layout), grads in alike.items():
+        by = factor.to(device, wide, non_blocking=True) if isinstance(factor, Tensor) else factor
+        # Of sparse ones, each by itself.
+        for some in [grads] if layout is torch.strided else [[grad] for grad in grads]:
+            (torch._foreach_div_ if divide else torch._foreach_mul_)(some, by)
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -35,6 +35,11 @@ class Held:
     placement: Placement
     holding: Holding
 
+    @property
+    def label(self) -> str:
+        """What all its holders call it: a tied one has another name at each stage."""
+        return self.placement.tie_key or self.name
+
 
 def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = False) -> list[Held]:
     """Every parameter (and buffer) of the model, once, with its holders."""
@@ -165,7 +170,7 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     held = [entry for entry in held_tensors(model, context, buffers=True) if entry.holding.count > 1]
     held = [entry for entry in held if not entry.tensor.is_meta]  # drawn alike by all, when they have their parts
     batches: dict[tuple[tuple[int, ...], torch.dtype], list[Held]] = {}
-    for entry in sorted(held, key=_tie_key):
+    for entry in sorted(held, key=lambda entry: entry.placement.tie_key):
         batches.setdefault((entry.holding.ranks, entry.tensor.dtype), []).append(entry)
     twins = _seeded_alike(held, context) if compare else {}
     context.ensure_groups([*(ranks for ranks, _ in batches), *twins])
@@ -262,7 +267,3 @@ def _broadcast(
     for view, tensor in zip(views, tensors, strict=True):
         tensor.copy_(view)
     return flat if used is None or used.numel() < flat.numel() else used
-
-
-def _tie_key(entry: Held) -> str:
-    return entry.placement.tied.key if entry.placement.tied is not None else ""

@@ -37,6 +37,17 @@ def local_part(tensor: Tensor, like: Any = None) -> Tensor:
         return placed.to_local().detach()
 
 
+def as_dtensor(local: Tensor, like: Any) -> Tensor:
+    """A DTensor that lies as `like` does, with this rank's part of it."""
+    # Imported here: it costs those who have no DTensors two seconds.
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
 def _read(parameter: Any, layout: Layout, rank: int) -> Placement:
     """A mesh dimension is the mode whose group on this rank is that dimension's ranks.
 

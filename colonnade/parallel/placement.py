@@ -104,6 +104,11 @@ class Placement:
         spec = self.modes.get(ParallelMode.PIPELINE)
         return spec if isinstance(spec, Tied) else None
 
+    @property
+    def tie_key(self) -> str:
+        """What all stages call a tied parameter; empty for others, so that sorting by it leaves those in the model's order."""
+        return self.tied.key if self.tied is not None else ""
+
     def __str__(self) -> str:
         parts = []
         for mode, spec in self.modes.items():

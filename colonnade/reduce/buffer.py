@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colonnade.comm.memory import Memory
+from colonnade.parallel.dtensor import as_dtensor
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.transports.base import Transport, is_one
 
@@ -29,7 +30,10 @@ class Buffer:
         """Make the views; anew after somebody has given one other memory, as `Module.to` does with all gradients."""
         # `.data` is what gives a view its own version counter.
         self.views = [view.data for view in bucket.layout.views(self.flat[: bucket.layout.numel])]
-        self.grads = [_like(view, parameter) for view, parameter in zip(self.views, bucket.parameters, strict=True)]
+        pairs = zip(self.views, bucket.parameters, strict=True)
+        self.grads = [
+            as_dtensor(view, like) if is_dtensor(like) else view for view, like in pairs
+        ]  # what `.grad` is set to
         self._pointers = [view.data_ptr() for view in self.views]
 
     @property
@@ -75,13 +79,3 @@ class GradientShard:
             into.copy_(total)
             if not is_one(factor):
                 into.mul_(factor)
-
-
-def _like(view: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What `.grad` of the parameter is set to: the view, as a DTensor where the parameter is one."""
-    if not is_dtensor(parameter):
-        return view
-    placed: Any = parameter
-    return placed.from_local(
-        view, placed.device_mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -126,7 +125,7 @@ def group_reductions(pairs: Iterable[tuple[Demand, Owed]]) -> list[Reduction]:
 
 
 def _reduction(factor: Owed, demands: list[Demand]) -> Reduction:
-    ordered = sorted(demands, key=lambda demand: tie_key(demand.placement))
+    ordered = sorted(demands, key=lambda demand: demand.placement.tie_key)
     return Reduction(
         tuple(demand.name for demand in ordered),
         tuple(demand.parameter for demand in ordered),
@@ -134,9 +133,3 @@ def _reduction(factor: Owed, demands: list[Demand]) -> Reduction:
         factor.ranks,
         factor.divisor,
     )
-
-
-def tie_key(placement: Placement) -> Any:
-    """To sort by: tied parameters have other names and places at each stage, and their key is what all stages agree
-    on. The others keep the model's order, since sorting is stable."""
-    return placement.tied.key if placement.tied is not None else ""

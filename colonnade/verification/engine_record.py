@@ -15,7 +15,6 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.observers import Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.engine.slots import slot_name
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.agreement import held_tensors
 from colonnade.parallel.demand import owed
@@ -114,7 +113,7 @@ class EngineRecorder(Observer):
         if slots is None:
             return {}
         held = held_tensors(self._engine.model, self._engine.context)
-        at = {id(entry.tensor): slots.of_parameter[slot_name(entry)] for entry in held}
+        at = {id(entry.tensor): slots.of_parameter[entry.label] for entry in held}
         return {key: (slots.names[number], number) for key, number in at.items()}
 
     def _divisors(self) -> dict[str, float]:

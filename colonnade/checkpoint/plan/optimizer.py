@@ -19,7 +19,7 @@ from colonnade.checkpoint.plan.tensors import LocalTensor, boxes_in_memory
 from colonnade.checkpoint.plan.values import SavedValues
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
-from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.dtensor import as_dtensor, local_part
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
 
@@ -257,7 +257,9 @@ class OptimizerLoader:
                     # Moments of a master copy have its type; an optimizer of the parameter itself takes only its own.
                     self._rounded.append(str(value.dtype))
                     value = value.to(parameter.local.dtype)
-                state[record.state_name] = _as_parameter(value, parameter.tensor)
+                if is_dtensor(parameter.tensor):
+                    value = as_dtensor(value.to(parameter.local.device), parameter.tensor)
+                state[record.state_name] = value
         return {**state, **self._values.optimizer_state_of(weight.label)}
 
     def _shard(self, parameter: LocalTensor, shard: FlatShard, record: TensorRecord) -> Tensor:
@@ -273,23 +275,6 @@ def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer.load_state_dict(state_dict)
     if not isinstance(optimizer, ShardedOptimizer):  # which takes its elements as they are
         _keep_types(optimizer, state_dict["state"])
-
-
-def _as_parameter(value: Tensor, parameter: Any) -> Tensor:
-    """A DTensor around this rank's part where the parameter is one."""
-    if not is_dtensor(parameter):
-        return value
-    # Imported here: it costs those who have no DTensors two seconds.
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value.to(parameter.to_local().device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _keep_types(optimizer: Any, state: Mapping[int, Mapping[str, Any]]) -> None:

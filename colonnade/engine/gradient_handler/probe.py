@@ -148,8 +148,7 @@ def _run(
 
 def _columns(demand: Demand) -> Tensor:
     """Which of a rank's 64 marks the gradient repeats: all ranks find the same ones, and each parameter has others."""
-    tied = demand.placement.tied
-    digest = sha256((tied.key if tied is not None else demand.name).encode()).digest()
+    digest = sha256((demand.placement.tie_key or demand.name).encode()).digest()
     return torch.tensor(list(digest))[: local_part(demand.parameter).numel()] % 64
 
 

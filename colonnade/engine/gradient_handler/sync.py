@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -20,8 +19,7 @@ from colonnade.engine.gradient_handler.ledger import Covered, Ledger, is_waived,
 from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError, GradientError
 from colonnade.logging import get_dist_logger
-from colonnade.optim.scaled_step import DOUBLES
-from colonnade.parallel.dtensor import local_part
+from colonnade.optim.scaled_step import scale_all
 from colonnade.reduce.plan import Plan, Shards, group_plans, make_sums
 from colonnade.reduce.records import Demand, Reduction, read_demands
 from colonnade.reduce.synchroniser import Synchroniser
@@ -76,7 +74,7 @@ class GradientSync:
             handler.handle_gradient() if self.log is None else self.log.run(handler)
         self.synchroniser.finish()
         if self.scale is not None:
-            _multiply([parameter.grad for parameter in unscaled if parameter.grad is not None], self.scale)
+            scale_all([parameter.grad for parameter in unscaled if parameter.grad is not None], self.scale)
 
     @property
     def world(self) -> RankGroup | None:
@@ -99,22 +97,6 @@ class GradientSync:
         for handler in self.handlers:
             handler.close()
         self.synchroniser.close()
-
-
-@torch.no_grad()
-def _multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """In few launches, since under FSDP these are all of a model: torch has one kernel for a factor of their own dtype."""
-    alike: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
-    for grad in map(local_part, gradients):
-        wide = torch.float64 if grad.dtype in DOUBLES else torch.float32
-        alike.setdefault((grad.device, wide, grad.layout), []).append(grad)
-    for (device, dtype, layout), grads in alike.items():
-        by = factor.to(device, dtype) if isinstance(factor, Tensor) else factor
-        if layout is torch.strided:
-            torch._foreach_mul_(grads, by)
-        else:
-            for grad in grads:
-                grad.mul_(by)
 
 
 BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]

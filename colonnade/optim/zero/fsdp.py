@@ -32,6 +32,7 @@ from colonnade.optim.zero.fsdp_checks import (
 from colonnade.optim.zero.fsdp_modules import chosen_modules
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
+from colonnade.parallel.dtensor import as_dtensor
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
 from colonnade.reduce.options import HALVES
 
@@ -388,12 +389,8 @@ def _cut(value: Any, old: nn.Parameter, new: Any, name: str) -> Any:
     """State of a whole parameter as the new parameter lies."""
     if not isinstance(value, Tensor) or name == "step" or value.shape != old.shape or not is_dtensor(new):
         return value
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(new.shape, new.device_mesh, new.placements)
     part = value[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-    with torch.no_grad():
-        return DTensor.from_local(
-            part.clone(), new.device_mesh, new.placements, run_check=False, shape=new.shape, stride=new.stride()
-        )
+    return as_dtensor(part.clone(), new)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.comm.torch_versions import all_gather_flat, reduce_scatter_flat
+from colonnade.comm.torch_versions import all_gather_flat, gather_rows, reduce_scatter_flat
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode, mode_of
 
@@ -199,10 +199,7 @@ def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
 
 def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
     """What every member says, as integers; the answer is waited for."""
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    everyone = mine.new_empty((members.size, len(numbers)))
-    all_gather_flat(everyone.flatten(), mine, group=members.group)
-    return everyone.tolist()
+    return gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group).tolist()
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
