@@ -111,7 +111,7 @@ class WholeTensors:
     def _blocks(self, record: TensorRecord) -> Iterator[tuple[int, str, Box]]:
         """Of a whole tensor: (rank, key there, box) of each piece."""
         for part in record.parts:
-            for block in self._pieces.blocks(part, part.box):
+            for block in self._pieces.stored_boxes(part, part.box):
                 yield self._owners[block.file], block.key, block.box
 
     def _open_wires(self) -> None:

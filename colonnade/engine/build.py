@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from colonnade.comm.messages import agreed_errors
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.advice import warn_of_batch_norm, warn_of_repeated_work
+from colonnade.engine.checks.advice import warn_of_batch_norm, warn_of_repeated_work
+from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeric_settings
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
@@ -23,10 +25,8 @@ from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
-from colonnade.engine.start_up import alike_optimizer, check_tied, numeric_settings
 from colonnade.engine.stepper import Stepper
-from colonnade.engine.zero import shard_optimizer, shard_parameters
-from colonnade.errors import ConfigError, ContextError, GradientError
+from colonnade.errors import ConfigError, ContextError, GradientError, listed
 from colonnade.hf.lora import check_adapters
 from colonnade.hf.loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
@@ -34,9 +34,10 @@ from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.scattered import can_scatter
+from colonnade.optim.zero.fsdp import Sharding, shard_model
 from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.agreement import Placements, broadcast_shared, refuse_marks
+from colonnade.parallel.held import Placements, broadcast_shared, check_placements, refuse_marks
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.sources import check_ties
 from colonnade.parallel.split import Split
@@ -81,14 +82,14 @@ def initialize(
     placements.check(agreement.sizes[1])
     start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
-    sharding = shard_parameters(built, optimizer, context, zero)
+    sharding = _shard_parameters(built, optimizer, context, zero)
     start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
     with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
         plain = _build_optimizer(optimizer, built)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
-        chosen = shard_optimizer(plain, built, zero, config.get("flat_step"))
+        chosen = plain if zero.stage not in (1, 2) else _shard_optimizer(plain, built, zero, config.get("flat_step"))
         handlers = build_handlers(_named_handlers(context), built, chosen, context)
     check_tied(plain, built, context)
     if sharding is not None:
@@ -126,6 +127,29 @@ def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
         gather_dtype=precision.dtype,
         reduce_dtype=options.narrow or options.reduce_dtype,
     )
+
+
+def _shard_parameters(
+    model: nn.Module, optimizer: Any, context: ParallelContext, settings: ZeroSettings
+) -> Sharding | None:
+    """At stage 3: FSDP2 on the model, in place; an optimizer that was built before gets the new parameters."""
+    if settings.stage != 3:
+        return None
+    sharding = shard_model(model, context, settings)
+    if hasattr(optimizer, "param_groups"):
+        sharding.carry_over(optimizer)
+    check_placements(model, context)
+    whole = f"; whole on every rank: {listed(sharding.whole)}" if sharding.whole else ""
+    get_dist_logger().info(f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2){whole}")
+    return sharding
+
+
+def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> ZeroOptimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off"
+        )
+    return ZeroOptimizer(optimizer, model, settings, flat)
 
 
 def _synchronise(

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.checks.loop_watch import LoopWatch
+from colonnade.engine.checks.same_batch import SameBatch
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
-from colonnade.engine.loop_watch import LoopWatch
 from colonnade.engine.losses import LossBook
 from colonnade.engine.memory import MemoryTable, memory_table
 from colonnade.engine.observers import Observers
 from colonnade.engine.precision import Precision, PrecisionTable, precision_table
-from colonnade.engine.same_batch import SameBatch
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
 from colonnade.engine.schedule.loss import Count
 from colonnade.engine.stepper import Stepper

@@ -27,7 +27,7 @@ from colonnade.optim.clip_policy import ClipPolicy, Decision
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.optim.norm import Meter, reduce_norms
 from colonnade.optim.scattered import can_scatter, scattered_buckets
-from colonnade.parallel.agreement import Held, held_tensors
+from colonnade.parallel.held import Held, held_tensors
 from colonnade.reduce.riders import Riders
 from colonnade.reduce.synchroniser import Synchroniser
 

@@ -20,7 +20,7 @@ _COMPARED = 1 << 25
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPart:
     """A stored tensor that fills a box of a parameter; `stacked`: it has no first dimension, where the box has length 1."""
 
     tensor: AnyTensor
@@ -29,26 +29,26 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class StoredParts:
     """A parameter that is one stored tensor, or several that lie side by side; only what is asked for is read."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[StoredPart, ...]
 
     def __str__(self) -> str:
-        more = f" and {len(self.pieces) - 1} more" if len(self.pieces) > 1 else ""
-        return f"{self.pieces[0].tensor}{more}"
+        more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
+        return f"{self.parts[0].tensor}{more}"
 
     def read_into(self, target: Tensor, offset: Sequence[int]) -> None:
         """Give `target` the elements from `offset` on."""
         box = Box(tuple(offset), tuple(target.shape))
-        for piece in self.pieces:
-            shared = box.shared_with(piece.box)
+        for part in self.parts:
+            shared = box.shared_with(part.box)
             if shared is not None:
                 view = target[shared.slices_in(box)]
-                start = tuple(at - first for at, first in zip(shared.offset, piece.box.offset, strict=True))
-                inner, view = (start[1:], view[0]) if piece.stacked else (start, view)
-                piece.tensor.read_into(view, Box(inner, tuple(view.shape)))
+                start = tuple(at - first for at, first in zip(shared.offset, part.box.offset, strict=True))
+                inner, view = (start[1:], view[0]) if part.stacked else (start, view)
+                part.tensor.read_into(view, Box(inner, tuple(view.shape)))
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Converted:
             target.copy_(whole[box.slices_in(whole_box(self.shape))])
 
 
-Source = Pieces | Converted
+Source = StoredParts | Converted
 
 
 def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, Source], list[str]]:
@@ -99,7 +99,7 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
         if name not in state:
             strange.append(key)
         elif pattern is None:
-            source = Pieces(stored[key].shape, (Piece(stored[key], whole_box(stored[key].shape)),))
+            source = StoredParts(stored[key].shape, (StoredPart(stored[key], whole_box(stored[key].shape)),))
             if name in found and not are_same(found[name], source, state[name].dtype):
                 raise CheckpointError(
                     f"the folder has more than one for {name}: {found[name]}, {source}; leave the one that is meant in the files"
@@ -157,8 +157,8 @@ def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: 
     return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
-def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> Pieces | None:
-    """The pieces of a parameter that a converter only stacks and joins; None of others."""
+def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> StoredParts | None:
+    """The stored parts of a parameter that a converter only stacks and joins; None of others."""
     operations = {type(operation).__name__: getattr(operation, "dim", 0) for operation in converter.operations}
     stacks, joined = operations.get("MergeModulelist"), operations.get("Concatenate")
     if (
@@ -170,7 +170,7 @@ def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> Pieces 
     columns = [stored[pattern] for pattern in converter.source_patterns if pattern in stored]
     if stacks is None:
         columns = [[tensor for column in columns for tensor in column]]
-    pieces: list[Piece] = []
+    parts: list[StoredPart] = []
     at = 0
     for column in columns if stacks is not None else [[tensor] for tensor in columns[0]]:
         if len({tensor.shape for tensor in column}) > 1:
@@ -182,7 +182,7 @@ def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> Pieces 
                 offset[0] = row
             if joined is not None:
                 offset[joined] = at
-            pieces.append(Piece(tensor, Box(tuple(offset), shape), stacks is not None))
-        at += pieces[-1].box.shape[joined] if joined is not None else 0
-    stops = [piece.box.stop for piece in pieces]
-    return Pieces(tuple(map(max, *stops)) if len(stops) > 1 else stops[0], tuple(pieces))
+            parts.append(StoredPart(tensor, Box(tuple(offset), shape), stacks is not None))
+        at += parts[-1].box.shape[joined] if joined is not None else 0
+    stops = [part.box.stop for part in parts]
+    return StoredParts(tuple(map(max, *stops)) if len(stops) > 1 else stops[0], tuple(parts))

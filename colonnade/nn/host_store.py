@@ -15,13 +15,13 @@ _SMALLEST = 1 << 16
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 """Beside the work of a device: what copies out and, after that, back."""
-_last: dict[torch.device, weakref.ref[_Block]] = {}
+_last: dict[torch.device, weakref.ref[_BlockCall]] = {}
 """The block that ran last: backward comes to it before the next one."""
 
 
 def kept_on_host(parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
     """Inside, what autograd keeps on a GPU goes to pinned memory of the host, but for these parameters and small tensors."""
-    block = _Block({parameter.untyped_storage().data_ptr() for parameter in parameters})
+    block = _BlockCall({parameter.untyped_storage().data_ptr() for parameter in parameters})
     return saved_tensors_hooks(block.pack, _unpack)
 
 
@@ -29,7 +29,7 @@ def kept_on_host(parameters: Iterable[nn.Parameter]) -> saved_tensors_hooks:
 class _Kept:
     """One tensor on the host, and while it is on its way back, on the device."""
 
-    block: _Block
+    block: _BlockCall
     host: Tensor
     device: torch.device
     back: Tensor | None = None
@@ -39,13 +39,13 @@ class _Kept:
             return self.host.to(self.device, non_blocking=True)
 
 
-class _Block:
+class _BlockCall:
     """What one call of a block keeps."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters
         self._kept: list[weakref.ref[_Kept]] = []
-        self._before: weakref.ref[_Block] | None = None
+        self._before: weakref.ref[_BlockCall] | None = None
         self._arrived: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Kept:

@@ -22,9 +22,9 @@ from colonnade.optim.flat_state import FlatBucket
 from colonnade.optim.flat_step import FlatStep, why_not
 from colonnade.optim.norm import Meter
 from colonnade.optim.scaled_step import ScaledStep
-from colonnade.parallel.agreement import Held
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import FlatLayout, Span
+from colonnade.parallel.held import Held
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.bucket import Bucket
 from colonnade.reduce.values import BucketValues

@@ -11,8 +11,8 @@ from colonnade.optim.blocks import GradientBlock
 from colonnade.optim.bucket_step import OwnedBucket
 from colonnade.optim.flat_state import JOINED, FlatBucket, ScatteredGradient
 from colonnade.optim.norm_readers import kernels_available
-from colonnade.parallel.agreement import Held
 from colonnade.parallel.flat import FlatLayout, flattened
+from colonnade.parallel.held import Held
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.options import HALVES
 

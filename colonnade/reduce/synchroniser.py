@@ -155,7 +155,7 @@ class Synchroniser:
             self._send_carrier()
         for state in self._states:
             state.finish_turns()
-        pairs = self._agree()
+        pairs = self._compare_notes()
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
         if self.failed_ranks:
             self._drop()
@@ -258,7 +258,7 @@ class Synchroniser:
             group.collect()
         return arrived
 
-    def _agree(self) -> list[tuple[SumState, list[bytes]]]:
+    def _compare_notes(self) -> list[tuple[SumState, list[bytes]]]:
         """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
         if self.riders is not None:
             said = self.riders.begin()

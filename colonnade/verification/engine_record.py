@@ -16,8 +16,8 @@ from colonnade.engine.observers import Observer
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.optim.clip_settings import ClipSettings
-from colonnade.parallel.agreement import held_tensors
 from colonnade.parallel.demand import owed
+from colonnade.parallel.held import held_tensors
 from colonnade.verification.joined import Axis
 from colonnade.verification.record import Loss, Piece, Recorder, TensorNote, Tracked, positions_of
 

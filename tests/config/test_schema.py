@@ -51,12 +51,12 @@ READERS = {
     "fp16": "engine/precision/policy.py engine/precision/scaler.py",
     "bf16": "engine/precision/policy.py",
     "float8": "engine/precision/float8.py",
-    "zero": "engine/zero.py engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
+    "zero": "engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
     "schedule": "parallel/schedules.py",
     "activation_checkpoint": "nn/activations.py",
     "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
     "compile": "engine/compiling.py",
-    "guard": "engine/guard.py",
+    "guard": "engine/checks/guard.py",
     "model": "parallel/schedules.py",
 }
 """Which files read what stands in a section."""

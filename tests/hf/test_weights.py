@@ -20,7 +20,7 @@ from colonnade.checkpoint import fault
 from colonnade.checkpoint.format.slices import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.hf.sources import Converted, Pieces
+from colonnade.hf.sources import Converted, StoredParts
 from colonnade.hf.weights import from_pretrained
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import source_of
@@ -298,8 +298,8 @@ def test_older_forms_are_read_by_slices_where_they_can_be(
     with alone() as gpc:
         model: Any = from_pretrained(folders / "mixtral", context=gpc)
         experts = source_of(model.model.layers[1].mlp.experts.gate_up_proj)
-        assert isinstance(experts, Pieces)
-        assert len(experts.pieces) == 8
+        assert isinstance(experts, StoredParts)
+        assert len(experts.parts) == 8
         part = torch.empty(2, 30, 7, dtype=torch.bfloat16)
         experts.read_into(part, (1, 40, 20))
         truth = torch.load(folders / "mixtral" / "truth.pt")

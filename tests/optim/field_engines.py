@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.optim.clip import grad_norm
-from colonnade.parallel.agreement import held_tensors
+from colonnade.parallel.held import held_tensors
 from colonnade.parallel.placement import Shard, copy_placement
 from colonnade.testing import compare, gather_gradients
 from tests.engine.gradient_handler.scenarios import SCENARIOS

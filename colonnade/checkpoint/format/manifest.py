@@ -57,7 +57,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBox:
     """Some elements of a tensor that lie together: the box `box`, in the entry `key` of `file`, which has shape `shape`.
 
     Without `order` the box is the entry. With it the entry is flat, and the box begins at its element `first` and has
@@ -206,20 +206,20 @@ class Manifest:
         """The bytes of all files of tensors."""
         return sum(file.size for file in self.files)
 
-    def blocks(self, part: Part, box: Box) -> Iterator[Block]:
+    def stored_boxes(self, part: Part, box: Box) -> Iterator[StoredBox]:
         """What lies together in files and has something of `box`, which is inside the part."""
         cut = self.cuts[part.cut]
         if part.order is None:
             first = box.offset[0] - part.offset[0] if box.offset else 0
             for file, start, stop in cut.pieces(first, first + (box.shape[0] if box.shape else 1)):
                 rows = part.rows(start, stop)
-                yield Block(self.files[file].name, part.key, rows.shape, rows)
+                yield StoredBox(self.files[file].name, part.key, rows.shape, rows)
             return
         first, last = range_in_order(box, part.box, part.order)
         for file, start, stop in cut.pieces(first, last):
             at = max(start, first)
             for inside in boxes_in_order(at, min(stop, last), part.box, part.order):
-                yield Block(self.files[file].name, part.key, (stop - start,), inside, at - start, part.order)
+                yield StoredBox(self.files[file].name, part.key, (stop - start,), inside, at - start, part.order)
                 at += inside.numel
 
     def dump(self) -> bytes:

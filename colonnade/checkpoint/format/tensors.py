@@ -22,7 +22,7 @@ from torch import Tensor
 from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.boxes import Box, places_of, whole_box
 from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, raw_bytes
-from colonnade.checkpoint.format.manifest import Block, FileRecord, Manifest, TensorRecord
+from colonnade.checkpoint.format.manifest import FileRecord, Manifest, StoredBox, TensorRecord
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.errors import CheckpointError
 
@@ -69,7 +69,7 @@ class TensorReader:
         with torch.no_grad():
             for part in record.parts:
                 wanted = box.shared_with(part.box)
-                for block in self._manifest.blocks(part, wanted) if wanted is not None else ():
+                for block in self._manifest.stored_boxes(part, wanted) if wanted is not None else ():
                     shared = box.shared_with(block.box)
                     if shared is not None:
                         target[shared.slices_in(box)].copy_(self._read(block, shared, record.dtype))
@@ -89,7 +89,7 @@ class TensorReader:
         with _damaged_if_broken(file):
             return self._file(file).get_tensor(key).clone()
 
-    def _read(self, block: Block, box: Box, dtype: str) -> Tensor:
+    def _read(self, block: StoredBox, box: Box, dtype: str) -> Tensor:
         """The elements of `box`, which is inside the block."""
         with _damaged_if_broken(block.file):
             found = self._file(block.file).get_slice(block.key)

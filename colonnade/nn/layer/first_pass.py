@@ -19,7 +19,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.nn.layer.spread import Spread, size_of
-from colonnade.parallel.agreement import whole_parameters
+from colonnade.parallel.held import whole_parameters
 
 if TYPE_CHECKING:
     from colonnade.nn.layer.arrangement import Arrangement, Side

@@ -169,7 +169,7 @@ class _Combined(Function):
         of_row = weights.T.flatten().index_select(0, order.rows)
         fused = None if torch.is_grad_enabled() else _kernels(rows)
         if fused is not None:
-            of_rows, products = fused.spread(gradient, rows, order.tokens, of_row)
+            of_rows, products = fused.row_gradients(gradient, rows, order.tokens, of_row)
         else:
             sent = dispatch(gradient, order)
             of_rows, products = sent * of_row.unsqueeze(1), (rows * sent).sum(-1)

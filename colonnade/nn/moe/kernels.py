@@ -24,14 +24,14 @@ def sums(rows: Tensor, places: Tensor, weights: Tensor | None, spare: int | None
     return out
 
 
-def spread(gradient: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def row_gradients(gradient: Tensor, rows: Tensor, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """For each row the gradient of its token times its weight, and the product of the two: the weight's gradient."""
     rows = rows.contiguous()
     out, products = torch.empty_like(rows), weights.new_empty(len(rows), dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(rows):
             given = (gradient.contiguous(), rows, tokens, weights, out, products)
-            _spread[(len(rows),)](*given, rows.size(1), BLOCK=_BLOCK)
+            _row_gradients[(len(rows),)](*given, rows.size(1), BLOCK=_BLOCK)
     return out, products
 
 
@@ -53,7 +53,7 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _spread(  # type: ignore[no-untyped-def]
+def _row_gradients(  # type: ignore[no-untyped-def]
     gradient, rows, tokens, weights, out, products, width, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -44,7 +44,7 @@ class Mask:
         return range(first, keys if self.right is None else min(keys, place + self.right + 1))
 
 
-class Piece(NamedTuple):
+class AttentionBlock(NamedTuple):
     """A block of attention: the rows of the queries here, the rows of the keys of another rank, and what is seen."""
 
     queries: slice
@@ -94,26 +94,26 @@ class Sight:
         """How many keys a query sees behind its own."""
         return 0 if self.causal else self.window
 
-    def pieces(self, parts: Parts, at: int, other: int) -> list[Piece]:
+    def pieces(self, parts: Parts, at: int, other: int) -> list[AttentionBlock]:
         """What the queries of rank `at` have to attend to of the keys of rank `other`, in as few blocks as can be."""
         mine, theirs = ([run for run in parts.segments[rank] if run.length] for rank in (at, other))
         if not self.is_plain:
             pairs = ((queries, keys) for queries in mine for keys in theirs)
             return [piece for queries, keys in pairs for piece in self._cut(queries, keys)]
         if self.causal and at == other:  # the order of the tokens here is that of the sequence
-            return [Piece(_rows(mine), _rows(mine), Mask(right=0))] if mine else []
-        pieces: list[Piece] = []
+            return [AttentionBlock(_rows(mine), _rows(mine), Mask(right=0))] if mine else []
+        pieces: list[AttentionBlock] = []
         for queries in mine:
             seen = [keys for keys in theirs if not self.causal or keys.start < queries.start]
             if not seen:
                 continue
-            piece = Piece(_rows([queries]), _rows(seen), Mask())
+            piece = AttentionBlock(_rows([queries]), _rows(seen), Mask())
             if pieces and pieces[-1].keys == piece.keys:
-                piece = Piece(slice(pieces.pop().queries.start, piece.queries.stop), piece.keys, piece.mask)
+                piece = AttentionBlock(slice(pieces.pop().queries.start, piece.queries.stop), piece.keys, piece.mask)
             pieces.append(piece)
         return pieces
 
-    def _cut(self, queries: Segment, keys: Segment) -> Iterator[Piece]:
+    def _cut(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
         """The part of a block in which something is seen: of one document, or of all of them where both are the same run."""
         if self.documents is None:
             yield from self._band(queries, keys)
@@ -121,13 +121,13 @@ class Sight:
             inside = [end for end in self.documents if queries.start < end < queries.start + queries.length]
             ends = (0, *(end - queries.start for end in inside), queries.length)
             mask = Mask(self.window, self.behind, ends if inside else None)
-            yield Piece(_rows([queries]), _rows([keys]), mask)
+            yield AttentionBlock(_rows([queries]), _rows([keys]), mask)
         else:  # Runs that are apart have one document in common, if any.
             at = bisect_right(self.documents, max(queries.start, keys.start))
             document = self.documents[at - 1], self.documents[at]
             yield from self._band(_inside(queries, *document), _inside(keys, *document))
 
-    def _band(self, queries: Segment, keys: Segment) -> Iterator[Piece]:
+    def _band(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
         """Without the rows and keys at the edges that see or are seen by nobody: so neither side of a band is negative."""
         if queries.length <= 0 or keys.length <= 0:
             return
@@ -145,7 +145,7 @@ class Sight:
             left = left - ahead if left - ahead < keys.length - 1 else None
         if right is not None:
             right = right + ahead if right + ahead < queries.length - 1 else None
-        yield Piece(_rows([queries]), _rows([keys]), Mask(left, right))
+        yield AttentionBlock(_rows([queries]), _rows([keys]), Mask(left, right))
 
 
 class Turn(NamedTuple):
@@ -156,7 +156,7 @@ class Turn(NamedTuple):
     """The rows of the keys here that the rank `ahead` needs."""
     received: slice
     """The rows of the keys of the rank as many places before that are needed here."""
-    pieces: list[Piece]
+    pieces: list[AttentionBlock]
     """What to attend to; its keys are counted from the first that is received."""
 
 
@@ -179,7 +179,7 @@ def ring_turns(sight: Sight, parts: Parts, at: int) -> list[Turn]:
     return turns
 
 
-def _needed(pieces: Sequence[Piece], length: int) -> slice:
+def _needed(pieces: Sequence[AttentionBlock], length: int) -> slice:
     """The rows of keys, of so many, that some piece sees; one if none does."""
     if not pieces:
         return slice(0, min(1, length))

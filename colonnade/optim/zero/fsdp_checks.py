@@ -84,13 +84,13 @@ class RunOrder:
                 return
             self._leave_plan(event)
         else:
-            self._agree(event)
+            self._compare(event)
         self._seen.append((event, replay))
 
     def step(self) -> None:
         """Before weights change: returns if all ranks have issued the same collectives up to here."""
         if self._careful:
-            self._agree(STEP)
+            self._compare(STEP)
         elif self._at == len(self._plan):
             self._read_followed()
             self._missed = 0
@@ -105,7 +105,7 @@ class RunOrder:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _agree(self, event: Event) -> None:
+    def _compare(self, event: Event) -> None:
         rows = self._receive(self._send(1 + len(self._seen), event.code))
         if len(set(rows)) > 1:
             self._refuse(len(self._seen), event)

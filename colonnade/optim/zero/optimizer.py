@@ -16,7 +16,7 @@ from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, 
 from colonnade.optim.zero.inner import Part, check_elementwise, copy_options, optimizer_of_parts
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.optim.zero.state import ShardedState
-from colonnade.parallel.agreement import Held
+from colonnade.parallel.held import Held
 from colonnade.parallel.shards import FlatShard
 from colonnade.reduce.gather import Gather, GatherAhead
 from colonnade.reduce.plan import Shards

@@ -89,7 +89,7 @@ def needed_by(rank: int, manifest: Manifest, layers: int) -> int:
         if record.state_name in dict(STATES):
             (part,) = record.parts
             for box in boxes_in_order(*ends[record.label][rank : rank + 2], part.box, part.order or ()):
-                found += len(list(manifest.blocks(part, box)))
+                found += len(list(manifest.stored_boxes(part, box)))
     return found
 
 
@@ -180,5 +180,5 @@ def test_only_the_pieces_and_blocks_that_are_needed_are_found():
     manifest = Manifest(1, 0.0, LayoutRecord(3, ()), files, cuts, (record,), None, ())
     (part,) = record.parts
     column = Box((1, 1), (3, 1))  # elements 7 to 10 of columns of six
-    (block,) = manifest.blocks(part, column)
+    (block,) = manifest.stored_boxes(part, column)
     assert (block.file, block.first, block.shape, block.box) == (tensors_file(1), 3, (11,), column)

@@ -20,7 +20,7 @@ from colonnade.engine.build import initialize
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.models import MoEGPT
-from colonnade.parallel.agreement import held_tensors
+from colonnade.parallel.held import held_tensors
 from colonnade.parallel.placement import Replicate, place
 from colonnade.parallel.split import Split, split
 from colonnade.registry import GRADIENT_HANDLER

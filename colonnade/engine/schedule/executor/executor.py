@@ -96,7 +96,7 @@ class Executor:
         self._forms = {train: self.loss_form() for train in (True, False)}
         self.form = self._forms[True]
         """Of the losses of the step that runs, or ran last."""
-        self.facts = self._agree()
+        self.facts = self._common_facts()
         self.modules = dict(zip(self.facts.stages_of(self.rank), self.chunks, strict=True))
         self.first_sharing = _first_sharing(self.modules)
         # In two parts, activations would be computed again for each of the products that follow; and FSDP2 has given the
@@ -259,7 +259,7 @@ class Executor:
         if self.has_last_stage and self.loss_fn is None and not forward_only:
             raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
 
-    def _agree(self) -> Facts:
+    def _common_facts(self) -> Facts:
         """The facts of a table that every rank can run and that is the same on all; else an error on all."""
         problem: ScheduleError | None = None
         try:

@@ -27,9 +27,9 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.call_log import CallLog, first_difference, read_steps
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.errors import GradientError, listed
-from colonnade.parallel.agreement import held_tensors
 from colonnade.parallel.checksum import checksum
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.held import held_tensors
 
 EVERY = 100
 """Steps between two comparisons, unless the config says otherwise."""

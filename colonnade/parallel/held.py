@@ -1,4 +1,4 @@
-"""What all ranks must agree on before step 1: placements that add up, and equal weights where they are shared."""
+"""The tensors of a model with who holds them, and what all holders must agree on before step 1: placements and weights."""
 
 from __future__ import annotations
 

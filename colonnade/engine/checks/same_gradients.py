@@ -17,8 +17,8 @@ from colonnade.comm.torch_versions import gather_rows
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError, listed
-from colonnade.parallel.agreement import whole_parameters
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.held import whole_parameters
 from colonnade.parallel.placement import is_dtensor
 from colonnade.plans.match import is_cut_by_plan
 

@@ -20,7 +20,7 @@ from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.sizes import world_axes
 from colonnade.engine.build import initialize
-from colonnade.engine.same_batch import SameBatch, _digest, _Said
+from colonnade.engine.checks.same_batch import SameBatch, _digest, _Said
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -189,7 +189,7 @@ def test_only_where_ranks_see_the_same_data_is_anything_looked_at(parallel, look
 
 def test_a_steady_step_looks_at_nothing(monkeypatch):
     looked: list[int] = []
-    monkeypatch.setattr("colonnade.engine.same_batch._digest", looked.append)
+    monkeypatch.setattr("colonnade.engine.checks.same_batch._digest", looked.append)
     watch = SameBatch(ParallelContext())
     watch._looks = True
     for step in range(300):

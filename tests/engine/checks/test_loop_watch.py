@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.loop_watch import LoopWatch
+from colonnade.engine.checks.loop_watch import LoopWatch
 from colonnade.errors import GradientError
 
 

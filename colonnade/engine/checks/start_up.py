@@ -13,7 +13,7 @@ from colonnade.config.compared import text_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError
-from colonnade.parallel.agreement import held_tensors
+from colonnade.parallel.held import held_tensors
 
 
 def numeric_settings() -> Alike:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.checks.guard import guard_of
+from colonnade.engine.checks.same_gradients import SameGradients
 from colonnade.engine.gradient_handler.sync import GradientSync
-from colonnade.engine.guard import guard_of
-from colonnade.engine.same_gradients import SameGradients
 from colonnade.errors import GradientError
 from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.first_pass import FirstPass

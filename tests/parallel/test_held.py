@@ -10,8 +10,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
-from colonnade.parallel import agreement
-from colonnade.parallel.agreement import broadcast_shared, check_placements
+from colonnade.parallel import held
+from colonnade.parallel.held import broadcast_shared, check_placements
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.testing import run_world
 
@@ -124,12 +124,12 @@ def test_the_first_holder_gives_everyone_its_weights():
 
 def _in_pieces() -> list[float]:
     """Broadcasts of at most 64 bytes: a tensor alone where it is larger, several where they are small."""
-    agreement._BROADCAST_BYTES = 64
+    held._BROADCAST_BYTES = 64
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(3, 40))
         for parameter in model.parameters():
             nn.init.constant_(parameter, float(gpc.get_global_rank() + 1))
-        agreement.broadcast_shared(model, gpc)
+        held.broadcast_shared(model, gpc)
         return sorted({float(value) for parameter in model.parameters() for value in parameter.flatten()})
 
 
@@ -177,8 +177,8 @@ def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
 
 
 def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):
-    monkeypatch.setattr(agreement, "_BROADCAST_BYTES", 16)
+    monkeypatch.setattr(held, "_BROADCAST_BYTES", 16)
     sizes = [1, 1, 1, 2, 1, 3, 1]
-    batches = list(agreement._batches([torch.zeros(size, dtype=torch.float64) for size in sizes]))
+    batches = list(held._batches([torch.zeros(size, dtype=torch.float64) for size in sizes]))
     assert [[len(tensor) for tensor in batch] for batch in batches] == [[1, 1], [1], [2], [1], [3], [1]]
-    assert list(agreement._batches([])) == []
+    assert list(held._batches([])) == []

@@ -11,7 +11,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import listed
 from colonnade.logging import get_dist_logger
-from colonnade.parallel.agreement import whole_parameters
+from colonnade.parallel.held import whole_parameters
 
 
 def warn_of_batch_norm(model: nn.Module, context: ParallelContext) -> None:
