@@ -45,14 +45,8 @@ def held_tensors(model: nn.Module, context: ParallelContext, buffers: bool = Fal
     """Every parameter (and buffer) of the model, once, with its holders."""
     layout, rank = context.layout, context.get_global_rank()
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
-    known: dict[Placement, Holding] = {}
-    found = []
-    for name, tensor in named:
-        placement = effective_placement(tensor, layout, rank)
-        if placement not in known:
-            known[placement] = holding(layout, placement, rank)
-        found.append(Held(name, tensor, placement, known[placement]))
-    return found
+    placed = [(name, tensor, effective_placement(tensor, layout, rank)) for name, tensor in named]
+    return [Held(name, tensor, placement, holding(layout, placement, rank)) for name, tensor, placement in placed]
 
 
 _MARKS = {

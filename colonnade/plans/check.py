@@ -10,7 +10,7 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError, listed
 from colonnade.nn.layer.spread import size_of
-from colonnade.plans.entries import check_said, is_linear, two_styles, undivided, unfit_layers, weights_alone
+from colonnade.plans.entries import around, check_said, is_linear, two_styles, undivided, unfit_layers, weights_alone
 from colonnade.plans.match import Entry
 from colonnade.plans.styles import STYLES
 
@@ -113,7 +113,7 @@ def _style_for(module: nn.Module, dim: int) -> str | None:
 
 def _inside_attention(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
     for name in cuts:
-        for owner in _around(name):
+        for owner in around(name):
             if isinstance(model.get_submodule(owner), nn.MultiheadAttention):
                 yield (
                     f"{name!r} is inside {owner!r}, an nn.MultiheadAttention, which computes with the weights of its children "
@@ -129,22 +129,19 @@ def _partners(cuts: Mapping[str, str], model: nn.Module) -> Iterator[str]:
     """
     linear = [name for name, module in model.named_modules(remove_duplicate=False) if is_linear(module)]
     left = [name for name in linear if name not in cuts]
-    beside_left = {around for name in left for around in _around(name)}
+    beside_left = {each for name in left for each in around(name)}
     for mine, theirs in ((_GIVES_PARTS, _TAKES_PARTS), (_TAKES_PARTS, _GIVES_PARTS)):
-        beside_partners = {around for name, style in cuts.items() if style in theirs for around in _around(name)}
+        beside_partners = {each for name, style in cuts.items() if style in theirs for each in around(name)}
         lonely: dict[str, str] = {}
         for name in (name for name in linear if cuts.get(name) in mine):
-            outward = (
-                around for around in _around(name) if around in beside_partners or around in beside_left or not around
-            )
-            around = next(outward)
-            if around not in beside_partners:
-                lonely.setdefault(around, name)
+            near = next(each for each in around(name) if each in beside_partners or each in beside_left or not each)
+            if near not in beside_partners:
+                lonely.setdefault(near, name)
         gives = mine is _GIVES_PARTS
-        for around, name in lonely.items():
-            others = [repr(other) for other in left if _is_inside(other, around)]
+        for near, name in lonely.items():
+            others = [repr(other) for other in left if _is_inside(other, near)]
             yield (
-                f"{name!r} is {cuts[name]!r}, but no layer of {around or 'the model'!r} is {theirs[0]!r}: nothing "
+                f"{name!r} is {cuts[name]!r}, but no layer of {near or 'the model'!r} is {theirs[0]!r}: nothing "
                 f"{'takes its part of the features' if gives else 'gives it features in parts'}"
                 f"{f' (not in the plan: {listed(others[:6])})' if others else ''}. Give its partner the style {theirs[0]!r}, or "
                 f"this layer {'colwise_gather_output' if gives else 'rowwise_split_input'!r}"
@@ -192,12 +189,5 @@ def _module_at(name: str, model: nn.Module) -> Any:
     return module if module is not None and is_linear(module) else None
 
 
-def _around(name: str) -> Iterator[str]:
-    """The modules around a module or parameter, from the nearest to the model itself ("")."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _is_inside(name: str, around: str) -> bool:
-    return not around or name.startswith(f"{around}.")
+def _is_inside(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")

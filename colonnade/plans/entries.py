@@ -61,7 +61,7 @@ def weights_alone(cuts: Mapping[str, str], styles: Mapping[str, int], model: nn.
     for name in (name for name, style in cuts.items() if style in styles):
         owner, _, last = name.rpartition(".")
         layer = model.get_submodule(owner)
-        summed = any(around in cuts for around in [owner, *_outward(owner)])
+        summed = any(each in cuts for each in [owner, *around(owner)])
         by_words = isinstance(layer, nn.Embedding) and styles[cuts[name]] == 0
         if (is_linear(layer) or by_words) and last in layer._parameters and not summed:
             yield (
@@ -127,7 +127,8 @@ def _has_own_forward(layer: nn.Linear) -> bool:
     return not alike or "forward" in vars(layer)
 
 
-def _outward(name: str) -> Iterator[str]:
+def around(name: str) -> Iterator[str]:
+    """The modules around a module or parameter, from the nearest to the model itself ("")."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -10,18 +10,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
-from colonnade.errors import ContextError, PlacementError
+from colonnade.errors import ConfigError, ContextError, PlacementError
 from colonnade.hf.attention import prepare_sequence
 from colonnade.hf.lora import Adapters, base_model
 from colonnade.hf.plans import plan_of
 from colonnade.hf.router_loss import join_router_loss
 from colonnade.nn.layer.spread import size_of
-from colonnade.parallel.split import Split
+from colonnade.parallel.schedules import build_schedule
+from colonnade.parallel.split import Split, split
 from colonnade.plans import experts as _experts  # noqa: F401  registers the styles for experts
 from colonnade.plans.check import check_entries, check_mode, with_ties
 from colonnade.plans.compare import compared
 from colonnade.plans.match import Entry, Plan, Target, has_plan, note_plan, place_of, resolve
-from colonnade.plans.stages import make_stages
 from colonnade.plans.styles import style_of
 
 
@@ -78,7 +78,7 @@ def _cut(
     compare = compared(model, entries, sample, context)
     join_router_loss(model, context)
     prepare_sequence(model, context)
-    stages = make_stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
+    stages = _stages(model, context, sample) if context.pipeline_parallel_size > 1 else None
     parts, done = WeakIdKeyDictionary(), set[Any]()
     note_plan(model)
     all_stages = [model] if stages is None else list(stages)
@@ -89,6 +89,17 @@ def _cut(
     for stage in all_stages:
         adapters.put_back(stage, entries, parts)
     return stages
+
+
+def _stages(model: nn.Module, context: ParallelContext, sample: Any) -> Split:
+    """The model as stages, as many as the schedule of the config has. `sample`: as of `colonnade.split`."""
+    schedule = build_schedule(context)
+    if not hasattr(schedule, "stage_ranks"):
+        raise ConfigError(
+            f"{type(schedule).__name__} runs no pipeline, and the config has parallel.pipeline={context.pipeline_parallel_size}; "
+            f"choose one, as in schedule=dict(type='OneFOneB', num_microbatches=8)"
+        )
+    return split(model, num_stages=len(schedule.stage_ranks(context.pipeline_parallel_size)), sample=sample)
 
 
 def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:

@@ -47,11 +47,6 @@ Grouped = dict[tuple[tuple[int, ...], float, SyncOptions, bool], list[_Entry]]
 """Parameters by (ranks, divisor, options, whether they are sharded)."""
 
 
-def plan_sums(plans: Iterable[Plan], context: ParallelContext, options: Mapping[str, Any]) -> list[Sum]:
-    """The sums that these plans come to. Collective over the world: groups that do not exist yet are made."""
-    return make_sums(group_plans(plans, context, options), context)
-
-
 def group_plans(
     plans: Iterable[Plan],
     context: ParallelContext,

@@ -89,14 +89,8 @@ class Sum:
 
 def read_demands(model: nn.Module, layout: Layout, rank: int) -> list[Demand]:
     """What every parameter of the model owes; a parameter with two names counts once, under its first."""
-    known: dict[Placement, tuple[Owed, ...]] = {}
-    demands = []
-    for name, parameter in model.named_parameters():
-        placement = effective_placement(parameter, layout, rank)
-        if placement not in known:
-            known[placement] = owed(layout, placement, rank)
-        demands.append(Demand(name, parameter, placement, known[placement]))
-    return demands
+    placed = [(name, p, effective_placement(p, layout, rank)) for name, p in model.named_parameters()]
+    return [Demand(name, p, placement, owed(layout, placement, rank)) for name, p, placement in placed]
 
 
 def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:

@@ -12,7 +12,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.demand import Owed
 from colonnade.reduce.options import SyncOptions
-from colonnade.reduce.plan import Plan, plan_sums
+from colonnade.reduce.plan import Plan, group_plans, make_sums
 from colonnade.reduce.records import Choice, Demand, Reduction, choose, group_reductions, read_demands
 from colonnade.reduce.synchroniser import Synchroniser
 
@@ -113,7 +113,8 @@ class PlannedGradientHandler(BaseGradientHandler):
     def handle_gradient(self) -> None:
         if self._synchroniser is None:
             plan = Plan(type(self).__name__, self.plan(), self.options)
-            self._synchroniser, self._by_hand = Synchroniser(plan_sums([plan], self.context, {})), True
+            sums = make_sums(group_plans([plan], self.context, {}), self.context)
+            self._synchroniser, self._by_hand = Synchroniser(sums), True
         if self._by_hand:
             # Used by hand there is no engine to say when backward begins: it has just ended.
             self._synchroniser.prepare(last=True)
