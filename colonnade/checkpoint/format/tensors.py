@@ -1,7 +1,7 @@
-"""Files of tensors in the safetensors format: written in one pass that also hashes, read by slices.
+"""Files of tensors in the safetensors format: written in one pass that also hashes, read by boxes.
 
-The safetensors package reads them, here and anywhere else. They are written here, because its own writer gives
-back neither a hash nor a file that is known to be on disk, and holds all tensors in memory as bytes.
+They are written here, because the writer of the safetensors package gives back neither a hash nor a file that is known to
+be on disk, and holds all tensors in memory as bytes. Each is opened by that package once, so that it can be read anywhere.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from colonnade.checkpoint.fault import fault_point
-from colonnade.checkpoint.format.boxes import Box, places_of, whole_box
-from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, raw_bytes
+from colonnade.checkpoint.format.boxes import Box, moved, places_of, whole_box
+from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of, raw_bytes
 from colonnade.checkpoint.format.manifest import FileRecord, Manifest, StoredBox, TensorRecord
 from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.slices import AnyTensor, stored_tensors
 from colonnade.errors import CheckpointError
 
 _CHUNK = 1 << 23
@@ -57,22 +58,21 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
 
 
 class TensorReader:
-    """Reads blocks, and parts of blocks, from the files of one checkpoint; opened when first needed."""
+    """Reads stored boxes, and parts of them, from the files of one checkpoint; their tables when they are first needed."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self._checkpoint = checkpoint
         self._manifest = manifest
-        self._open: dict[str, Any] = {}
+        self._tables: dict[str, dict[str, AnyTensor]] = {}
 
     def fill(self, target: Tensor, box: Box, record: TensorRecord) -> None:
-        """Copy the elements of `box` out of the blocks that hold some of them into `target`."""
-        with torch.no_grad():
-            for part in record.parts:
-                wanted = box.shared_with(part.box)
-                for block in self._manifest.stored_boxes(part, wanted) if wanted is not None else ():
-                    shared = box.shared_with(block.box)
-                    if shared is not None:
-                        target[shared.slices_in(box)].copy_(self._read(block, shared, record.dtype))
+        """Copy the elements of `box` out of the stored boxes that have some of them into `target`."""
+        for part in record.parts:
+            wanted = box.shared_with(part.box)
+            for stored in self._manifest.stored_boxes(part, wanted) if wanted is not None else ():
+                shared = box.shared_with(stored.box)
+                if shared is not None:
+                    self._read(target[shared.slices_in(box)], stored, shared, record.dtype)
 
     def new(self, box: Box, record: TensorRecord) -> Tensor:
         """The elements of `box` as a new tensor."""
@@ -87,36 +87,38 @@ class TensorReader:
     def entry(self, file: str, key: str) -> Tensor:
         """A whole entry, whatever its shape."""
         with _damaged_if_broken(file):
-            return self._file(file).get_tensor(key).clone()
+            return self._stored(file, key).read()
 
-    def _read(self, block: StoredBox, box: Box, dtype: str) -> Tensor:
-        """The elements of `box`, which is inside the block."""
-        with _damaged_if_broken(block.file):
-            found = self._file(block.file).get_slice(block.key)
-            there = (tuple(found.get_shape()), found.get_dtype())
-            if there != (block.shape, dtype):
+    def _read(self, target: Tensor, stored: StoredBox, box: Box, dtype: str) -> None:
+        """Give `target` the elements of `box`, which is inside the stored one."""
+        with _damaged_if_broken(stored.file):
+            found = self._stored(stored.file, stored.key)
+            if (found.shape, name_of(found.dtype)) != (stored.shape, dtype):
                 raise Damaged(
-                    f"{block.file}: {block.key} is {there[1]} of shape {list(there[0])}, expected {dtype} of "
-                    f"{list(block.shape)}"
+                    f"{stored.file}: {stored.key} is {name_of(found.dtype)} of shape {list(found.shape)}, expected {dtype} of "
+                    f"{list(stored.shape)}"
                 )
-            if block.order is None:
-                values: Tensor = found[box.slices_in(block.box)]
-                return values
-            flat: Tensor = found[block.first : block.first + block.box.numel]
-        ordered = flat.view([block.box.shape[dim] for dim in block.order])
-        return ordered.permute(places_of(block.order))[box.slices_in(block.box)]
+            if stored.order is None:
+                found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
+                return
+            flat = found.read(Box((stored.first,), (stored.box.numel,)))
+        ordered = flat.view([stored.box.shape[dim] for dim in stored.order])
+        with torch.no_grad():
+            target.copy_(ordered.permute(places_of(stored.order))[box.slices_in(stored.box)])
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(str(self._checkpoint / name), framework="pt")
-        return self._open[name]
+    def _stored(self, file: str, key: str) -> AnyTensor:
+        if file not in self._tables:
+            self._tables[file] = stored_tensors(self._checkpoint / file)
+        return self._tables[file][key]
 
 
 @contextmanager
 def _damaged_if_broken(file: str) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except Damaged:
+        raise
+    except (CheckpointError, KeyError, OSError) as error:
         raise Damaged(f"{file} cannot be read: {error}") from error
 
 
