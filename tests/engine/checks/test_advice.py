@@ -11,7 +11,7 @@ from torch import nn
 
 from colonnade.context.build import build_layout
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine import advice
+from colonnade.engine.checks import advice
 from colonnade.parallel.placement import Replicate, Shard, place
 
 
