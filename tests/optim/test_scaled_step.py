@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from colonnade.optim.scaled_step import ScaledStep
+from colonnade.optim.scaled_step import ScaledStep, scale_all
 from tests.optim.watch import Operations
 
 FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -194,3 +194,23 @@ def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -
     expected = [t.detach() - t.grad / 4 for t in (one, other)]
     ScaledStep(optimizer).step(torch.tensor(4.0), KEEP)
     close([one.detach(), other.detach()], expected)
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize("divide", [False, True])
+def test_every_kind_of_gradient_is_scaled(factor, divide):
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+    grads = [torch.full((3,), 6.0, dtype=dtype) for dtype in kinds]
+    sparse = torch.sparse_coo_tensor([[0, 2]], [4.0, 8.0], (3,))
+    scale_all([*grads, sparse], factor, divide)
+    by = 2.0 if divide else 0.5
+    for grad, dtype in zip(grads, kinds, strict=True):
+        assert torch.equal(grad, torch.full((3,), 6.0 * by, dtype=dtype))
+    assert sparse.to_dense().tolist() == [4.0 * by, 0.0, 8.0 * by]
+
+
+def test_a_factor_is_not_rounded_before_it_is_used():
+    grads = [torch.ones(1, dtype=torch.float64), torch.ones(1)]
+    scale_all(grads, torch.tensor(1 / 3, dtype=torch.float64))
+    assert grads[0].item() == 1 / 3
+    assert grads[1].item() == torch.tensor(1 / 3).item()
