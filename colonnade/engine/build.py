@@ -89,7 +89,7 @@ def initialize(
             raise unequal
         plain = _build_optimizer(optimizer, built)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
-        chosen = plain if zero.stage not in (1, 2) else _shard_optimizer(plain, built, zero, config.get("flat_step"))
+        chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
         handlers = build_handlers(_named_handlers(context), built, chosen, context)
     check_tied(plain, built, context)
     if sharding is not None:
@@ -144,7 +144,10 @@ def _shard_parameters(
     return sharding
 
 
-def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> ZeroOptimizer:
+def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> Any:
+    """The optimizer, sharded where the settings say stage 1 or 2."""
+    if settings.stage not in (1, 2):
+        return optimizer
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off"

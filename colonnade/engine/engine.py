@@ -89,6 +89,7 @@ class Engine(WholeWeights):
 
         A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
         """
+        self._check_not_failed()
         value, count, self._schedule.loss_count = self._book.read(loss)
         self._book.add(count)
         self._begin_pass()
@@ -98,6 +99,7 @@ class Engine(WholeWeights):
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor) -> None:
         """Backward from a tensor whose gradient is known, as at a pipeline stage."""
+        self._check_not_failed()
         self._begin_pass()
         with self._watched_pass():
             tensor.backward(grad)
@@ -321,8 +323,7 @@ class Engine(WholeWeights):
             self._sync.synchroniser.end_backward()
             if self._book.uneven:  # before each pass the other ranks ask who has a batch
                 self._book.someone_has(True)
-            self._count_pass()
-            self._sync.prepare(self._passes == self.accumulation)
+            self._begin_pass()
         self._total_passes = total
         self._sync.synchroniser.fail()
         self._sync.synchroniser.end_backward()
@@ -339,9 +340,10 @@ class Engine(WholeWeights):
             )
 
     def _begin_pass(self) -> None:
-        self._check_not_failed()
         self._count_pass()
-        self._sync.prepare(self._passes == self.accumulation)
+        self._sync.prepare(last := self._passes == self.accumulation)
+        if last:
+            self._book.carry(self._sync.synchroniser, self._stepper.scaler)
 
     def _count_pass(self) -> None:
         """Count one pass of a step."""

@@ -16,6 +16,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, count_on, split_loss
 from colonnade.errors import GradientError
+from colonnade.reduce.synchroniser import Synchroniser
 
 _NUMBERS = struct.Struct("2d")
 
@@ -38,6 +39,7 @@ class LossBook:
         self._count: Tensor | float = 0.0
         self._means = 0
         self._totals: Tensor | None = None
+        self._carried = False
         # This rank has given counts once: it goes on taking part, or one that gives a mean would be waited for.
         self._joins = False
         self.uneven = False
@@ -78,34 +80,42 @@ class LossBook:
         """Whether the losses of this step are (sum, count); None before the first."""
         return self._form.counted
 
-    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
-        """Have this step's gradients multiplied by their factor, if they need one. Collective then.
+    def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
+        """Before the last pass of a step, whose count is known: let the counts travel with the gradients, if they can.
 
-        Counts travel with the last gradients where these can carry them, else by themselves, over the sockets between ranks
-        of one host (in a tenth of the time) or in a collective of their own.
+        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of the step.
         """
-        if not self._joins and not self.uneven:
-            sync.set_scale(None)
-            return
+        if self._takes_part:
+            self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
+
+    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
+        """After the last pass: have gradients multiplied by their factor, if they need one. Collective then.
+
+        Counts that could not travel with the gradients are added up by themselves: over the sockets between ranks of one
+        host, in a tenth of the time of a collective, or in a collective of their own.
+        """
+        if not self._carried:
+            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self._takes_part else None)
+
+    @property
+    def _takes_part(self) -> bool:
+        return self._joins or self.uneven
+
+    def _numbers(self) -> Tensor:
+        """What this rank has: (its count, how many means)."""
         device = self._context.device
-        mine = torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
-        if not sync.synchroniser.carry(mine, lambda totals: self.factor(totals, scaler)):
-            with self._context.waits.during("adding up the counts of the losses"):
-                totals = self._added(mine, sync.world)
-            sync.set_scale(self.factor(totals, scaler))
+        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
 
     def _added(self, mine: Tensor, world: RankGroup | None) -> Tensor:
-        if world is None:
-            dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
-            return mine
-        told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
-        return torch.tensor(told, dtype=torch.float64).sum(0)
+        with self._context.waits.during("adding up the counts of the losses"):
+            if world is None:
+                dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
+                return mine
+            told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+            return torch.tensor(told, dtype=torch.float64).sum(0)
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
-        """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers.
-
-        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of this step.
-        """
+        """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers."""
         self._totals = totals
         counted, means = totals.unbind()
         divided = counted if scaler is None else counted / scaler.count
@@ -135,4 +145,4 @@ class LossBook:
 
     def clear(self) -> None:
         """Start the next step."""
-        self._form, self._count, self._means = LossForm(), 0.0, 0
+        self._form, self._count, self._means, self._carried = LossForm(), 0.0, 0, False

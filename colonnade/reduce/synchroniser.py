@@ -42,7 +42,7 @@ class Synchroniser:
     def __init__(self, sums: Sequence[Sum], *, log: Log = _log) -> None:
         self.scale: float | Tensor | None = None
         self.last_scale: float | Tensor | None = None  # that of the last step
-        self._carried: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
+        self._scale_of: Callable[[Tensor], Tensor] | None = None
         self.generation = 0
         self.buckets: list[Bucket] = []
         self._log = log
@@ -58,9 +58,9 @@ class Synchroniser:
         ]
         self._state_of: dict[int, SumState] = {}
         self._last_of: dict[tuple[int, ...], Bucket] = {}
-        self._carrier: Bucket | None = (
-            None  # on which numbers can ride: the last that goes to the whole world, as it is
-        )
+        # On which numbers can ride: those that go to the whole world as they are.
+        self._first_to_all: Bucket | None = None
+        self._last_to_all: Bucket | None = None
         self._handles: list[Any] = []
         self._last = self._pass_open = self._failed = False
         self.failed_ranks: list[int] = []
@@ -123,14 +123,14 @@ class Synchroniser:
                     )
         self._ended = []
 
+    @torch.no_grad()
     def carry(self, numbers: Tensor, scale_of: Callable[[Tensor], Tensor]) -> bool:
-        """Have two numbers summed over the world with the gradients, and the `scale` of this step made of their sums. False,
-        on all ranks alike, if no bucket can carry them."""
-        carrier = self._carrier
-        if carrier is None or carrier.layout.dtype not in (torch.float32, torch.float64):  # counts are large
-            return False
-        self._carried = numbers, scale_of
-        return True
+        """Between `prepare` and the last pass of a step: have two numbers summed over the world with the first bucket, and
+        the `scale` of the step made of their sums. False, on all ranks alike, if no bucket can carry them."""
+        if self._first_to_all is not None:
+            self._first_to_all.tail[-len(numbers) :].copy_(numbers)
+            self._scale_of = scale_of
+        return self._first_to_all is not None
 
     def fail(self) -> None:
         """Backward has failed on this rank: at the next `wait` all ranks learn of it, and drop their gradients."""
@@ -148,14 +148,13 @@ class Synchroniser:
         for state in self._states:
             state.open_notes(self._failed)
         self._start_early()
-        self._start_rest([bucket for bucket in self.buckets if bucket is not self._carrier])
-        if self._carrier is not None:
-            self._state_of[id(self._carrier)].collect(self._carrier)
-        if self.riders is None:
-            self._send_carrier()
+        carrier = self._last_to_all if self.riders is not None else None
+        self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
+        if carrier is not None:
+            self._state_of[id(carrier)].collect(carrier)
         for state in self._states:
             state.finish_turns()
-        pairs = self._compare_notes()
+        pairs = self._compare_notes(carrier)
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
         if self.failed_ranks:
             self._drop()
@@ -164,7 +163,7 @@ class Synchroniser:
                 self._finish_uneven(state, report)
             self._hand_over()
             self._learn(pairs)
-        self._step, self.last_scale, self.scale, self._carried = self._step + 1, self.scale, None, None
+        self._step, self.last_scale, self.scale, self._scale_of = self._step + 1, self.scale, None, None
         self._last = self._pass_open = self._failed = False
 
     def close(self) -> None:
@@ -234,14 +233,12 @@ class Synchroniser:
             if not bucket.started:
                 self._state_of[id(bucket)].start(bucket, early=False)
 
-    def _finish_buckets(self) -> Tensor | None:
-        """End all sums. Returns those of the numbers that came with the last bucket, if it carries any."""
-        arrived = None
-        if self._carrier is not None:
-            self._carrier.transport.wait()
-            arrived = self._carrier.tail.double()
-            if self._carried is not None:
-                self.scale = self._carried[1](arrived[-2:])
+    def _finish_buckets(self) -> None:
+        if self._scale_of is not None and self._first_to_all is not None:
+            self._first_to_all.transport.wait()
+            carried = self._first_to_all.tail[-2:]
+            self.scale = self._scale_of(carried.double())
+            carried.zero_()
         sharing = [notes for notes in self._group_notes if notes.group.sockets is not None]
         for notes in sharing:
             notes.resolve()  # from here on all ranks' gradients are in their memory
@@ -256,9 +253,8 @@ class Synchroniser:
             group.signal(b"d")
         for group in written:
             group.collect()
-        return arrived
 
-    def _compare_notes(self) -> list[tuple[SumState, list[bytes]]]:
+    def _compare_notes(self, carrier: Bucket | None) -> list[tuple[SumState, list[bytes]]]:
         """Finish the buckets, and have all ranks' notes about each sum: from them, or in a quiet step as they were."""
         if self.riders is not None:
             said = self.riders.begin()
@@ -268,8 +264,8 @@ class Synchroniser:
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
             deviates = self._failed or notes != [own for own, _ in self._seen]
-            arrived = self._ride(self.riders, deviates, unsteady=False)
-            if deviates and arrived is not None and self.riders.all_deviate(arrived):
+            self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
+            if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
                 # As when all ranks freeze a layer: then all are here, and can agree after all.
                 self.verdict = None
                 return notes_of_all(self._group_notes, self._step)
@@ -279,29 +275,21 @@ class Synchroniser:
             seen = [(bytes(state.notes), report) for state, report in pairs]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
             learns = any(state.recording for state in states)
-            self._ride(self.riders, False, unsteady=odd or learns or seen != self._seen)
+            self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
             return pairs
         return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets)
 
-    def _ride(self, riders: Riders, deviates: bool, unsteady: bool) -> Tensor | None:
+    def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
         """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
-        told = riders.numbers(deviates, unsteady)
-        self._send_carrier(told)
-        arrived = self._finish_buckets()
-        self.told, self.verdict = (told, None) if arrived is None else (None, riders.take(arrived[: len(told)]))
-        return arrived
-
-    def _send_carrier(self, told: Tensor | None = None) -> None:
-        """Begin the sum of the last bucket, with the numbers that ride on it."""
-        if self._carrier is None:
-            return
-        tail = self._carrier.tail.zero_()
-        if told is not None:
-            tail[: len(told)].copy_(told)
-        if self._carried is not None:
-            tail[-2:].copy_(self._carried[0])
-        self._carrier.send()
+        assert self.riders is not None
+        self.told, self.verdict = told, None
+        if carrier is not None:
+            carrier.tail[: len(told)].copy_(told)
+            carrier.send()
+        self._finish_buckets()
+        if carrier is not None:
+            self.told, self.verdict = None, self.riders.take(carrier.tail[: len(told)].double())
 
     def _finish_uneven(self, state: SumState, report: list[bytes]) -> None:
         if not state.remarkable and all(notes == report[0] for notes in report):
@@ -365,8 +353,14 @@ class Synchroniser:
         self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
         self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
-        last = self._last_of.get(tuple(range(dist.get_world_size() if dist.is_initialized() else 1)))
-        self._carrier = last if last is not None and last.shard is None and last.transport.carries else None
+        world = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+        to_all = [bucket for bucket in self.buckets if bucket.sum.ranks == world]
+        can = [bucket.shard is None and bucket.transport.carries for bucket in to_all]
+        self._last_to_all = to_all[-1] if can[-1:] == [True] else None
+        exact = (torch.float32, torch.float64)
+        self._first_to_all = next(
+            (b for b, able in zip(to_all, can, strict=True) if able and b.layout.dtype in exact), None
+        )
         self._remove_hooks()
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:

@@ -69,7 +69,7 @@ class GroupNotes:
 
 
 def notes_of_all(
-    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], object] = lambda: None
+    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], None] = lambda: None
 ) -> list[tuple[SumState, list[bytes]]]:
     """Every sum with the notes of all its ranks. Collective over each group; `meanwhile` is done before waiting."""
     for notes in groups:

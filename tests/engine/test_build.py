@@ -92,7 +92,7 @@ CHECKS = [
     *("ActivationSettings.read", "ActivationSettings.apply", "Float8.read", "Agreement.require", "Placements.check"),
     *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
     *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
-    *("numeric_settings", "broadcast_shared", "shard_parameters", "alike_optimizer", "shard_optimizer"),
+    *("numeric_settings", "broadcast_shared", "_shard_parameters", "alike_optimizer", "_shard_optimizer"),
     *("build_handlers", "check_tied", "wants_flat", "build_sync", "Precision.around", "_announced", "_scheduler"),
 ]
 

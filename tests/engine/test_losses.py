@@ -215,11 +215,9 @@ def test_a_count_that_is_no_count_is_refused(count):
 
 
 def _factor(book: LossBook, scaler: Any = None) -> Tensor:
-    """What a book makes of its counts in a world of one, where nothing can carry them."""
+    """What a book makes of its counts that no bucket carries."""
     found: list[Tensor] = []
-    sync: Any = SimpleNamespace(
-        set_scale=found.append, world=None, synchroniser=SimpleNamespace(carry=lambda *_: False)
-    )
+    sync: Any = SimpleNamespace(set_scale=found.append, world=None)
     book.set_scale(sync, scaler)
     return found[0]
 

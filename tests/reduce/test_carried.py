@@ -84,6 +84,54 @@ def test_a_counted_loss_costs_no_collective_more_than_a_mean(riders, changes):
     run_world(2, _both_forms, riders, changes)
 
 
+def _fail(grad: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _gives_up_and_runs_out() -> None:
+    """Rank 1 fails in the first of two passes, and later runs out of batches; one process knows of neither."""
+    config = {"gradient_accumulation": 2, "sync": CONFIG["sync"]}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        rank, model, plain = gpc.get_global_rank(), _net(), _net()
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(5):
+            engine.zero_grad()
+            for at in (0, 1) if rank == 0 or step != 3 else (0,):
+                total, rows = _loss(engine, rank, 2 * step + at)
+                if step == 3 and rank == 1:
+                    total.register_hook(_fail)
+                    with pytest.raises(RuntimeError, match="on purpose"):
+                        engine.backward((total, rows))
+                    engine.zero_grad()
+                else:
+                    engine.backward((total, rows))
+                    engine.step()
+            if step != 3:
+                _reference_step(plain, reference, [(r, 2 * step + at) for r in range(2) for at in (0, 1)])
+        places = [(r, 20 + at) for r in range(2) for at in range(4 - 2 * r)]
+        for r, at in engine.batches([place for place in places if place[0] == rank]):
+            engine.zero_grad()
+            engine.backward(_loss(engine, r, at))
+            engine.step()
+        for first in (20, 22):
+            _reference_step(plain, reference, [(r, at) for r, at in places if first <= at < first + 2])
+        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        assert engine.skipped_steps == 1
+        engine.close()
+
+
+def _reference_step(plain: nn.Module, optimizer: torch.optim.Optimizer, places: list[tuple[int, int]]) -> None:
+    optimizer.zero_grad()
+    losses = [_loss(plain, *place) for place in places]
+    (torch.stack([total for total, _ in losses]).sum() / sum(rows for _, rows in losses)).backward()
+    optimizer.step()
+
+
+def test_ranks_that_give_up_a_step_or_run_out_of_batches_do_not_keep_the_others_waiting():
+    run_world(2, _gives_up_and_runs_out)
+
+
 @pytest.mark.parametrize("changes", [{"zero": 1}, {"sync": {"shared_memory": False, "fixed_order": True}}], ids=str)
 def test_where_no_bucket_can_carry_them_counts_go_by_themselves(changes):
     run_world(2, _trains, True, False, changes)
