@@ -35,8 +35,8 @@ class Synchroniser:
     Call `prepare(last)` before each backward and `wait()` before gradients are used; both on every rank, and
     `wait` the same number of times. After `wait`, `.grad` is final and, unless sparse or None, a view of
     a bucket; of a sharded sum the buckets' shards are final, and `.grad` is None. `scale`, when set before `wait`, is a
-    further factor on that step's gradients; `carry` has it made of numbers of all ranks. `generation` counts how often buckets were laid out: anew when parameters
-    are frozen or thawed, or turn out to have sparse gradients.
+    further factor on that step's gradients; `carry` has it made of numbers of all ranks. `generation` counts how often
+    buckets were laid out: anew when parameters are frozen or thawed, or turn out to have sparse gradients.
     """
 
     def __init__(self, sums: Sequence[Sum], *, log: Log = _log) -> None:
