@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, LayoutError, listed
-from colonnade.hf.sequence_rules import IGNORED, check_model, label_kind, parameters_of
+from colonnade.hf.loss import IGNORED
+from colonnade.hf.sequence_rules import check_model, label_kind, parameters_of
 from colonnade.nn.sequence.parts import Parts, sequence_place
 from colonnade.nn.sequence.ring import ring_attention
 from colonnade.nn.sequence.ulysses import ulysses_attention

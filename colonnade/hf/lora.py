@@ -25,6 +25,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
 from colonnade.errors import PlacementError, listed
+from colonnade.hf.loss import base_model
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.spread import size_of
@@ -182,13 +183,6 @@ def _file_name(name: str, adapter: str) -> str:
     plain = re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
     plain = plain.replace(f".modules_to_save.{adapter}.", ".").removeprefix("base_model.model.")
     return f"base_model.model.{plain}"
-
-
-def base_model(model: Any) -> nn.Module:
-    """The model inside a wrapper of peft; any other as it is."""
-    inside = getattr(model, "get_base_model", None)
-    found: nn.Module = inside() if callable(inside) else model
-    return found
 
 
 def check_adapters(model: nn.Module) -> None:

@@ -192,10 +192,14 @@ def criterion_of(model: nn.Module) -> ModelLoss | None:
 
 def _inner(model: nn.Module) -> Any:
     """The model inside what a wrapper of peft, or a list of pipeline stages, has around it."""
-    if isinstance(model, nn.ModuleList) and len(model):
-        model = model[-1]
-    base = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model
+    return base_model(model[-1] if isinstance(model, nn.ModuleList) and len(model) else model)
+
+
+def base_model(model: Any) -> nn.Module:
+    """The model inside a wrapper of peft; any other as it is."""
+    inside = getattr(model, "get_base_model", None)
+    found: nn.Module = inside() if callable(inside) else model
+    return found
 
 
 def _times(mean: Tensor, count: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.hf.own_plans import INSTEAD, OWN_PLANS
-from colonnade.plans.match import fits
+from colonnade.plans.match import fits, pattern_of
 
 _HEADS = re.compile(r"(q|k|v|query|key|value)(_proj|_lin)?$|query_key_value$|qkv_proj$|c_attn$")
 """Layers whose outputs are heads, one after another."""
@@ -83,9 +83,7 @@ def _of_base(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
 def _present(plan: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A plan is written for all configs of an architecture: what it says of layers that this model lacks is left out."""
     modules, parameters = model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
-    names = {
-        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in (*modules, *parameters)
-    }
+    names = {pattern_of(name) for name, _ in (*modules, *parameters)}
     return {pattern: style for pattern, style in plan.items() if any(fits(pattern, name) for name in names)}
 
 
@@ -130,7 +128,7 @@ def _stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(pattern, module) of experts that say how their parameters lie, as those behind transformers' experts interface do."""
     for name, module in model.named_modules():
         if hasattr(module, "is_transposed") and hasattr(module, "num_experts"):
-            yield ".".join("*" if part.isdigit() else part for part in name.split(".")), module
+            yield pattern_of(name), module
 
 
 def _is_heads(name: str, style: Any) -> bool:

@@ -10,9 +10,6 @@ from torch import nn
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import LayoutError, listed
 
-IGNORED = -100
-"""The label of what is not learnt from, in all of transformers."""
-
 _LAYERS = {"full_attention", "sliding_attention"}
 
 

@@ -107,6 +107,11 @@ def is_cut_by_plan(model: nn.Module) -> bool:
     return any(map(has_plan, model.modules()))
 
 
+def pattern_of(name: str) -> str:
+    """A name with a '*' for each number: what the layers of a list have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def fits(pattern: str, name: str) -> bool:
     """Whether a name fits a pattern, part by part."""
     wanted, parts = pattern.split("."), name.split(".")
@@ -123,8 +128,7 @@ def _entry(pattern: str, value: Any, name: str, module: nn.Module | None) -> Ent
 
 
 def _matches_nothing(pattern: str, names: Iterable[str]) -> str:
-    # Numbers of layers are left out of what is offered: a pattern stands for all of them.
-    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in n.split(".")) for n in names))
+    known = list(dict.fromkeys(map(pattern_of, names)))
     shown = [name for name in known if name.rpartition(".")[2] == pattern.rpartition(".")[2]] or known
     return (
         f"the plan's pattern {pattern!r} matches no module and no parameter; a '*' stands for one part of a name between "

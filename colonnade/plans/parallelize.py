@@ -12,7 +12,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, ContextError, PlacementError
 from colonnade.hf.attention import prepare_sequence
-from colonnade.hf.lora import Adapters, base_model
+from colonnade.hf.lora import Adapters
+from colonnade.hf.loss import base_model
 from colonnade.hf.plans import plan_of
 from colonnade.hf.router_loss import join_router_loss
 from colonnade.nn.layer.spread import size_of
