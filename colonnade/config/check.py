@@ -72,8 +72,5 @@ def _scales(fp16: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _is_on(setting: Any) -> bool:
-    return setting is not None and setting is not False and not _is_switched_off(setting)
-
-
-def _is_switched_off(setting: Any) -> bool:
-    return isinstance(setting, dict) and setting.get("enabled") is False
+    switched_off = isinstance(setting, dict) and setting.get("enabled") is False
+    return setting is not None and setting is not False and not switched_off

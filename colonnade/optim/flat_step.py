@@ -33,13 +33,9 @@ def why_not(optimizer: Optimizer) -> str | None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(not param.is_floating_point() for param in params):
         return "a flat step takes real parameters, not complex ones"
-    if type(optimizer) is SGD and any(map(_half_on_cpu, params)):
+    if type(optimizer) is SGD and any(p.device.type == "cpu" and p.dtype in HALVES for p in params):
         return "torch's fused SGD leaves half-precision parameters on a CPU as they are"
     return next((reason for group in optimizer.param_groups if (reason := _unfit(group))), None)
-
-
-def _half_on_cpu(param: Tensor) -> bool:
-    return param.device.type == "cpu" and param.dtype in HALVES
 
 
 def _unfit(group: Mapping[str, Any]) -> str | None:

@@ -43,7 +43,8 @@ class ScaledStep:
         """One step; without `found_inf` it is never dropped and nothing is read on the host."""
         if _drops_on_device(self.optimizer):
             _give_momentum(self.optimizer)
-            inside = divisor.numel() == 1 and not _has_double(self.optimizer)
+            # `grad_scale` is fp32: too coarse for fp64 parameters, which are divided beforehand instead.
+            inside = divisor.numel() == 1 and not any(p.dtype in DOUBLES for p in _params(self.optimizer))
             if not inside:
                 self._divide(divisor)
             with _attributes(self.optimizer, divisor if inside else None, found_inf):
@@ -87,11 +88,6 @@ def _drops_on_device(optimizer: Optimizer) -> bool:
         group["momentum"] and group["dampening"] for group in optimizer.param_groups
     )
     return supports and not damped and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _has_double(optimizer: Optimizer) -> bool:
-    """`grad_scale` is fp32: too coarse for fp64 parameters, which are divided beforehand instead."""
-    return any(param.dtype in DOUBLES for param in _params(optimizer))
 
 
 def _give_momentum(optimizer: Optimizer) -> None:

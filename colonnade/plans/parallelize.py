@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -115,7 +114,8 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
 
 def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext, parts: Any, done: set[Any]) -> None:
     """Give every module and parameter of the stage the style that the plan has for it, once, whatever names it has."""
-    here = {name for name, _ in _named(stage)}
+    held = (*stage.named_modules(remove_duplicate=False), *stage.named_parameters(remove_duplicate=False))
+    here = {name for name, _ in held}
     for name, entry in ((name, entry) for name, entry in entries.items() if name in here):
         place = place_of(name, stage)
         if place in done:
@@ -127,11 +127,6 @@ def _apply(stage: nn.Module, entries: dict[str, Entry], context: ParallelContext
             if size_of(mode, context) > 1:
                 style(target)
         _divide(target, context.tensor_parallel_size)
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, object]]:
-    yield from model.named_modules(remove_duplicate=False)
-    yield from model.named_parameters(remove_duplicate=False)
 
 
 def _divide(target: Target, ranks: int) -> None:

@@ -188,7 +188,11 @@ class Guard:
             "planned": {
                 str(digest_of(f"planned {list(ranks)}")): planned for ranks, planned in self._planned().items()
             },
-            "replicas": {str(one.key): [one.kind, one.labels, _sums(one)] for one in replicas if one.key in apart},
+            "replicas": {
+                str(one.key): [one.kind, one.labels, [checksum(tensor).tolist() for tensor in one.tensors]]
+                for one in replicas
+                if one.key in apart
+            },
         }
         told = {
             rank: json.loads(text)
@@ -320,7 +324,3 @@ def _mixed(sums: list[Tensor]) -> Tensor:
     flat = torch.cat(sums)
     factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
     return (flat * factors).sum()
-
-
-def _sums(one: _Replicas) -> list[list[int]]:
-    return [checksum(tensor).tolist() for tensor in one.tensors]

@@ -120,8 +120,7 @@ def read_steps(told: Any) -> Steps:
 
 
 def _said(entry: Entry | None, at: int) -> str:
-    return f"makes no further call after {at}" if entry is None else f"{entry[0]} {_verb(entry[1])}"
-
-
-def _verb(what: str) -> str:
-    return what if what in ("begins", _PLANNED) else f"calls {what}"
+    if entry is None:
+        return f"makes no further call after {at}"
+    who, what, _ = entry
+    return f"{who} {what}" if what in ("begins", _PLANNED) else f"{who} calls {what}"
