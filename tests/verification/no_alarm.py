@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import colonnade
@@ -30,6 +29,8 @@ from tests.models import grid
 STEPS = 2
 EQUAL = "equal"
 QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "TRANSFORMERS_VERBOSITY": "error"}
+AT_ONCE = 6
+"""Architectures in one world."""
 TRAINED = [layout for layout in LAYOUTS if layout.runs == "trained"]
 
 
@@ -104,7 +105,7 @@ def _micro_batches(architecture: Architecture, gpc: ParallelContext, step: int) 
 
 def grid_verdicts(cases: Sequence[grid.Case]) -> dict[str, str]:
     """The verdict of each case, in one world; all have the same number of ranks."""
-    found = run_world(cases[0].ranks, verdicts, of_grid, cases, timeout=60 + 20 * len(cases), env=QUIET)
+    found = run_world(cases[0].ranks, verdicts, of_grid, cases, timeout=120 + 30 * len(cases), env=QUIET)
     return {str(case): verdict for case, verdict in zip(cases, found.values[0], strict=True)}
 
 
@@ -113,7 +114,7 @@ def table_verdicts(layout: Layout, architectures: Sequence[Architecture]) -> dic
     cases = [(one.name, layout.name) for one in architectures if layout.fits(one)]
     if not cases:
         return {}
-    found = run_world(layout.ranks, verdicts, of_table, cases, timeout=60 + 30 * len(cases), env=QUIET)
+    found = run_world(layout.ranks, verdicts, of_table, cases, timeout=180 + 60 * len(cases), env=QUIET)
     return {f"{name}, {layout.name}": verdict for (name, _), verdict in zip(cases, found.values[0], strict=True)}
 
 
@@ -126,10 +127,10 @@ def _worlds(what: str, only: list[str] | None, layouts: list[str] | None) -> lis
         ]
     chosen = [BY_NAME[name] for name in only] if only else list(ARCHITECTURES)
     return [
-        lambda layout=layout, one=one: table_verdicts(layout, [one])
+        lambda layout=layout, first=first: table_verdicts(layout, chosen[first : first + AT_ONCE])
         for layout in TRAINED
         if not layouts or layout.name in layouts
-        for one in chosen
+        for first in range(0, len(chosen), AT_ONCE)
     ]
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,6 +23,7 @@ from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
+from colonnade.verification.named import call_given
 
 BuildModel = Callable[..., Any]
 """Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""
@@ -105,24 +105,9 @@ def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]
 
 def _built(build: BuildModel, context: ParallelContext) -> Any:
     """What the user's function returns, on the meta device."""
-    offered = {"config": context.config, "context": context}
-    try:
-        wanted: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
-    except (TypeError, ValueError):
-        wanted = {}
-    missing = [
-        name
-        for name, one in wanted.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
-    ]
-    if missing:
-        raise ConfigError(
-            f"the model's function needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or "
-            f"with `config` and `context` alone, that returns the model"
-        )
     try:
         with meta_init():
-            return build(**{name: value for name, value in offered.items() if name in wanted})
+            return call_given(build, {"config": context.config, "context": context}, "the model's function")
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
