@@ -183,3 +183,23 @@ def refresh_shards(module: Any) -> None:
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
+
+
+BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+"""The functions that a torch function mode is asked about before a backward pass."""
+
+
+def backward_inside(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """A backward pass with the mode on. Torch turns it off to ask it, and modules may be computed again in the pass."""
+    home: Any = torch.autograd
+    own = home._engine_run_backward
+
+    def run(*given: Any, **options: Any) -> Any:
+        with mode:
+            return own(*given, **options)
+
+    home._engine_run_backward = run
+    try:
+        return function(*args, **kwargs)
+    finally:
+        home._engine_run_backward = own

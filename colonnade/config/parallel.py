@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from colonnade.config.check import require_valid
@@ -37,6 +38,14 @@ class ParallelSizes:
     tensor_kwargs: dict[str, Any] = field(default_factory=dict)
     expert: AxisSpec | None = None
     axes: tuple[AxisSpec, ...] = ()
+
+
+def least_world(config: Mapping[str, Any]) -> int:
+    """One replica of everything else, or two so that there is something to sum; more where experts lie on data ranks."""
+    sizes = parallel_sizes(config)
+    rest = sizes.pipeline * sizes.tensor * prod(axis.size for axis in sizes.axes)
+    expert = sizes.expert.size if sizes.expert is not None else 1
+    return rest * (sizes.data or max(2, expert))
 
 
 def parallel_sizes(config: Mapping[str, Any]) -> ParallelSizes:

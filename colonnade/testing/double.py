@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from colonnade.comm.torch_versions import BACKWARD, backward_inside
+
 
 class _Double(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in BACKWARD:
+            return backward_inside(self, func, args, kwargs)
         if func is Tensor.float and _widens(args):
             return args[0].to(torch.float64, **kwargs)
         if func is not Tensor.view and _widens(args):  # view reads the same bits by another name

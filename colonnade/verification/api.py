@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import cut_batch
@@ -23,18 +20,22 @@ from colonnade.hf.loss import criterion_of
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.verification.assemble import assemble, whole_shapes, whole_tensors
+from colonnade.verification.assemble import assemble, dropped_by, whole_shapes, whole_tensors
 from colonnade.verification.diagnosis import diagnose
 from colonnade.verification.engine_record import EngineRecorder, micro_batches
 from colonnade.verification.evidence import Evidence
+from colonnade.verification.exchange import agreed, attempt, everyones, gather_to_first, shared
 from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
-from colonnade.verification.record import Record, without_dropout
+from colonnade.verification.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
+from colonnade.verification.record import Record, StepRecord
 from colonnade.verification.reference import (
     Limit,
     OneProcess,
     Spread,
     canonical_names,
     check_names,
+    kept_buffers,
+    load,
     same_optimizer,
     world_of_one,
 )
@@ -50,6 +51,7 @@ def verify(
     steps: int | None = None,
     *,
     criterion: Any = None,
+    dropout: bool = True,
 ) -> Report:
     """Train `engine` for some steps, and one process beside it; says whether they are equal, and if not, why.
 
@@ -57,10 +59,11 @@ def verify(
     on rank 0, in a world of one. Without it, a copy of the engine's model is taken, which must be whole on this rank.
     `batches`: for each step the list of batches that this rank is given, one for each pass (`gradient_accumulation`).
     `criterion`: that of the reference, where the engine's is made for a model in parts; a model with a method `criterion`
-    is asked. Collective over the world; every rank gets the report. The engine is `steps` steps further afterwards.
+    is asked. `dropout`: one process drops what the ranks drop, as far as it can; if False, nothing is dropped.
+    Collective over the world; every rank gets the report. The engine is `steps` steps further afterwards.
     """
-    evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion)
-    return _shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
+    evidence = gather_evidence(engine, reference, batches, steps, criterion=criterion, dropout=dropout)
+    return shared(engine.context, lambda: diagnose(evidence) if evidence is not None else None)
 
 
 def gather_evidence(
@@ -70,6 +73,7 @@ def gather_evidence(
     steps: int | None = None,
     *,
     criterion: Any = None,
+    dropout: bool = True,
 ) -> Evidence | None:
     """What `verify` judges: on rank 0, None elsewhere. Collective over the world."""
     chosen = [list(step) for step in batches][: steps if steps is not None else len(batches)]
@@ -78,33 +82,66 @@ def gather_evidence(
             f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
             f"{[len(step) for step in chosen]}"
         )
-    record, given = _recorded(engine, chosen)
+    off = _cannot_agree(engine, reference, criterion, chosen[0][0]) if dropout else None
+    record, given = _recorded(engine, chosen, off)
     everyone = gather_to_first((record, given), engine.context)
     found: Any = None
     if everyone is not None:
         records, told = [one for one, _ in everyone], [batches for _, batches in everyone]
-        found = _attempt(lambda: _evidence(engine, reference, criterion, records, told))
-    return _agreed(engine.context, found)
+        found = attempt(lambda: _evidence(engine, reference, criterion, records, told, off))
+    return agreed(engine.context, found)
 
 
-def _recorded(engine: Engine, batches: Sequence[Sequence[Any]]) -> tuple[Record, Any]:
-    """Run the steps; what was noted, and what went in, taken apart."""
+def _recorded(engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None) -> tuple[Record, Any]:
+    """Run the steps; what was noted, and what went in, taken apart. `off`: where nothing is dropped; None: nowhere."""
     given = []
-    recorder = EngineRecorder(engine)
+    dropping = Nothing() if off is None else Noting(off)
+    recorder = EngineRecorder(engine, dropping)
     engine.train()
     try:
-        with without_dropout(engine.model) as dropped:
+        with dropping.watching(engine.model), dropping:
             for step in batches:
                 given.append([_pieces(engine, batch) for batch in step])
                 for batch in step:
                     engine.zero_grad()
                     engine.execute_schedule(iter([batch]), return_output_label=False)
-                    engine.step()
-            if dropped():
-                recorder.record.notes.append("dropout was set to 0 for the comparison")
+                    with torch._C.DisableTorchFunction():  # a step is ours, and knows its dtypes
+                        engine.step()
+        recorder.record.notes += notes_of(dropping, off)
+        recorder.record.about["zeroed"] = dropping.zeroed
     finally:
         recorder.close()
     return recorder.record, given
+
+
+def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any) -> dict[str, str]:
+    """The modules whose dropout one process cannot do the same, and why: found by forward passes that change nothing.
+
+    The first of them in each pass: what comes after it differs because of it.
+    """
+    off: dict[str, str] = {}
+    while True:
+        dropping = Noting(off)
+        engine.train()
+        again = tree_map_only(Tensor, torch.clone, batch)  # layers remember what they have been given
+        with torch.random.fork_rng(), kept_buffers(engine.model), dropping.watching(engine.model), dropping:
+            engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
+        if not any(everyones(bool(dropping.masks), engine.context)):
+            return off
+        recorder = EngineRecorder(engine)
+        recorder.close()
+        recorder.record.steps.append(StepRecord(masks=dropping.masks))
+        recorder.record.about["zeroed"] = dropping.zeroed
+        everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
+        found: Any = None
+        if everyone is not None:
+            records, told = [one for one, _ in everyone], [batches for _, batches in everyone]
+            found = attempt(lambda: _not_joined(engine, reference, criterion, records, told, off))  # noqa: B023
+        agreed(engine.context, found)
+        more = shared(engine.context, lambda: found)  # noqa: B023
+        if not more:
+            return off
+        off |= more
 
 
 def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
@@ -134,25 +171,13 @@ def _evidence(
     criterion: Any,
     records: Sequence[Record],
     given: Sequence[Any],
+    off: Mapping[str, str] | None,
 ) -> Evidence:
-    context = engine.context
-    with torch.random.fork_rng(), world_of_one(context):
-        model = _whole_model(engine, reference, context)
-        names = canonical_names(model)
-        check_names(model, whole_shapes(records, names))
-        for record in records:
-            record.groups = [(options, [names[name] for name in theirs]) for options, theirs in record.groups]
-        start = _wide(engine, whole_tensors(records, names))
-        engine._precision.apply(model, context.device, 0)
-        one = OneProcess(
-            model,
-            _loss_of(engine, model, criterion),
-            lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
-            limit_of(engine, records, names),
-            engine._precision.dtype,
-        )
+    with torch.random.fork_rng(), world_of_one(engine.context):
+        dropping = Nothing() if off is None else Replaying(dropped_by(records, off))
+        one, start, names = _one_process(engine, reference, criterion, records, dropping)
         steps, apart = joined_steps(given, engine, records)
-        with without_dropout(model):
+        with dropping.watching(one.model), dropping:
             truth = list(one.run(start, steps, apart))
             spreads = [Spread() for _ in truth]
             for seed in range(PERTURBED_RUNS):
@@ -161,7 +186,50 @@ def _evidence(
                     spreads, truth, one.run(start, steps, noise=noise, whole=False), strict=True
                 ):
                     spread.widen(plain, moved)
-    return assemble(records, truth, spreads, start, names, terms_of(steps), notes=_notes(engine, model, records))
+    replays = dropping.found if isinstance(dropping, Replaying) else Replays()
+    for module, reason in replays.not_joined.items():
+        raise ParityError(f"one process cannot drop what the ranks drop in {module}: {reason}; give dropout=False")
+    notes = _notes(engine, one.model, records)
+    return assemble(records, truth, spreads, start, names, terms_of(steps), notes, replays.apart)
+
+
+def _not_joined(
+    engine: Engine,
+    reference: Any,
+    criterion: Any,
+    records: Sequence[Record],
+    given: Sequence[Any],
+    off: Mapping[str, str],
+) -> dict[str, str]:
+    with torch.random.fork_rng(), world_of_one(engine.context), torch.no_grad():
+        dropping = Replaying(dropped_by(records, off))
+        one, start, _ = _one_process(engine, reference, criterion, records, dropping)
+        load(one.model, start)
+        one.model.train()
+        with dropping.watching(one.model), dropping:
+            one.passed(joined_steps(given, engine, records)[0][0][0])
+        return dropping.found.not_joined
+
+
+def _one_process(
+    engine: Engine, reference: Any, criterion: Any, records: Sequence[Record], dropping: Dropping
+) -> tuple[OneProcess, dict[str, Tensor], dict[str, str]]:
+    """The whole model and how it is trained, the weights that it starts from, and its names of them."""
+    model = _whole_model(engine, reference, engine.context)
+    names = canonical_names(model)
+    check_names(model, whole_shapes(records, names))
+    for record in records:
+        record.groups = [(options, [names[name] for name in theirs]) for options, theirs in record.groups]
+    engine._precision.apply(model, engine.context.device, 0)
+    one = OneProcess(
+        model,
+        _loss_of(engine, model, criterion),
+        lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
+        limit_of(engine, records, names),
+        engine._precision.dtype,
+        dropping,
+    )
+    return one, _wide(engine, whole_tensors(records, names)), names
 
 
 def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, context: ParallelContext) -> nn.Module:
@@ -292,57 +360,3 @@ def _notes(engine: Engine, model: nn.Module, records: Sequence[Record]) -> list[
     if settings is not None and settings.method != "norm":
         told.append(f"what clip method {settings.method!r} divides by was taken from the run")
     return told
-
-
-# -- between ranks ------------------------------------------------------------------------------------------
-
-
-def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
-    """Every rank's value, on rank 0; None elsewhere. Collective over the world."""
-    if context.world_size == 1:
-        return [value]
-    wires, rank = own_gloo(), context.get_global_rank()
-    packed = io.BytesIO()
-    if rank:
-        torch.save(value, packed)
-        raw = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
-        wires.send([torch.tensor([len(raw)])], 0, 0).wait()
-        wires.send([raw], 0, 1).wait()
-        return None
-    found = [value]
-    for other in range(1, context.world_size):
-        size = torch.zeros(1, dtype=torch.int64)
-        wires.recv([size], other, 0).wait()
-        memory = bytearray(int(size))
-        wires.recv([torch.frombuffer(memory, dtype=torch.uint8)], other, 1).wait()
-        found.append(torch.load(io.BytesIO(memory), weights_only=False))
-    return found
-
-
-def _attempt(function: Callable[[], Any]) -> Any:
-    """What it returns, or the error that it raised."""
-    try:
-        return function()
-    except Exception as error:
-        return error
-
-
-def _agreed(context: ParallelContext, found: Any) -> Any:
-    """On rank 0 what was found; an error there is raised on every rank."""
-    problem = [found if isinstance(found, Exception) else None]
-    if context.world_size > 1:
-        told = [f"{type(found).__name__}: {found}" if problem[0] else None]
-        dist.broadcast_object_list(told, src=0, device=context.device)
-        if told[0] is not None and context.get_global_rank():
-            raise ParityError(f"on rank 0: {told[0]}")
-    if problem[0] is not None:
-        raise problem[0]
-    return found
-
-
-def _shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on every rank."""
-    found = [_agreed(context, _attempt(make) if context.get_global_rank() == 0 else None)]
-    if context.world_size > 1:
-        dist.broadcast_object_list(found, src=0, device=context.device)
-    return found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from colonnade.verification.evidence import (
     Part,
     StepEvidence,
 )
+from colonnade.verification.masks import Dropped
 from colonnade.verification.record import Loss, Piece, Record, StepRecord, TensorNote
 from colonnade.verification.reference import Spread, Truth, norm_of
 
@@ -57,6 +58,7 @@ def assemble(
     names: Names,
     terms: int,
     notes: Sequence[str] = (),
+    masks_apart: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Evidence:
     """The evidence. `spreads`: by step, how far the reference moves."""
     about = records[0].about
@@ -80,7 +82,23 @@ def assemble(
         max_norm=about["max_norm"],
         norm_type=about["norm_type"],
         notes=list(dict.fromkeys([*(note for record in records for note in record.notes), *notes])),
+        masks_apart=masks_apart or {},
     )
+
+
+def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
+    """What the ranks dropped. Ranks see the same share of the data that differ in no axis by which batches are cut."""
+    shares: dict[Any, list[int]] = {}
+    for record in records:
+        at = record.about["coordinates"]
+        cut = tuple(at[axis.name] for axis in record.about["axes"] if axis.distinct and not axis.may_repeat)
+        shares.setdefault(cut, []).append(record.rank)
+    steps = [
+        {record.rank: record.steps[at].masks for record in records}
+        for at in range(min(len(record.steps) for record in records))
+    ]
+    nowhere = {*off, *(name for record in records for name in record.about["zeroed"])}
+    return Dropped(steps, records[0].about["groups"], [shares[key] for key in sorted(shares)], nowhere)
 
 
 class _SideBySide:

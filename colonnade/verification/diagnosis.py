@@ -16,6 +16,7 @@ from colonnade.verification.compare import (
     CLIPPED,
     GRADIENT,
     LOSS,
+    MASKS,
     NORM,
     NORMS,
     RECOMPUTED,
@@ -35,6 +36,7 @@ from colonnade.verification.report import Finding, Report, Row, short_ranks
 CAUSES: Mapping[str, str] = {
     "not-finite": "NaN or infinity, with the first place and the ranks",
     "weights-differ-at-start": "the ranks do not start with the weights of one model",
+    "masks-differ": "ranks that hold the same activation drop other elements of it",
     "forward-differs": "an activation parts from one process, with the first module",
     "loss-differs": "the activations agree and the loss that is reported does not",
     "recomputation-differs": "a module that runs again in the backward pass gives something else than the first time",
@@ -102,7 +104,7 @@ class _Diagnosis:
             return broken
         if start := self._at_start():
             return start
-        forward = self._forward()
+        forward = self._masks() or self._forward()
         backward = forward or self._recomputed() or self._gradients()
         found = [*backward, *(() if forward else self._loss(backward))]
         if not backward:
@@ -161,6 +163,11 @@ class _Diagnosis:
             *self._group(weights, None, "the weight", "weights-differ-at-start", rows),
             *self._group(buffers, None, "the buffer", "buffers-differ", rows, always=True),
         ]
+
+    def _masks(self) -> list[Finding]:
+        how = "drops other elements than the first rank that holds the same activation; look at its random numbers."
+        rows = [(row.name, short_ranks(row.ranks)) for row in self.rows_of(MASKS)[:1]]
+        return [Finding("masks-differ", (name,), None, f"{name} on ranks {ranks} {how}") for name, ranks in rows]
 
     def _forward(self) -> list[Finding]:
         rows = self.rows_of(ACTIVATION)

@@ -19,6 +19,7 @@ from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.held import held_tensors
 from colonnade.verification.joined import Axis
+from colonnade.verification.masks import Dropping
 from colonnade.verification.record import Loss, Piece, Recorder, TensorNote, Tracked, positions_of
 
 _FP16_SCALE = 256.0
@@ -27,14 +28,19 @@ _FP16_SCALE = 256.0
 class EngineRecorder(Observer):
     """Notes the steps of an engine from now on, until `close`. Collective over the world to make."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
         self._engine = engine
         context = engine.context
         located = locate_tensors(engine.model, context, "verifying")
         self.tracked = [_tracked(one) for one in located]
         self._by_tensor = {id(one.tensor): one for one in self.tracked}
         self.recorder = Recorder(
-            engine.model, self.tracked, context.get_global_rank(), micro_batches(engine) > 1, self._gradients
+            engine.model,
+            self.tracked,
+            context.get_global_rank(),
+            micro_batches(engine) > 1,
+            self._gradients,
+            dropping=dropping,
         )
         self.record = self.recorder.record
         self._slots = self._slot_names()

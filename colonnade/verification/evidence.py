@@ -100,3 +100,5 @@ class Evidence:
     norm_type: float = 2.0
     notes: Sequence[str] = ()
     """What was changed for the comparison: dropout set to 0, say."""
+    masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each module that drops: the ranks that drop other elements of what they hold alike."""

@@ -33,12 +33,12 @@ from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.engine_record import EngineRecorder
 from colonnade.verification.joined import on_cpu
+from colonnade.verification.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.verification.mutation.mistakes import plant
-from colonnade.verification.record import without_dropout
 from colonnade.verification.reference import canonical_names, load, moved_by_an_ulp
 
 VARIABLE = "COLONNADE_VERIFY"
-JOINED, START, REFERENCE = "joined{share}.pt", "start.pt", "reference.pt"
+JOINED, START, MASKS, REFERENCE = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt"
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
 _LOADED = 64
@@ -60,6 +60,8 @@ class Part:
     share: int | None = None
     """Alone: which share of the batches it is given, of those that ranks see apart."""
     mistake: str | None = None
+    off: dict[str, str] | None = None
+    """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
 
     def write(self, path: Path) -> Path:
         path.write_text(json.dumps(asdict(self)))
@@ -82,9 +84,10 @@ def taking_part(part: Part) -> Iterator[None]:
     with ExitStack() as stack:
         if part.dtype == "fp64":
             stack.enter_context(in_double())
-        stage = Stage(part, stack.enter_context(without_dropout()))
+        stage = Stage(part, stack)
         global _stage
         _stage = stage
+        stack.enter_context(stage.dropping)
         stack.enter_context(_replaced(ParallelContext, "load_config", stage.load_config))
         stack.enter_context(_replaced(build, "initialize", stage.initialize))
         stack.enter_context(_replaced(DataLoader, "__iter__", stage.fed_loader))
@@ -105,9 +108,10 @@ def current_stage() -> Stage | None:
 class Stage:
     """Follows one process from `launch` to its last step, and writes what it saw."""
 
-    def __init__(self, part: Part, dropped: Callable[[], bool]) -> None:
-        self.part, self._dropped = part, dropped
+    def __init__(self, part: Part, around: ExitStack) -> None:
+        self.part, self._around = part, around
         self.folder = Path(part.folder)
+        self.dropping = self._dropping()
         self.given: dict[str, list[Any]] = {}
         self._joined: dict[str, list[Any]] = {}
         if part.alone:
@@ -122,6 +126,15 @@ class Stage:
         self._loaders: dict[int, int] = {}
         self._begun = False
         self._fed_by_schedule = False
+
+    def _dropping(self) -> Dropping:
+        if self.part.off is None:
+            return Nothing()
+        if not self.part.alone:
+            return Noting(self.part.off)
+        replaying = Replaying(torch.load(self.folder / MASKS, weights_only=False))
+        replaying.share = self.part.share
+        return replaying
 
     # -- what is put in the place of ours --------------------------------------------------------------
 
@@ -193,11 +206,12 @@ class Stage:
     def take(self, recorder: Any, model: nn.Module, rename: Callable[[str], str] = lambda name: name) -> None:
         """What is looked at from now on."""
         self.recorder, self._model, self._rename = recorder, model, rename
+        self._around.enter_context(self.dropping.watching(model, rename))
 
     def _attach(self, engine: Engine) -> None:
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.take(EngineRecorder(engine), engine.model)
+        self.take(EngineRecorder(engine, self.dropping), engine.model)
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:
             engine._criterion = _Criterion(engine._criterion, self)
@@ -293,9 +307,9 @@ class Stage:
     def finish(self) -> NoReturn:
         """Write what was seen, and end this process: nothing of the script after its last step is run."""
         record = self.recorder.record
-        if self._dropped():
-            record.notes.append("dropout was set to 0 for the comparison")
-        record.notes += self.notes
+        record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
+        record.about["zeroed"] = self.dropping.zeroed
+        record.about["replays"] = self.dropping.found if isinstance(self.dropping, Replaying) else Replays()
         record.about["names"] = (
             canonical_names(self._model, self._rename) if self.part.alone and self._model is not None else {}
         )

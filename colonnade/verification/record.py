@@ -6,20 +6,19 @@ A `Recorder` looks at a model through hooks; an engine, or a script of plain tor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
+from colonnade.verification.masks import Dropping, Masks, Nothing, Noting
 
 Loss = tuple[float, float | None]
 """(mean, what it is a mean over; None for a plain mean)"""
@@ -88,6 +87,8 @@ class StepRecord:
     activations: dict[str, Tensor] = field(default_factory=dict)
     recomputed: dict[str, Tensor] = field(default_factory=dict)
     """Activations of modules that ran once more in the backward pass."""
+    masks: Masks = field(default_factory=dict)
+    """What dropout kept."""
 
 
 @dataclass
@@ -119,8 +120,10 @@ class Recorder:
         by_count: bool = False,
         gradients: Callable[[], Iterator[tuple[Tracked, Piece]]] | None = None,
         rename: Callable[[str], str] = lambda name: name,
+        dropping: Dropping | None = None,
     ) -> None:
         self.record = Record(rank)
+        self.dropping = dropping if dropping is not None else Nothing()
         self.tracked = list(tracked)
         self._by_count, self._rename = by_count, rename
         self._gradients = gradients or self._own_gradients
@@ -143,6 +146,7 @@ class Recorder:
     def note_start(self) -> None:
         """Training starts from the weights that are there now."""
         self.record.start = {one.name: copied(local_part(one.tensor)) for one in self.tracked}
+        self.dropping.begin_step(0, self.dropping.share)
 
     def note_loss(self, loss: Loss | None) -> None:
         self._step.losses.append(loss)
@@ -176,7 +180,10 @@ class Recorder:
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
         for one in self.tracked:
             (step.weights if one.is_parameter else step.buffers)[one.name] = copied(local_part(one.tensor))
+        if isinstance(self.dropping, Noting):
+            step.masks = self.dropping.masks
         self.record.steps.append(step)
+        self.dropping.begin_step(len(self.record.steps), self.dropping.share)
         self._step, self._fired, self._seen_room = StepRecord(), {}, 0
 
     # -- hooks ------------------------------------------------------------------------------------------
@@ -253,54 +260,3 @@ def positions_of(tensor: LocalTensor) -> Tensor | None:
             at = at.unsqueeze(-1) + (offset + torch.arange(size)) * stride
         places[here.slices_in(whole)] = at
     return places
-
-
-# -- dropout ----------------------------------------------------------------------------------------------
-
-_DROPS = {
-    function: place
-    for place, names in (
-        (1, ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")),
-    )
-    for function in (getattr(nn.functional, name) for name in names)
-}
-
-
-class _NoDropout(TorchFunctionMode):
-    """Functions drop nothing; `seen` is whether any was to."""
-
-    seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPS:
-            dropped = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            if dropped and training:
-                self.seen = True
-                return args[0] if args else kwargs["input"]
-        elif func is nn.functional.scaled_dot_product_attention and (kwargs.get("dropout_p") or args[4:5]):
-            self.seen = self.seen or bool(kwargs.get("dropout_p") or args[4])
-            kwargs["dropout_p"], args = 0.0, args if len(args) < 5 else (*args[:4], 0.0, *args[5:])
-            kwargs = {key: value for key, value in kwargs.items() if key != "dropout_p" or len(args) < 5}
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def without_dropout(*models: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Inside, nothing is dropped. Yields a function that says whether anything would have been."""
-    changed: list[tuple[nn.Module, str, float]] = []
-    for module in (module for model in models for module in model.modules()):
-        for key in (
-            ("p", "dropout") if isinstance(module, (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)) else ()
-        ):
-            rate = vars(module).get(key)
-            if isinstance(rate, float) and rate:
-                changed.append((module, key, rate))
-                setattr(module, key, 0.0)
-    try:
-        with _NoDropout() as mode:
-            yield lambda: mode.seen or bool(changed)
-    finally:
-        for module, key, rate in changed:
-            setattr(module, key, rate)

@@ -19,6 +19,7 @@ from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ParityError, did_you_mean, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.verification.joined import Batch, Pass
+from colonnade.verification.masks import Dropping, Nothing
 from colonnade.verification.record import ACTIVATION_BYTES, RAW_BYTES, copied, first_tensor
 
 Tensors = dict[str, Tensor]
@@ -84,6 +85,7 @@ class OneProcess:
     limit: Limit | None = None
     dtype: torch.dtype | None = None
     """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
+    dropping: Dropping = field(default_factory=Nothing)
 
     def run(
         self,
@@ -104,11 +106,13 @@ class OneProcess:
         for at, passes in enumerate(steps):
             truth = Truth()
             seen = watched(self.model, truth.activations) if at == 0 else _nothing()
+            self.dropping.begin_step(at)
             with seen:
                 truth.loss, truth.total, truth.passes = self._gradients(passes, noise, room)
             room -= sum(_bytes(one) for one in truth.passes)
             with kept_buffers(self.model):
-                for share in apart[at] if apart and room > 0 else ():
+                for number, share in enumerate(apart[at] if apart and room > 0 else ()):
+                    self.dropping.begin_step(at, number)
                     truth.shards.append(self._gradients(share, noise, 0)[1])
                     room -= _bytes(truth.total)
             truth.norm, truth.clipped = self._clip(truth.total, at)
@@ -117,16 +121,14 @@ class OneProcess:
 
     def _gradients(self, passes: Sequence[Pass], noise: Any, room: int) -> tuple[float, Tensors, list[Tensors]]:
         """(mean loss, gradients, those of each pass): a loss that has a count is divided once by all of them."""
-        device = next(self.model.parameters()).device
         each: list[Tensors] = []
         total: Tensors = {}
         loss, counted = 0.0, 0.0
         keep = room >= len(passes) * sum(p.numel() * p.element_size() for p in self.model.parameters())
         for one in passes:
             mine: Tensors = {}
-            for batch in one.batches:
-                batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise, self.dtype).to(device), batch)
-                value, count = split_loss(self.loss_of(self.model, batch))
+            for batch in self._apart(one):
+                value, count = self._loss(batch, noise)
                 weight = one.weight / len(one.batches) if count is None else 1.0
                 loss += float(value.detach()) * weight
                 counted += float(count or 0.0)
@@ -140,6 +142,24 @@ class OneProcess:
                 for gradient in gradients.values():
                     gradient.div_(counted)
         return loss / (counted or 1.0), total, each
+
+    def _apart(self, one: Pass) -> Iterator[Batch]:
+        """The batches of a pass; of several, each is one share of what ranks see."""
+        for number, batch in enumerate(one.batches):
+            if len(one.batches) > 1:
+                self.dropping.share = number
+            yield batch
+
+    def _loss(self, batch: Batch, noise: Any = None) -> tuple[Any, Any]:
+        device = next(self.model.parameters()).device
+        batch = tree_map_only(Tensor, lambda leaf: moved_by_an_ulp(leaf, noise, self.dtype).to(device), batch)
+        return split_loss(self.loss_of(self.model, batch))
+
+    def passed(self, one: Pass) -> None:
+        """A forward pass, as the first of a step."""
+        self.dropping.begin_step(0)
+        for batch in self._apart(one):
+            self._loss(batch)
 
     def _clip(self, total: Tensors, step: int) -> tuple[float | None, Tensors]:
         if self.limit is None:

@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.errors import ParityError
-from colonnade.verification.assemble import assemble, mean_of, whole_shapes, whole_tensors
+from colonnade.verification.assemble import assemble, dropped_by, mean_of, whole_shapes, whole_tensors
 from colonnade.verification.diagnosis import diagnose
-from colonnade.verification.job import JOINED, REFERENCE, START, VARIABLE, Part
+from colonnade.verification.job import JOINED, MASKS, REFERENCE, START, VARIABLE, Part
 from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Spread, Truth, norm_of
@@ -46,13 +46,26 @@ class Script:
     dtype: str = "fp64"
     is_module: bool = False
     mistake: str | None = None
+    off: Mapping[str, str] | None = field(default_factory=dict)
+    """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
 
 
 def verify_script(script: Script) -> Report:
     """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        records = on_ranks(script, Path(name))
-        return ScriptAlone(script, Path(name), records).judge(records)
+        _, records, alone = run_both(script, Path(name))
+        return alone.judge(records)
+
+
+def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], ScriptAlone]:
+    """Run the script on its ranks and alone; once more without the dropout that one process could not do the same."""
+    while True:
+        inside = Path(tempfile.mkdtemp(dir=folder))
+        records = on_ranks(script, inside)
+        alone = ScriptAlone(script, inside, records)
+        if script.off is None or not alone.not_joined:
+            return script, records, alone
+        script = replace(script, off={**script.off, **alone.not_joined})
 
 
 class ScriptAlone:
@@ -61,9 +74,10 @@ class ScriptAlone:
     def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
         self._script, self._folder, self._records = script, folder, records
         self._apart: list[Record] | None = None
-        _hand_over(records, folder)
+        _hand_over(records, folder, script.off or {})
         whole = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
         self._truth, *self._moved = _alone(script, folder, whole)
+        self.not_joined: dict[str, str] = self._truth.about["replays"].not_joined
 
     def judge(self, records: Sequence[Record]) -> Report:
         """Of a run from the same weights on the same batches. What each share of them gives is found when it is needed."""
@@ -72,10 +86,7 @@ class ScriptAlone:
 
     def was_fed(self, records: Sequence[Record]) -> bool:
         """Whether a run had the same weights and batches."""
-        return all(
-            same_tensors(one.start, other.start) and same_tensors(one.about["given"], other.about["given"])
-            for one, other in zip(records, self._records, strict=True)
-        )
+        return all(same_tensors(_fed(one), _fed(other)) for one, other in zip(records, self._records, strict=True))
 
     def _shares(self) -> list[Record]:
         if self._apart is None:
@@ -87,7 +98,18 @@ class ScriptAlone:
         return self._apart
 
     def _part(self, result: str, **more: Any) -> Part:
-        return Part("alone", str(self._folder), result, self._script.steps, self._script.dtype, **more)
+        script = self._script
+        return Part("alone", str(self._folder), result, script.steps, script.dtype, off=_plain(script.off), **more)
+
+
+def _fed(record: Record) -> Any:
+    """What a run started from and was given, its random numbers too."""
+    masks = [[mask.kept for each in step.masks.values() for mask in each] for step in record.steps]
+    return record.start, record.about["given"], masks
+
+
+def _plain(off: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if off is None else dict(off)
 
 
 def same_tensors(one: Any, other: Any) -> bool:
@@ -107,7 +129,15 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def on_ranks(script: Script, folder: Path) -> list[Record]:
     """What each rank of a run noted."""
-    part = Part("ranks", str(folder), "rank{rank}.pt", script.steps, script.dtype, mistake=script.mistake)
+    part = Part(
+        "ranks",
+        str(folder),
+        "rank{rank}.pt",
+        script.steps,
+        script.dtype,
+        mistake=script.mistake,
+        off=_plain(script.off),
+    )
     environment = _environment(part.write(folder / "ranks.json"))
     command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
     command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
@@ -179,9 +209,10 @@ def _end_of(log: Path) -> str:
 # -- what the ranks were given ------------------------------------------------------------------------------
 
 
-def _hand_over(records: Sequence[Record], folder: Path) -> None:
-    """For the script alone: the weights that the ranks started from, and their batches, joined."""
+def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) -> None:
+    """For the script alone: the weights that the ranks started from, their batches, joined, and what they dropped."""
     torch.save(whole_tensors(records, {}), folder / START)
+    torch.save(dropped_by(records, off), folder / MASKS)
     _join(records, folder / JOINED.format(share=""), None)
 
 
@@ -243,7 +274,8 @@ def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], a
         for at, (spread, step) in enumerate(zip(spreads, steps, strict=True)):
             spread.widen(step, _truth(other, at))
     start = {names.get(name, name): value for name, value in truth.start.items()}
-    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), truth.notes))
+    masks = truth.about["replays"].apart
+    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), truth.notes, masks))
 
 
 def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:

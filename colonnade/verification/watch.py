@@ -53,7 +53,7 @@ class PlainRecorder:
         if stage.part.dtype == "fp64":
             _make_double(model)
         self.tracked = _tracked(model)
-        self.recorder = Recorder(model, self.tracked, rank, rename=plain_name, by_count=True)
+        self.recorder = Recorder(model, self.tracked, rank, rename=plain_name, by_count=True, dropping=stage.dropping)
         self.record = self.recorder.record
         self.record.about["dtype"] = _dtype(self.tracked)
         self.record.tensors = {

@@ -15,17 +15,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def test_a_loop_on_an_engine_is_equal_and_dropout_is_told(colonnade_verify) -> None:
+def test_a_loop_on_an_engine_is_equal_with_its_dropout(colonnade_verify) -> None:
     report = colonnade_verify(SCRIPTS / "loop.py", steps=3)
     assert report.ok
     assert not report.findings
-    assert any("dropout" in note for note in report.notes)
+    assert not report.notes
+    assert [row.name for row in report.rows if row.quantity == "dropout masks"] == ["2"]
     assert {row.step for row in report.rows} == {None, 0, 1, 2}
 
 
 def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_verify) -> None:
-    report = colonnade_verify(SCRIPTS / "loop.py", ["undivided"], check=False)
+    report = colonnade_verify(SCRIPTS / "loop.py", ["undivided"], check=False, off=None)
     assert report.causes[0] == "summed-not-averaged", str(report)
+    assert "dropout was set to 0 for the comparison" in report.notes
     with pytest.raises(pytest.fail.Exception, match="NOT equal to one process"):
         colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -18,11 +17,13 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
 from colonnade.parallel.stages import take_stages
+from colonnade.verification.named import call_given
 
 BuildModel = Callable[..., Any]
 """Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""
@@ -44,14 +45,16 @@ def roles(config: Config, world_size: int, build: BuildModel | None, context: Pa
     """Every kind of rank in turn, while `context` is that rank; afterwards it is what it was before.
 
     Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are outside
-    of groups that others are in. Without `build`, the model is one parameter of each kind of placement.
+    of groups that others are in. Without `build`, the model is one parameter of each kind of placement. A model that was
+    split has all stages in it, so it is built once for all ranks that are in the same groups.
     """
     layout = build_layout(config, world_size)
+    splits: dict[Any, Split] = {}
     for rank in _firsts(layout):
         context.simulate(config, world_size, rank)
         try:
             stage = stage_of(context.layout, rank)
-            yield Role(rank, stage, _one_of_each(context.layout, rank) if build is None else _model(build, context))
+            yield Role(rank, stage, _one_of_each(layout, rank) if build is None else _model(build, context, splits))
         finally:
             context.destroy()
 
@@ -77,30 +80,34 @@ def _firsts(layout: Layout) -> list[int]:
         return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
     kinds: dict[Any, int] = {}
     for rank in range(layout.world_size):
-        inside = tuple(mode for mode in layout.modes if layout.has(mode, rank))
-        kinds.setdefault((stage_of(layout, rank), inside), rank)
+        kinds.setdefault((stage_of(layout, rank), _inside(layout, rank)), rank)
     return list(kinds.values())
 
 
-def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
-    offered = {"config": context.config, "context": context}
-    try:
-        wanted: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
-    except (TypeError, ValueError):
-        wanted = {}
-    missing = [
-        name
-        for name, one in wanted.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
-    ]
-    if missing:
+def _inside(layout: Layout, rank: int) -> tuple[ParallelMode, ...]:
+    return tuple(mode for mode in layout.modes if layout.has(mode, rank))
+
+
+def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]) -> nn.Module:
+    """What a rank would train. `splits`: the split models so far, by the modes of the ranks that they were built for."""
+    inside = _inside(context.layout, context.get_global_rank())
+    built = splits[inside] if inside in splits else _built(build, context)
+    if isinstance(built, Split):
+        if built.whole is not None and not (built.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
+            splits[inside] = built  # FSDP2 would cut what stages share a second time
+        built = _own_stages(built, context)
+    if not isinstance(built, nn.Module):
         raise ConfigError(
-            f"the model's function needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or "
-            f"with `config` and `context` alone, that returns the model"
+            f"the model's function returned a {type(built).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
         )
+    return built
+
+
+def _built(build: BuildModel, context: ParallelContext) -> Any:
+    """What the user's function returns, on the meta device."""
     try:
         with meta_init():
-            built = build(**{name: value for name, value in offered.items() if name in wanted})
+            return call_given(build, {"config": context.config, "context": context}, "the model's function")
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -109,13 +116,6 @@ def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
             f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
             f"communicate or read files into parameters"
         ) from error
-    if isinstance(built, Split):
-        built = _own_stages(built, context)
-    if not isinstance(built, nn.Module):
-        raise ConfigError(
-            f"the model's function returned a {type(built).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
-        )
-    return built
 
 
 def _own_stages(stages: Split, context: ParallelContext) -> nn.Module:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from colonnade.verification.mutation.mistakes import Mistake, known, planted_environment
 from colonnade.verification.report import Report
-from colonnade.verification.run import Script, ScriptAlone, ScriptError, on_ranks, verify_script
+from colonnade.verification.run import Script, ScriptAlone, ScriptError, on_ranks, run_both, verify_script
 
 _NO_PLACE = "there is nothing in this run to make that mistake with"
 YES, NO, NOT_PLANTED = "noticed", "NOT noticed", "has no place there"
@@ -85,8 +85,7 @@ def mutate_script(
     if tests is not None and (status := _run_tests(tests, {})) != 0:
         raise ScriptError(f"{tests} fails with no mistake planted (exit status {status}): correct that first")
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
-        healthy = on_ranks(script, Path(name))
-        alone = ScriptAlone(script, Path(name), healthy)
+        script, healthy, alone = run_both(script, Path(name))
         report = alone.judge(healthy)
         if not report.ok:
             raise ScriptError(f"{script.target} differs from one process with no mistake planted:\n{report}")

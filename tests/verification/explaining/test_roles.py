@@ -36,6 +36,24 @@ def test_one_model_for_each_stage_on_the_meta_device():
     assert not dist.is_initialized()
 
 
+def test_a_split_model_is_built_once_and_what_fsdp_cuts_for_each_stage():
+    """A tied weight belongs to two stages: what is placed for one of them must not be placed again for the other."""
+    for zero, times in ((0, 1), (3, 2)):
+        built = []
+
+        def build(context: ParallelContext, built: list[int] = built) -> Any:
+            built.append(context.get_global_rank())
+            return split(GPT(16, 8, 16, 2, 4, context=context), num_stages=2)
+
+        names = [
+            {name for name, _ in role.model.named_parameters()}
+            for role in roles(load_config({**PIPED, "zero": zero}), 8, build, ParallelContext())
+        ]
+        assert len(built) == times
+        assert len(names) == 2
+        assert names[0] != names[1]
+
+
 def test_ranks_of_a_stage_are_those_of_the_layout():
     context = ParallelContext()
     context.simulate(load_config(PIPED), 8, 3)
