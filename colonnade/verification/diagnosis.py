@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isclose
 from typing import Any
 
@@ -25,59 +26,26 @@ from colonnade.verification.compare import (
     compare,
 )
 from colonnade.verification.evidence import Compared, Evidence, StepEvidence
-from colonnade.verification.hypotheses import clipping, norms, passes, places, reductions, updates  # noqa: F401
-from colonnade.verification.hypotheses.case import Case, GradientCase, Groups, raw_scale
+from colonnade.verification.hypotheses import (  # noqa: F401
+    clipping,
+    mixtures,
+    norms,
+    passes,
+    places,
+    reductions,
+    rounding,
+    updates,
+)
+from colonnade.verification.hypotheses.case import Case, GradientCase, Groups, differing_elements, raw_scale
+from colonnade.verification.hypotheses.causes import CAUSES
 from colonnade.verification.hypotheses.clipping import ClipCase
 from colonnade.verification.hypotheses.factors import near
 from colonnade.verification.hypotheses.norms import NormCase
 from colonnade.verification.hypotheses.table import Claim, claims
 from colonnade.verification.report import Finding, Report, Row, short_ranks
 
-CAUSES: Mapping[str, str] = {
-    "not-finite": "NaN or infinity, with the first place and the ranks",
-    "weights-differ-at-start": "the ranks do not start with the weights of one model",
-    "masks-differ": "ranks that hold the same activation drop other elements of it",
-    "forward-differs": "an activation parts from one process, with the first module",
-    "loss-differs": "the activations agree and the loss that is reported does not",
-    "recomputation-differs": "a module that runs again in the backward pass gives something else than the first time",
-    "summed-not-averaged": "a sum that is owed a divisor has none, or a sum of what is the same on every rank",
-    "averaged-not-summed": "a mean where a sum is owed",
-    "reduced-twice": "a sum of what is a sum already",
-    "wrong-divisor": "divided by another number than that of the ranks that saw distinct data",
-    "scaled-by-accumulation": "off by the number of micro-batches",
-    "scaled-by-mode": "off by the size of a mode before any reduction: in the loss, or in a layer's backward pass",
-    "loss-scale-left": "a loss scale that nobody took out",
-    "not-reduced": "this rank's own gradient, where a mean is owed",
-    "reduced-over-other-mode": "summed over other ranks than owed",
-    "partial-gradient": "a part of a sum over ranks that see the same data",
-    "tied-copy-missed": "the gradient of one copy of a tied weight",
-    "replicas-differ": "ranks that hold the same elements do not hold the same numbers",
-    "shards-swapped": "shards on each other's ranks",
-    "shards-interleaved": "the right numbers, dealt out in another order",
-    "shard-transposed": "rows and columns exchanged",
-    "last-micro-batch-only": "earlier micro-batches are lost",
-    "micro-batch-twice": "one micro-batch counts twice",
-    "micro-batch-missing": "one micro-batch is lost",
-    "mean-of-means": "shares of a batch with different counts weigh the same",
-    "stale-gradient": "the gradient of the step before",
-    "missing-gradient": "no gradient, or zero",
-    "norm-counts-replicas": "elements that several ranks hold count several times in the norm",
-    "norm-misses-shards": "elements on other ranks are not in the norm",
-    "norm-of-a-part": "the norm of some of the parameters, or of something before the gradient was whole",
-    "norms-averaged": "norms were added or averaged instead of their powers",
-    "norm-type-differs": "another p-norm",
-    "clipped-before-reduced": "each rank clipped its own gradient, and the sum is of those",
-    "clipped-per-stage": "each pipeline stage clipped by its own norm",
-    "clipped-twice": "the coefficient was applied twice",
-    "not-clipped": "larger than the limit, and left so",
-    "not-updated": "the weight is as it was before the step",
-    "optimizer-differs": "right gradients, wrong weights after the step",
-    "buffers-differ": "a buffer (running statistics, say) is not that of one process",
-    "unknown": "it differs, and none of the hypotheses fits",
-}
-"""The keys of findings, and what each means."""
-
-
+_SURE = 80
+"""Claims of this rank and above say that something differs, and little of why."""
 _TESTED_ELEMENTS = 20_000_000
 """Gradients that differ are tested one by one up to so many elements in all."""
 
@@ -106,7 +74,9 @@ class _Diagnosis:
             return start
         forward = self._masks() or self._forward()
         backward = forward or self._recomputed() or self._gradients()
-        found = [*backward, *(() if forward else self._loss(backward))]
+        loss = [] if forward else self._loss(backward)
+        known = [finding for finding in backward if finding.cause != "unknown"]
+        found = [*known, *loss] if loss else [*backward]
         if not backward:
             found += self._norm() or self._clipped() or self._weights()
         if not forward:
@@ -232,10 +202,20 @@ class _Diagnosis:
         alive = {name for name, one in self.step.gradients.items() if bool(one.total.truth.any())}
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
         healthy = frozenset(alive - wrong)
-        tested = {row.name: claims("gradient", self._gradient_case(row, healthy, scale)) for row in self._to_test(rows)}
+        tested = {row.name: self._tested(self._gradient_case(row, healthy, scale)) for row in self._to_test(rows)}
         alike = {self._kind(name): some for name, some in tested.items()}
         named = {row.name: tested.get(row.name, alike.get(self._kind(row.name), [])) for row in rows}
         return self._group(named, self.at, "the gradient of", "", rows)
+
+    def _tested(self, case: GradientCase) -> list[Claim]:
+        """What explains all of it; or, where a part of its elements is right, what explains the others."""
+        found = claims("gradient", case)
+        if all(claim.rank >= _SURE for claim in found):
+            elements = differing_elements(case.compared, case.row.tolerance)
+            inside = claims("gradient", case.within(elements)) if elements is not None else []
+            some = [replace(claim, what=f"in a part of its elements {claim.what}") for claim in inside]
+            found = [claim for claim in some if claim.rank < _SURE] or found or some
+        return found
 
     def _to_test(self, rows: Sequence[Row]) -> Sequence[Row]:
         """All of them; of a large model the first and the last of each kind, since the others are layers like these."""

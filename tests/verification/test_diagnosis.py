@@ -96,6 +96,37 @@ def own_clip_first(world, value, name, at, rank):
     return total
 
 
+def of_rank_0(world, value, name, at, rank):
+    return world.raw_sum(name, at, 0)
+
+
+def without_the_next(world, value, name, at, rank):
+    others = [other for other in world.group("DATA", rank) if other != (rank + 1) % world.data]
+    return torch.stack([world.raw_sum(name, at, other) for other in others]).sum(0) / world.data
+
+
+def end_not_reduced(world, value, name, at, rank):
+    if name != "down.weight":
+        return value
+    return torch.cat([value.flatten()[:-6], world.raw_sum(name, at, rank).flatten()[-6:]]).view(value.shape)
+
+
+def largest_of_ranks(world, value, name, at, rank):
+    return torch.stack([world.raw_sum(name, at, other) for other in world.group("DATA", rank)]).amax(0)
+
+
+def of_its_neighbour(world, value, name, at, rank):
+    return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
+
+
+def in_half(world, value, name, **_):
+    return value.to(torch.bfloat16).double() if name == "down.weight" else value
+
+
+def sine(world, value, name, **_):
+    return value.sin() if name == "down.weight" else value
+
+
 def squares(totals, ranks, names=None):
     return sum(
         float(value.norm()) ** 2
@@ -126,6 +157,14 @@ def norm_without(*names):
 
 def mean_of_norms(world, value, at, rank, totals):
     return sum(sqrt(squares(totals, [other])) for other in world.ranks) / len(world.ranks)
+
+
+def largest_norm(world, value, at, rank, totals):
+    return max(sqrt(squares(totals, [other])) for other in world.ranks)
+
+
+def rounded_norm(world, value, **_):
+    return float(torch.tensor(value).to(torch.bfloat16))
 
 
 def largest(world, value, at, rank, totals):
@@ -172,8 +211,11 @@ PLANTED = {
     "averaged-not-summed": [(World(2, 2), {"total": times(0.5, ["norm.weight"])})],
     "reduced-twice": [
         (World(3, 2), {"total": times(2, ["norm.weight"])}),
+        (World(2, 1, accumulation=3), {"total": passes([4, 2, 1])}),
     ],
     "scaled-by-accumulation": [
+        (World(2, 1, accumulation=4), {"total": passes([4, 4, 4, 1])}),
+        (World(2, 1, accumulation=3), {"total": passes([0.25, 0.25, 0.5])}),
         (World(2, 1, accumulation=3), {"raw": times(3)}),
         (World(2, 2, accumulation=4), {"raw": times(0.25)}),
     ],
@@ -182,12 +224,22 @@ PLANTED = {
         (World(2, 4, accumulation=2), {"raw": times(0.25)}),
         (World(2, 4), {"raw": times(4, ["down.weight"])}),
     ],
-    "loss-scale-left": [(World(2, 1), {"total": times(65536.0)})],
+    "loss-scale-left": [
+        (World(2, 1), {"total": times(65536.0)}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: 4096 * value}),
+    ],
     "not-reduced": [
         (World(2, 1), {"total": over(())}),
         (World(2, 2), {"total": over(("TENSOR",), ["norm.weight"])}),
         (World(2, 2, 2), {"total": over((), ["up.weight"])}),
+        (World(2, 1), {"total": of_rank_0}),
+        (World(4, 1), {"total": without_the_next}),
+        (World(2, 1), {"total": end_not_reduced}),
     ],
+    "wrong-operation": [(World(2, 1), {"total": largest_of_ranks})],
+    "gradients-exchanged": [(World(2, 1), {"total": of_its_neighbour})],
+    "rounded": [(World(2, 1), {"total": in_half}), (World(2, 1, max_norm=1.0), {"norm": rounded_norm})],
+    "backward-differs": [(World(2, 1), {"raw": sine})],
     "partial-gradient": [(World(2, 2), {"total": over(("DATA",), ["norm.weight"])})],
     "tied-copy-missed": [(World(2, 1, 2), {"total": over(("DATA",), ["embed.weight"])})],
     "reduced-over-other-mode": [(World(2, 4), {"total": sum_over_tensor_instead})],
@@ -202,7 +254,6 @@ PLANTED = {
     "micro-batch-missing": [(World(2, 1, accumulation=3), {"total": passes([1, 0, 1])})],
     "micro-batch-twice": [
         (World(2, 1, accumulation=3), {"total": passes([1, 2, 1])}),
-        (World(2, 1, accumulation=3), {"total": passes([4, 2, 1])}),
     ],
     "mean-of-means": [(World(2, 1, weights_of_shares=(0.3, 0.7)), {"total": plain_mean})],
     "stale-gradient": [
@@ -218,10 +269,19 @@ PLANTED = {
         (World(2, 2, max_norm=1.0), {"norm": norm_over("TENSOR")}),
         (World(1, 1, 2, max_norm=1.0), {"norm": norm_over("PIPELINE")}),
     ],
-    "norm-misses-shards": [(World(1, 2, max_norm=1.0), {"norm": norm_over()})],
-    "norm-of-a-part": [(World(2, 2, max_norm=1.0), {"norm": norm_without("down.weight")})],
+    "norm-misses-shards": [
+        (World(1, 2, max_norm=1.0), {"norm": norm_over()}),
+        (World(1, 1, 2, max_norm=1.0), {"norm": largest_norm}),
+    ],
+    "norm-of-a-part": [
+        (World(2, 2, max_norm=1.0), {"norm": norm_without("down.weight")}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: 0.0}),
+    ],
     "norms-averaged": [(World(1, 2, max_norm=1.0), {"norm": mean_of_norms})],
-    "norm-type-differs": [(World(2, 1, max_norm=1.0), {"norm": largest})],
+    "norm-type-differs": [
+        (World(2, 1, max_norm=1.0), {"norm": largest}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: value**2}),
+    ],
     "clipped-twice": [(World(2, 1, max_norm=1.0), {"clipped": clipped_again})],
     "clipped-per-stage": [
         (World(2, 1, 2, max_norm=1.0), {"clipped": of_own_stage}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from math import inf, isfinite, prod
@@ -15,8 +15,9 @@ from torch import Tensor
 from colonnade.verification.compare import at_positions, distance, flat, in_units
 from colonnade.verification.evidence import Compared, Evidence, GradientEvidence, ParameterInfo, Part, StepEvidence
 from colonnade.verification.hypotheses.factors import ACCUMULATION
+from colonnade.verification.hypotheses.table import Claim
 from colonnade.verification.report import Row
-from colonnade.verification.tolerance import length
+from colonnade.verification.tolerance import Tolerance, length
 
 Candidate = Callable[[Part], Tensor | None]
 """What a hypothesis expects a rank to hold (flat, double); None: it cannot say."""
@@ -168,6 +169,48 @@ class GradientCase(Case):
         infos = [self.evidence.parameters[name] for name in self.healthy if name in self.evidence.parameters]
         return any(self.groups.name(other) == mode and by == mine for info in infos for other, _, by in info.owed)
 
+    def is_replicated(self, mode: str) -> bool:
+        """Whether the ranks of a mode hold the same elements."""
+        held = {part.rank: part for part in self.compared.found}
+        return all(
+            other in held and same_places(held[other], part)
+            for part in self.compared.found
+            for other in self.groups.joint((mode,), part.rank)
+        )
+
+    @property
+    def forward_is_right(self) -> bool:
+        """Whether some rank knows the loss and all that do have the true one, or its mean."""
+        found = [loss for loss in self.step.found_loss if loss is not None]
+        allowed = Tolerance.for_run(self.evidence).of_size(abs(self.step.loss), self.step.loss_spread)
+        return bool(found) and abs(sum(found) / len(found) - self.step.loss) <= allowed
+
+    def differs_over(self, mode: str) -> bool:
+        """Whether ranks of a mode that hold the same elements have raw gradients that differ."""
+        apart = [
+            length(mine - theirs) > self.row.tolerance
+            for part in self.wrong
+            for other in self.groups.joint((mode,), part.rank)
+            if (mine := self.raw_at(part.rank, part)) is not None and (theirs := self.raw_at(other, part)) is not None
+        ]
+        return any(apart)
+
+    def within(self, elements: Tensor) -> GradientCase:
+        """The same case as if the parameter had these elements only."""
+        gradient = replace(
+            self.gradient,
+            total=_within(self.gradient.total, elements),
+            raw=[
+                [part for one in some if (part := _part_within(one, elements)) is not None]
+                for some in self.gradient.raw
+            ],
+            truth_of_passes=[flat(one)[elements] for one in self.gradient.truth_of_passes],
+            truth_of_shards=[flat(one)[elements] for one in self.gradient.truth_of_shards],
+            clipped=None,
+        )
+        before = None if self.before is None else flat(self.before)[elements]
+        return replace(self, gradient=gradient, compared=gradient.total, before=before, later=None)
+
     @property
     def divisor(self) -> float:
         """By which the sum of raw gradients is to be divided."""
@@ -229,6 +272,54 @@ class GradientCase(Case):
     def reduction_is_right(self) -> bool | None:
         """Whether what was found is what the raw gradients give when reduced as owed; None: not known."""
         return self.residual(self.due) <= 1 if self.raws else None
+
+
+def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
+    """The places of elements that are wrong on some rank, if a part of them is and the others are right; else None."""
+    wrong = torch.zeros(compared.truth.numel(), dtype=torch.bool)
+    for part in compared.found:
+        truth = at_positions(compared.truth, part.positions)
+        if truth.numel() != part.value.numel():
+            return None
+        places = torch.arange(len(truth)) if part.positions is None else part.positions.flatten()
+        wrong[places[(flat(part.value) - truth).abs() > allowed]] = True
+    return wrong.nonzero().flatten() if 0 < int(wrong.sum()) < len(wrong) else None
+
+
+def _within(compared: Compared, elements: Tensor) -> Compared:
+    found = [part for one in compared.found if (part := _part_within(one, elements)) is not None]
+    return replace(compared, truth=flat(compared.truth)[elements], found=found)
+
+
+def _part_within(part: Part, elements: Tensor) -> Part | None:
+    if part.positions is None:
+        return Part(part.rank, flat(part.value)[elements]) if part.value.numel() > int(elements.max()) else None
+    places = part.positions.flatten()
+    chosen = torch.isin(places, elements)
+    if not bool(chosen.any()):
+        return None
+    return Part(part.rank, flat(part.value)[chosen], torch.searchsorted(elements, places[chosen]))
+
+
+def in_owed_words(case: GradientCase, missing: Sequence[str], what: str) -> Claim:
+    """What it is called when a sum over these modes, which is owed, is not made."""
+    over = " and ".join(missing)
+    if any(case.owed.get(mode, 1.0) > 1 for mode in missing):
+        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
+    if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
+        what = f"has the part of one of its copies only: tied weights are not summed over {over}"
+        where = "the handler of tied weights, and how the copies are declared tied"
+        return Claim("tied-copy-missed", what, where, modes=tuple(missing))
+    what = f"is partial: each rank of {over} has a part of the sum and nobody adds them"
+    where = f"whether its placement says that a sum over {over} is owed"
+    return Claim("partial-gradient", what, where, modes=tuple(missing))
+
+
+def same_places(one: Part, other: Part) -> bool:
+    """Whether two ranks hold the same elements."""
+    if one.positions is None or other.positions is None:
+        return one.positions is other.positions
+    return torch.equal(one.positions.flatten(), other.positions.flatten())
 
 
 def sum_of_passes(raw: Sequence[Sequence[Part]], scale: float = 1.0) -> dict[int, Part]:

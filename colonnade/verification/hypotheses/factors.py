@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import log2
 
 ACCUMULATION = "accumulation"
 
@@ -68,3 +69,8 @@ def _power(name: str, power: float) -> str:
     if power == 1:
         return text
     return f"({text})²" if power == 2 else f"√({text})"
+
+
+def is_loss_scale(value: float, within: float) -> bool:
+    """Whether it is a large power of two, as loss scales are."""
+    return value >= 256 and abs(value / 2 ** round(log2(value)) - 1) <= max(within, 1e-6)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
+from statistics import fmean
 
 import torch
 
 from colonnade.verification.compare import NORM, distance, flat, in_units
 from colonnade.verification.evidence import Evidence, Part, StepEvidence
-from colonnade.verification.hypotheses.case import Groups, sum_of_passes
-from colonnade.verification.hypotheses.factors import near
+from colonnade.verification.hypotheses.case import Groups, same_places, sum_of_passes
+from colonnade.verification.hypotheses.factors import is_loss_scale, near
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.report import Row
 from colonnade.verification.tolerance import Tolerance, length
@@ -93,15 +94,9 @@ class NormCase:
         held = {part.rank: part for part in parts}
         for part in parts:
             for rank in self.groups.joint((mode,), part.rank):
-                if rank not in held or not _alike(held[rank], part):
+                if rank not in held or not same_places(held[rank], part):
                     return True
         return False
-
-
-def _alike(one: Part, other: Part) -> bool:
-    if one.positions is None or other.positions is None:
-        return one.positions is other.positions
-    return torch.equal(one.positions.flatten(), other.positions.flatten())
 
 
 @hypothesis("norm")
@@ -110,12 +105,7 @@ def summed_over_some_ranks(case: NormCase) -> Iterator[Claim]:
     if case.p == inf:
         return
     for modes in case.groups.subsets():
-
-        def value(rank: int, modes: tuple[str, ...] = modes) -> float:
-            ranks = case.groups.joint(modes, rank)
-            return case.root(sum(case.by_rank.get(other, 0.0) for other in ranks))
-
-        residual = case.residual(value)
+        residual = case.residual({rank: _held(case, modes, rank) for rank in case.found}.__getitem__)
         if residual <= 1:
             yield _name_sum(case, modes, residual)
 
@@ -202,18 +192,22 @@ def _own_shards(case: NormCase, label: str, names: Sequence[str]) -> Iterator[Cl
 
 @hypothesis("norm")
 def shares_of_the_norm(case: NormCase) -> Iterator[Claim]:
-    """The ranks' norms differ, and their powers add up to that of the true one."""
+    """The ranks' norms differ, and their powers add up to that of the true one, perhaps with a kind on every rank."""
     if case.p == inf or len(set(case.found.values())) < 2:
         return
+    on_every_rank = {"": 0.0, **{label: sum(case.once[n] for n in names) for label, names in _kinds(case).items()}}
     for modes in case.groups.subsets():
         for rank in case.found if modes else ():
             ranks = [other for other in case.groups.joint(modes, rank) if other in case.found]
-            total = case.root(sum(case.found[other] ** case.p for other in ranks))
-            if in_units(abs(total - case.truth), case.row.tolerance) <= 1:
-                over = " and ".join(modes)
-                what = f"is each rank's share: their powers add up to the true one over {over}, and nobody sums them"
-                yield Claim("norm-misses-shards", what, f"the group that the norm is summed over ({over})", modes=modes)
-                return
+            total = sum(case.found[other] ** case.p for other in ranks)
+            for label, power in on_every_rank.items():
+                left = case.root(total - (len(ranks) - 1) * power)
+                if in_units(abs(left - case.truth), case.row.tolerance) <= 1:
+                    over, all_of = " and ".join(modes), f" (each has all of {label})" if label else ""
+                    what = f"is each rank's share: their powers add up to the true one over {over}{all_of}, and nobody sums them"
+                    where = f"the group that the norm is summed over ({over})"
+                    yield Claim("norm-misses-shards", what, where, modes=modes)
+                    return
 
 
 def _first_shards(case: NormCase, label: str, names: Sequence[str], rest: float) -> Iterator[Claim]:
@@ -228,7 +222,7 @@ def _first_shards(case: NormCase, label: str, names: Sequence[str], rest: float)
             for name in names:
                 unlike: list[Part] = []
                 for part in (part for part in case.parts[name] if part.rank in chosen):
-                    if not any(_alike(part, other) for other in unlike):
+                    if not any(same_places(part, other) for other in unlike):
                         unlike.append(part)
                 seen += unlike
             value = case.root(rest + sum(map(case.power, seen)))
@@ -262,22 +256,25 @@ def _kinds(case: NormCase) -> Mapping[str, list[str]]:
 
 
 @hypothesis("norm")
-def off_by_a_root(case: NormCase) -> Iterator[Claim]:
-    """The root of a mode's size, or the size itself."""
+def off_by_a_factor(case: NormCase) -> Iterator[Claim]:
+    """The root of a mode's size, the size itself, or a loss scale."""
     if not case.truth or len(set(case.found.values())) > 1:
         return
     ratio = next(iter(case.found.values())) / case.truth
     exact = max(2 * case.row.tolerance / case.truth, 1e-9)
-    power = ratio if case.p == inf else ratio**case.p
-    for factor in near(power, case.groups.sizes, exact * case.p * power):
+    p = 1.0 if case.p == inf else case.p
+    for factor in near(ratio**p, case.groups.sizes, exact * p * ratio**p) if case.p != inf else ():
         modes = tuple(name for name, _ in factor.powers)
         cause = "norm-counts-replicas" if ratio > 1 else "norm-misses-shards"
         what = f"is {ratio:.6g} times the true one, the root of {factor}"
         yield Claim(cause, what, _WEIGHTS, ratio, modes, 0.9 * 0.3, rank=60)
+    scaled = "whether it is taken of sums, of means, or of gradients that are still scaled"
     for factor in near(ratio, {**case.groups.sizes, "accumulation": case.evidence.accumulation}, exact):
         what = f"is {ratio:.6g} times the true one ({factor})"
-        where = "whether it is taken of sums, of means, or of gradients that are still scaled"
-        yield Claim("norm-of-a-part", what, where, ratio, residual=0.9 * 0.3, rank=61)
+        yield Claim("norm-of-a-part", what, scaled, ratio, residual=0.9 * 0.3, rank=61)
+    if is_loss_scale(ratio, exact):
+        what = f"is {ratio:g} times the true one, a power of two as loss scales are"
+        yield Claim("loss-scale-left", what, scaled, ratio, residual=0.9 * 0.3, rank=62)
 
 
 @hypothesis("norm")
@@ -293,19 +290,26 @@ def norms_of_norms(case: NormCase) -> Iterator[Claim]:
             if not modes or set(inner) & set(modes):
                 continue
 
-            def local(rank: int, inner: tuple[str, ...] = inner) -> float:
-                return case.root(sum(case.by_rank.get(r, 0.0) for r in case.groups.joint(inner, rank)))
-
-            def added(rank: int, modes: tuple[str, ...] = modes) -> float:
-                return sum(local(other) for other in case.groups.joint(modes, rank))
-
-            def mean(rank: int, modes: tuple[str, ...] = modes) -> float:
-                return added(rank, modes) / len(case.groups.joint(modes, rank))
-
-            over = " and ".join(modes)
-            yield Claim("norms-averaged", f"adds the norms of ranks of {over}", where, residual=case.residual(added))
-            yield Claim("norms-averaged", f"averages the norms of ranks of {over}", where, residual=case.residual(mean))
+            norms = {
+                rank: [_held(case, inner, other) for other in case.groups.joint(modes, rank)] for rank in case.found
+            }
+            of = f"the norms of ranks of {' and '.join(modes)}"
+            added, mean, largest = (
+                case.residual({rank: join(some) for rank, some in norms.items()}.__getitem__)
+                for join in (sum, fmean, max)
+            )
+            yield Claim("norms-averaged", f"adds {of}", where, residual=added)
+            yield Claim("norms-averaged", f"averages {of}", where, residual=mean)
+            if any(max(some) - min(some) > case.row.tolerance for some in norms.values()):
+                yield Claim(
+                    "norm-misses-shards", f"is the largest of {of}", where, modes=modes, residual=largest, rank=2
+                )
     yield from _groups_added(case, where)
+
+
+def _held(case: NormCase, modes: Sequence[str], rank: int) -> float:
+    """The norm of all that the ranks that modes reach hold."""
+    return case.root(sum(case.by_rank.get(other, 0.0) for other in case.groups.joint(modes, rank)))
 
 
 def _groups_added(case: NormCase, where: str) -> Iterator[Claim]:
@@ -327,6 +331,9 @@ def another_type(case: NormCase) -> Iterator[Claim]:
         value = float(values.max()) if p == inf else float(values.pow(p).sum()) ** (1 / p)
         if p != case.p:
             yield Claim("norm-type-differs", f"is the {p:g}-norm", where, residual=case.residual(value))
+    if case.p != inf:
+        what = f"is the sum of powers of {case.p:g}, of which no root was taken"
+        yield Claim("norm-type-differs", what, where, residual=case.residual(case.truth**case.p))
     if case.p not in (2.0, inf):
         value = float(values.pow(2).sum()) ** (1 / case.p)
         what = f"sums squares and takes the root of order {case.p:g}"
@@ -335,7 +342,11 @@ def another_type(case: NormCase) -> Iterator[Claim]:
 
 @hypothesis("norm")
 def of_something_else(case: NormCase) -> Iterator[Claim]:
-    """Of this rank's own gradients, of the last micro-batch, of the step before, or of the clipped gradient."""
+    """Of this rank's own gradients, of the last micro-batch, of an earlier step, of the clipped gradient, or of nothing."""
+    if not any(case.found.values()) and case.truth:
+        what = "is zero: it is taken of gradients that are not there"
+        yield Claim("norm-of-a-part", what, "where it reads gradients from, and when")
+    yield from _of_earlier_steps(case)
     if case.p == inf:
         return
     own: dict[int, float] = {}
@@ -355,9 +366,16 @@ def of_something_else(case: NormCase) -> Iterator[Claim]:
             residual = case.residual(scale * case.root(last))
             what = "is that of the last micro-batch alone"
             yield Claim("norm-of-a-part", what, "when the norm is taken", residual=residual)
-    if case.at and case.row.quantity == NORM and case.evidence.steps[case.at - 1].norm is not None:
-        residual = case.residual(case.evidence.steps[case.at - 1].norm or 0.0)
-        yield Claim("stale-gradient", "is that of the step before", "what keeps it between steps", residual=residual)
     if case.evidence.max_norm is not None:
         what = "is the limit itself: taken after clipping"
         yield Claim("norm-of-a-part", what, "when the norm is taken", residual=case.residual(case.evidence.max_norm))
+
+
+def _of_earlier_steps(case: NormCase) -> Iterator[Claim]:
+    """That of an earlier step, or the largest so far: something is kept."""
+    if case.row.quantity != NORM:
+        return
+    for back in range(1, case.at + 1):
+        residual = case.residual(case.evidence.steps[case.at - back].norm or 0.0)
+        what = "is that of the step before" if back == 1 else f"is that of {back} steps before"
+        yield Claim("stale-gradient", what, "what keeps it between steps", residual=residual, rank=1)

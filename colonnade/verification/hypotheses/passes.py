@@ -1,8 +1,8 @@
-"""A gradient that lacks a micro-batch, has one twice, or weighs shares of the batch wrongly."""
+"""A gradient that weighs shares of the batch wrongly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,68 +10,9 @@ from torch import Tensor
 from colonnade.verification.compare import flat
 from colonnade.verification.evidence import Part
 from colonnade.verification.hypotheses.case import GradientCase
+from colonnade.verification.hypotheses.mixtures import mixture, solved
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.tolerance import length
-
-
-@hypothesis("gradient")
-def micro_batches(case: GradientCase) -> Iterator[Claim]:
-    """Whole-number weights of the passes that are not all one."""
-    truths = [flat(one) for one in case.gradient.truth_of_passes]
-    count = len(truths)
-    if count < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
-        return
-    ways = [*_ways(count), *_scaled_again(count), *_summed_again(count, case.groups.sizes)]
-    for weights, cause, what, where in ways:
-        for scale in sorted({1.0, float(count), 1 / count, count / max(sum(weights), 1)}):
-            residual = case.residual(_mixture(truths, [scale * one for one in weights]))
-            yield Claim(cause, what, where, residual=residual)
-
-
-def _ways(count: int) -> Iterator[tuple[list[float], str, str, str]]:
-    """(weights, cause, what, where) of the usual mistakes; the last pass alone first."""
-    where = "which pass starts the sums, and what clears gradients between passes"
-    for only in [count - 1, *range(count - 1)]:
-        weights = [float(one == only) for one in range(count)]
-        if only == count - 1:
-            yield weights, "last-micro-batch-only", f"is that of the last of {count} micro-batches only", where
-        elif count > 2:
-            yield weights, "micro-batch-missing", f"is that of micro-batch {only} of {count} only", where
-    for one in range(count):
-        left = [float(other != one) for other in range(count)]
-        twice = [1.0 + (other == one) for other in range(count)]
-        yield left, "micro-batch-missing", f"lacks micro-batch {one} of {count}", where
-        again = f"has micro-batch {one} of {count} twice"
-        yield twice, "micro-batch-twice", again, "what is summed over ranks more than once between passes"
-        instead = [1.0 + (other == one) - (other == (one + 1) % count) for other in range(count)]
-        if count > 1 and min(instead) == 0:
-            what = f"{again}, in place of micro-batch {(one + 1) % count}"
-            yield instead, "micro-batch-twice", what, "the loader's index of micro-batches"
-
-
-def _scaled_again(count: int) -> Iterator[tuple[list[float], str, str, str]]:
-    """Each pass scales all that is accumulated so far."""
-    if count > 2:  # of two passes it cannot be told from other weights
-        weights = [float(count) ** -(count - 1 - at) for at in range(count)]
-        what = f"has earlier micro-batches divided by {count} again with each later one"
-        yield weights, "scaled-by-accumulation", what, "what scales gradients between passes"
-
-
-def _summed_again(count: int, sizes: Mapping[str, int]) -> Iterator[tuple[list[float], str, str, str]]:
-    """Each pass sums over a mode all that is accumulated so far: earlier passes are multiplied again and again."""
-    for mode, size in sizes.items():
-        weights = [float(size ** (count - 1 - at)) for at in range(count)]
-        what = f"has earlier micro-batches summed over {mode} again with each later one"
-        yield weights, "micro-batch-twice", what, "whether each pass reduces all that is accumulated so far"
-
-
-def _mixture(truths: Sequence[Tensor], weights: Sequence[float]) -> Callable[[Part], Tensor]:
-    whole = torch.stack([weight * one for weight, one in zip(weights, truths, strict=True)]).sum(0)
-
-    def candidate(part: Part) -> Tensor:
-        return whole if part.positions is None else whole[part.positions.flatten()]
-
-    return candidate
 
 
 @hypothesis("gradient")
@@ -82,7 +23,7 @@ def mean_of_means(case: GradientCase) -> Iterator[Claim]:
         return
     if length(torch.stack(truths).mean(0) - flat(case.compared.truth)) <= case.row.tolerance:
         return  # the shares weigh the same: their plain mean is right
-    residual = case.residual(_mixture(truths, [1 / len(truths)] * len(truths)))
+    residual = case.residual(mixture(truths, [1 / len(truths)] * len(truths)))
     what = "is the plain mean of the means of all shares of the batch, which have different counts"
     where = "the loss: give (sum, count), and divide once by the count of the whole batch"
     yield Claim("mean-of-means", what, where, residual=residual)
@@ -105,9 +46,6 @@ def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
     yield Claim("mean-of-means", what, where, residual=0.3 * residual)
 
 
-_SAMPLED = 1 << 16
-
-
 def _better_weights(case: GradientCase) -> Tensor | None:
     """By which the raw gradients of each pass and rank make the truth, read off the largest gradient that they fit.
 
@@ -118,14 +56,14 @@ def _better_weights(case: GradientCase) -> Tensor | None:
     largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
     for name in largest[:8]:
         own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
-        if own is None or len(own) < 2 or len(truth) < 3 * len(own) or not truth.any():
+        if own is None or len(own) < 2:
             continue
-        stride = -(-len(truth) // _SAMPLED)
-        columns, wanted = torch.stack(own, 1)[::stride], truth[::stride]
-        weights = torch.linalg.lstsq(columns, wanted[:, None]).solution.flatten()
-        left = length(columns @ weights - wanted) / length(wanted)
+        found = solved(own, truth, 1e-3 * length(truth))
+        if found is None:
+            continue
+        weights = torch.tensor(found, dtype=torch.float64)
         whole = abs(float(weights.sum()) - len(own)) < 1e-3 * len(own)
-        if left < 1e-3 and whole and bool((weights > -1e-3).all()) and length(weights - 1) > 1e-3:
+        if whole and bool((weights > -1e-3).all()) and length(weights - 1) > 1e-3:
             return weights
     return None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.verification.compare import at_positions, distance, flat, in_units
 from colonnade.verification.evidence import Part
-from colonnade.verification.hypotheses.case import Case
+from colonnade.verification.hypotheses.case import Case, GradientCase, same_places
 from colonnade.verification.hypotheses.factors import near
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.tolerance import length
@@ -36,7 +36,7 @@ _ORDER = "the order of ranks in the group that cuts or gathers it"
 def _owner(case: Case, part: Part) -> tuple[int, float] | None:
     """The rank whose place in the truth these elements fit, and how well."""
     for other in case.compared.found:
-        if other.rank == part.rank or other.value.numel() != part.value.numel() or _same_places(part, other):
+        if other.rank == part.rank or other.value.numel() != part.value.numel() or same_places(part, other):
             continue
         left = in_units(
             length(flat(part.value) - at_positions(case.compared.truth, other.positions)), case.row.tolerance
@@ -44,12 +44,6 @@ def _owner(case: Case, part: Part) -> tuple[int, float] | None:
         if left <= 1:
             return other.rank, left
     return None
-
-
-def _same_places(one: Part, other: Part) -> bool:
-    if one.positions is None or other.positions is None:
-        return one.positions is other.positions
-    return torch.equal(one.positions.flatten(), other.positions.flatten())
 
 
 @hypothesis("gradient")
@@ -100,7 +94,7 @@ def _one_of_each(case: Case) -> list[Part]:
     chosen: list[Part] = []
     wrong = {id(part) for part in case.wrong}
     for part in sorted(case.compared.found, key=lambda part: id(part) not in wrong):
-        if not any(_same_places(part, other) for other in chosen):
+        if not any(same_places(part, other) for other in chosen):
             chosen.append(part)
     return sorted(chosen, key=lambda part: part.rank)
 
@@ -129,7 +123,7 @@ def replicas_differ(case: Case) -> Iterator[Claim]:
     if not wrong:
         return
     right = [part for part in case.compared.found if all(part is not other for other in wrong)]
-    against = [part for part in wrong if any(_same_places(part, other) for other in right)]
+    against = [part for part in wrong if any(same_places(part, other) for other in right)]
     if len(against) == len(wrong):
         ranks = sorted({part.rank for part in wrong})
         agree = sorted({part.rank for part in right})
@@ -143,10 +137,45 @@ def replicas_differ(case: Case) -> Iterator[Claim]:
 
 def _unlike(parts: list[Part], allowed: float) -> list[int]:
     for one, other in combinations(parts, 2):
-        alike = one.rank != other.rank and _same_places(one, other) and one.value.numel() == other.value.numel()
+        alike = one.rank != other.rank and same_places(one, other) and one.value.numel() == other.value.numel()
         if alike and in_units(length(flat(one.value) - flat(other.value)), allowed) > 1:
             return [one.rank, other.rank]
     return []
+
+
+_SEARCHED = 20_000_000
+
+
+@hypothesis("gradient")
+def of_another_parameter(case: GradientCase) -> Iterator[Claim]:
+    """All gradients in a row, as in a flat buffer, have these numbers at another place."""
+    wholes = {name: flat(one.total.truth) for name, one in case.step.gradients.items()}
+    if case.compared.truth.numel() < 4 or sum(map(len, wholes.values())) > _SEARCHED:
+        return
+    row, starts, first = torch.cat(list(wholes.values())), {}, 0
+    for name, whole in wholes.items():
+        starts[name], first = first, first + len(whole)
+    found = {_place_in(row, flat(part.value), case.row.tolerance) for part in case.wrong}
+    if len(found) != 1 or (place := found.pop()) is None:
+        return
+    owner = max((name for name in starts if starts[name] <= place), key=lambda name: starts[name])
+    what = f"has the numbers of {owner}" + (
+        f" from element {place - starts[owner]} on" if place > starts[owner] else ""
+    )
+    where = "the order in which a flat buffer is filled and emptied, and its offsets"
+    yield Claim("gradients-exchanged", what, where, residual=0.3)
+
+
+def _place_in(row: Tensor, value: Tensor, allowed: float) -> int | None:
+    """Where these numbers lie in a row of more of them."""
+    if len(value) < 4 or length(value) <= allowed:
+        return None
+    pivot = int(value.abs().argmax())
+    for place in ((row - value[pivot]).abs() <= allowed).nonzero().flatten().tolist()[:50]:
+        start = place - pivot
+        if start >= 0 and length(row[start : start + len(value)] - value[: len(row) - start]) <= allowed:
+            return start
+    return None
 
 
 @hypothesis("tensor")
@@ -156,7 +185,7 @@ def a_sum_is_missing(case: Case) -> Iterator[Claim]:
         lefts = []
         for part in case.wrong:
             ranks = case.groups.joint((mode,), part.rank)
-            same = [p for p in case.compared.found if p.rank in ranks and _same_places(p, part)]
+            same = [p for p in case.compared.found if p.rank in ranks and same_places(p, part)]
             if len(same) < 2:
                 break
             total = torch.stack([flat(p.value) for p in same]).sum(0)

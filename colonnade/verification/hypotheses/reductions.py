@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import log2
 
 import torch
 from torch import Tensor
 
 from colonnade.verification.compare import distance, flat, in_units, uncovered
 from colonnade.verification.evidence import Part
-from colonnade.verification.hypotheses.case import GradientCase, sum_of_passes
-from colonnade.verification.hypotheses.factors import ACCUMULATION, Factor, near
+from colonnade.verification.hypotheses.case import GradientCase, in_owed_words, sum_of_passes
+from colonnade.verification.hypotheses.factors import ACCUMULATION, Factor, is_loss_scale, near
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.tolerance import length
 
@@ -185,7 +184,7 @@ def _product(case: GradientCase, factor: Factor, size: str, in_backward: bool) -
 
 
 def _unexplained(value: float, residual: float) -> Claim:
-    if value >= 256 and abs(log2(value) - round(log2(value))) < 1e-6:
+    if is_loss_scale(value, 1e-6):
         what = f"is {value:g} times what it should be, a power of two as loss scales are"
         return Claim("loss-scale-left", what, "where gradients are unscaled", value, residual=residual, rank=50)
     what = f"is {value:.6g} times what it should be, which is no product of sizes here"
@@ -241,22 +240,37 @@ def _sum_over(
 
 def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], extra: Sequence[str]) -> Claim:
     owed = " and ".join(case.owed) or "nothing"
+    if extra and not missing and all(case.is_replicated(mode) for mode in extra):
+        what = f"is summed over {' and '.join(extra)} too, where nothing is owed"
+        return Claim("summed-not-averaged", what, f"who sums it over {' and '.join(extra)}", modes=tuple(extra))
     if extra:
         what = f"is the sum over {' and '.join(modes)}, but {owed} is owed"
         where = f"the group that is given to the sum of {'these' if missing else 'them'}"
         return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
-    if any(case.owed[mode] > 1 for mode in missing):
-        what = f"is {own}not reduced over {over}"
-        return Claim("not-reduced", what, f"who sums it over {over}", modes=tuple(missing))
-    if case.info.tied or any("PIPELINE" in mode.upper() for mode in missing):
-        what = f"has the part of one of its copies only: tied weights are not summed over {over}"
-        where = "the handler of tied weights, and how the copies are declared tied"
-        return Claim("tied-copy-missed", what, where, modes=tuple(missing))
-    what = f"is {own}partial: each rank of {over} has a part of the sum and nobody adds them"
-    where = f"whether its placement says that a sum over {over} is owed"
-    return Claim("partial-gradient", what, where, modes=tuple(missing))
+    return in_owed_words(case, missing, f"is {own}not reduced over {over}")
+
+
+@hypothesis("gradient")
+def another_operation(case: GradientCase) -> Iterator[Claim]:
+    """The largest, the smallest or the product of the ranks' gradients."""
+    operations: dict[str, Callable[..., Tensor]] = {
+        "largest": torch.amax,
+        "smallest": torch.amin,
+        "product": torch.prod,
+    }
+    for word, operation in operations.items() if case.raws and case.owed else ():
+
+        def candidate(part: Part, operation: Callable[..., Tensor] = operation) -> Tensor | None:
+            ranks = [rank for rank in case.groups.joint(tuple(case.owed), part.rank) if rank in case.raws]
+            some = [one for rank in ranks if (one := case.raw_at(rank, part)) is not None]
+            return operation(torch.stack(some), 0) if len(some) > 1 else None
+
+        what = f"is the {word} of the gradients of {' and '.join(case.owed)}, element by element, not their sum"
+        yield Claim(
+            "wrong-operation", what, "the operation that the reduction is given", residual=case.residual(candidate)
+        )
 
 
 @hypothesis("gradient")
@@ -289,6 +303,23 @@ def _sum_of_parts(case: GradientCase, part: Part, mode: str) -> Tensor | None:
     if truth is None or len(some) < 2 or any(len(one) != len(truth) for one in some):
         return None
     return torch.stack(some).sum(0) - truth
+
+
+@hypothesis("gradient")
+def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
+    """By elimination: forward pass and loss are right, the sums are made as owed, and still it is not the true gradient."""
+    if case.backward_is_right is not False or not case.reduction_is_right or not case.forward_is_right:
+        return
+    fitted, others = case.fit(case.truth), [m for m in case.groups.of_mode if m != "DATA" and case.differs_over(m)]
+    after = f", while that of {sorted(case.healthy)[0]} is right" if case.healthy else ""
+    how = f"reduced as owed, and not the true one{after}"
+    if fitted is not None and fitted[0] < 1 and others:
+        what = f"is what the ranks' own passes give, {how}: a part that crosses ranks of {' and '.join(others)} is lost"
+        where = f"the backward pass of what gathers or sends over {' and '.join(others)}: it owes a sum"
+        yield Claim("partial-gradient", what, where, modes=tuple(others), residual=0.9, rank=90)
+    else:
+        where = "backward passes that are written by hand, and hooks, between it and what is right"
+        yield Claim("backward-differs", f"is what the ranks' own passes give, {how}", where, residual=0.9, rank=90)
 
 
 @hypothesis("gradient")

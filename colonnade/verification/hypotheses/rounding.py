@@ -1,0 +1,51 @@
+"""Right numbers that went through a narrower dtype than the run's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from colonnade.verification.compare import flat
+from colonnade.verification.hypotheses.case import Case
+from colonnade.verification.hypotheses.norms import NormCase
+from colonnade.verification.hypotheses.table import Claim, hypothesis
+from colonnade.verification.tolerance import length
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WHERE = "casts on the way, and the dtype of the reduction"
+_RANK = 70
+"""After all that says more."""
+
+
+def narrower(value: Tensor, truth: Tensor, dtype: str) -> str | None:
+    """The dtype that every element fits into, where the run's is wider and the rounding explains how far they are apart."""
+    size = length(truth)
+    for narrow in _NARROW:
+        if torch.finfo(narrow).eps > 4 * torch.finfo(getattr(torch, dtype)).eps:
+            eps = torch.finfo(narrow).eps
+            fits = length(value.to(narrow).double() - value) <= 1e-3 * eps * length(value) or narrow is torch.float32
+            if fits and length(value - truth) <= 8 * eps * size:
+                return str(narrow).removeprefix("torch.")
+    return None
+
+
+@hypothesis("gradient")
+@hypothesis("tensor")
+def rounded(case: Case) -> Iterator[Claim]:
+    """As near to the truth as a narrower dtype can be."""
+    found = set()
+    for part in case.wrong:
+        truth = case.truth(part)
+        found.add(narrower(flat(part.value), truth, case.evidence.dtype) if truth is not None else None)
+    if len(found) == 1 and (dtype := found.pop()):
+        yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.5, rank=_RANK)
+
+
+@hypothesis("norm")
+def rounded_norm(case: NormCase) -> Iterator[Claim]:
+    """The norm itself."""
+    values = torch.tensor(list(case.found.values()), dtype=torch.float64)
+    if dtype := narrower(values, torch.full_like(values, case.truth), case.evidence.dtype):
+        yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
