@@ -58,8 +58,15 @@ class Wire:
 
 
 def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need."""
-    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
+    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need.
+
+    One that does for all devices goes by its plain name: of "cpu:gloo,cuda:gloo" torch makes a group without a default
+    where a plugin is registered (its own fake one is), which warns when it is destroyed.
+    """
+    backends = {"cpu": "gloo"} | backends_of(group)
+    if len(set(backends.values())) == 1:
+        return backends["cpu"]
+    return ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
 
 
 def wait(pending: Pending, at_most: timedelta | None = None) -> None:
