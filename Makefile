@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeline 2
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gpt/train.py --fresh
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade demo --output examples/gpt/output
 
 test: check  ## everything: `make check`, then the slow tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"

@@ -8,6 +8,7 @@ collectives of two threads on one group have no order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -33,6 +34,7 @@ from colonnade.checkpoint.storage.folder import (
     write_manifest,
 )
 from colonnade.checkpoint.storage.verify import verify
+from colonnade.constants import SAVED
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -106,6 +108,9 @@ class StorageWriter:
         retire(path.parent, path, self.keep)
         seconds = time.monotonic() - self.started
         get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
+        if SAVED in os.environ:
+            with contextlib.suppress(OSError):  # the launcher is gone
+                Path(os.environ[SAVED]).write_text(f"step {self.step} in {path}", encoding="utf-8")
 
     def _check_loadable(self) -> None:
         """Read what was written as a load would, before it gets its name and older checkpoints go."""
