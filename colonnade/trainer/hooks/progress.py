@@ -20,7 +20,7 @@ _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
 """Where the length of an epoch is not known."""
 _SECONDS_PER_DRAWING = 0.5
-_LEAST_BAR = 12
+_LEAST_BAR = 9
 _VALUE = 9
 """As wide as a number gets in four digits: 1.234e-05."""
 
@@ -100,10 +100,10 @@ def _numbers(record: StepRecord, speed: float | None, left: float | None, room: 
     known = {name: getattr(record, field) for name, field in (("loss", "loss"), ("lr", "lr"), ("norm", "grad_norm"))}
     texts = {name: f"{value:.4g}" for name, value in known.items() if value is not None}
     if room is not None:
-        texts, rate = {name: text.ljust(_VALUE) for name, text in texts.items()}, rate.rjust(6)
+        texts, rate = {name: text.ljust(_VALUE) for name, text in texts.items()}, rate.rjust(_VALUE)
     parts = {name: f"{name} {text}" for name, text in texts.items()} | {"rate": f"{rate} samples/s"}
-    if left is not None:
-        parts["left"] = f"left {timedelta(seconds=int(left))}"
+    if left is not None or room is not None:
+        parts["left"] = f"left {timedelta(seconds=int(left)) if left is not None else '-:--:--'}"
     shown: list[str] = []
     for name in ("loss", "left", "norm", "rate", "lr"):  # those that matter most
         if name in parts and (room is None or len("  ".join(parts[each] for each in [*shown, name])) <= room):

@@ -225,6 +225,8 @@ def _is_behind(line: str, trainer: Trainer) -> bool:
         return False
     if kind == "step":
         return bool(step <= trainer.cur_step)
+    if kind == "test" and epoch == trainer.cur_epoch:  # an EvaluateHook's; that of the whole epoch is made again
+        return bool(step < trainer.cur_step + (not trainer.epoch_done))
     return bool(epoch < trainer.cur_epoch + (kind == "train" and trainer.epoch_done))
 
 
