@@ -83,7 +83,7 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
     if not folders:
         wanted = f" of step {step}" if step is not None else ""
         raise CheckpointError(
-            f"no checkpoint{wanted} in {path}; give the folder of a run, or one step-... folder in it"
+            f"no checkpoint{wanted} in {path}; give the folder of a run, or one step-... folder in it", code="C080"
         )
     return [_row(folder, content) for folder in folders]
 
@@ -97,7 +97,9 @@ def _run_folder(path: Path) -> Path:
         return path
     found = sorted(inner for inner in path.iterdir() if inner.is_dir() and published(inner))
     if len(found) > 1:
-        raise CheckpointError(f"{path} has several folders with checkpoints: {listed(found)}; give one of them")
+        raise CheckpointError(
+            f"{path} has several folders with checkpoints: {listed(found)}; give one of them", code="C080"
+        )
     return found[0] if found else path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -27,7 +28,7 @@ class Of(str, Enum):
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(help="The config, a .py or .toml file.")],
+    config: Annotated[Path, typer.Argument(help="The config, a .py or .toml file; or the code of an error, as C040.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +51,11 @@ def explain(
 
     Without --model: of one parameter of each kind of placement. With --ratio: what a factor in a gradient or a norm
     can mean in this layout, best guess first. Exit code 1 if `initialize` would refuse the config.
+    With the code of an error: what it means and what to do.
     """
+    if re.fullmatch(r"[Cc]\d+", str(config)):
+        typer.echo(_page(str(config)))
+        return
     from colonnade.config import load_config
 
     for name in imports or ():
@@ -79,6 +84,15 @@ def explain(
         _show(explained, named=build is not None)
     if explained.problems:
         raise typer.Exit(1)
+
+
+def _page(code: str) -> str:
+    from colonnade.error_pages import find, unknown
+
+    page = find(code)
+    if page is None:
+        raise ConfigError(unknown(code))
+    return page.text(code.upper())
 
 
 def _least_world(config: Any) -> int:

@@ -107,7 +107,9 @@ class LossBook:
     def _refuse_two_forms(self, counted: Tensor, means: Tensor) -> None:
         """Raise where some ranks gave counts and others means. On a device only those that gave means wait to see it."""
         if (counted.device.type == "cpu" or self._form.counted is False) and counted > 0 and means > 0:
-            raise GradientError(f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}")
+            raise GradientError(
+                f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
+            )
 
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""

@@ -37,6 +37,7 @@ def shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, fl
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off"
+            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
+            code="C070",
         )
     return ZeroOptimizer(optimizer, model, settings, flat)

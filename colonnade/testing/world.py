@@ -56,9 +56,9 @@ def run_world(
     `if __name__ == "__main__":`, as for any multiprocessing.
     """
     if n < 1:
-        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.")
+        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.", code="C101")
     if timeout <= 0:
-        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.")
+        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.", code="C101")
     check_backend(backend)
     call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
     with private_folder() as folder, loopback_socket(listening=backend is not None) as held:

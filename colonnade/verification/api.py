@@ -76,7 +76,8 @@ def gather_evidence(
     if not chosen or any(len(step) != engine.accumulation for step in chosen):
         raise ParityError(
             f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
-            f"{[len(step) for step in chosen]}"
+            f"{[len(step) for step in chosen]}",
+            code="C100",
         )
     record, given = _recorded(engine, chosen)
     everyone = gather_to_first((record, given), engine.context)
@@ -170,12 +171,12 @@ def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, cont
         built = built.whole if isinstance(built, Split) else built
         if not isinstance(built, nn.Module):
             raise ParityError(
-                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}"
+                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}", code="C100"
             )
         return built.to(context.device)
     if engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
         raise ParityError(
-            "no rank has the whole model: give reference=, a function that builds it as one process has it"
+            "no rank has the whole model: give reference=, a function that builds it as one process has it", code="C100"
         )
     return copy.deepcopy(engine.model)
 
@@ -334,7 +335,7 @@ def _agreed(context: ParallelContext, found: Any) -> Any:
         told = [f"{type(found).__name__}: {found}" if problem[0] else None]
         dist.broadcast_object_list(told, src=0, device=context.device)
         if told[0] is not None and context.get_global_rank():
-            raise ParityError(f"on rank 0: {told[0]}")
+            raise ParityError(f"on rank 0: {told[0]}", code="C100")
     if problem[0] is not None:
         raise problem[0]
     return found

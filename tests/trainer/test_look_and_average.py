@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from colonnade._launch import launch
 from colonnade.checkpoint import export_full
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError, HookError
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
@@ -29,7 +32,7 @@ from colonnade.trainer.hooks import (
     SaveCheckpointHook,
 )
 from colonnade.utils import get_dataloader
-from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, samples
+from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
 
 DECAY, STEPS = 0.8, 6
 SGD = partial(torch.optim.SGD, momentum=0.9)
@@ -94,42 +97,38 @@ def test_the_average_is_that_of_one_process_and_goes_on_in_another_layout(tmp_pa
 
 
 def half(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """A half-precision model: what the average is, what a run that goes on has of it, and that the weights stay as they are."""
+    """Of a half-precision model: the average of a run, and what a run that goes on takes up of it."""
     kept = []
-    for steps in (3, 3):
-        trainer = make_trainer({}, lr=0.5, optimizer=SGD)
-        trainer.engine.model.bfloat16()
+    for steps in (3, 4):
+        gpc = launch({}, context=ParallelContext(), verbose=False)
+        built = model().bfloat16()
+        engine, *_ = initialize(built, SGD(built.parameters(), lr=0.5), nn.functional.cross_entropy, context=gpc)
         hook = EMAHook(0.9)
-        batches = [(x.bfloat16(), y) for x, y in cut(range(12), 12)]
+        if kept:
+            hook.interval = 100  # it stays as it was loaded
+        batches = [(x.bfloat16(), y) for x, y in cut(range(24), 24)]
         hooks = [LoadCheckpointHook(folder), hook, SaveCheckpointHook(1, folder, by_epoch=False)]
-        if not kept:
-            trainer.fit(batches, max_steps=steps, hooks=hooks)
-        else:
-            trainer.fit(batches, max_steps=steps + 1, epochs=9, hooks=[*hooks, StopAtOnce()])
-        assert {each.dtype for each in trainer.engine.model.parameters()} == {torch.bfloat16}
+        Trainer(engine).fit(batches, max_steps=steps, hooks=hooks)
+        assert {each.dtype for each in built.parameters()} == {torch.bfloat16}
         kept.append([mean.clone() for mean in hook._average])
-        trainer.context.destroy()
+        gpc.destroy()
     return kept[0], kept[1]
-
-
-class StopAtOnce(BaseHook):
-    """Keeps the average that was loaded: no step is made."""
-
-    def before_train_epoch(self, trainer: Trainer) -> None:
-        trainer.hooks[1].interval = 100  # type: ignore[attr-defined]
 
 
 def evaluated() -> None:
     trainer = make_trainer({}, lr=0.5, optimizer=SGD)
-    model, batches = trainer.engine.model, cut(range(24), 24)
-    hook = EMAHook(0.9)
+    batches, hook = cut(range(24), 24), EMAHook(0.9)
+
+    def loss() -> float:
+        return nn.functional.cross_entropy(trainer.engine.model(samples(24)[0]), samples(24)[1]).item()
+
     trainer.fit(batches, max_steps=5, hooks=[LossHook(), hook])
-    own = nn.functional.cross_entropy(model(samples(24)[0]), samples(24)[1]).item()
+    own = loss()
     with hook.swapped():
-        average = nn.functional.cross_entropy(model(samples(24)[0]), samples(24)[1]).item()
+        average = loss()
     assert abs(own - average) > 1e-4
     assert trainer.evaluate(batches)["Loss"] == pytest.approx(average, rel=1e-9)
-    assert nn.functional.cross_entropy(model(samples(24)[0]), samples(24)[1]).item() == own
+    assert loss() == own
     hook.evaluate = False
     assert trainer.evaluate(batches)["Loss"] == pytest.approx(own, rel=1e-9)
 

@@ -73,7 +73,8 @@ class StorageWriter:
             if time.monotonic() > end:
                 raise CheckpointError(
                     f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 has made; "
-                    f"checkpoints need a folder that all ranks share"
+                    f"checkpoints need a folder that all ranks share",
+                    code="C084",
                 )
             time.sleep(0.05)
 
@@ -119,7 +120,8 @@ class StorageWriter:
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was written, but could not be loaded: {error}. It was not published; "
-                f"earlier checkpoints are untouched."
+                f"earlier checkpoints are untouched.",
+                code="C084",
             ) from error
 
     def drop(self) -> None:
@@ -139,7 +141,8 @@ class StorageWriter:
             if stop.wait(_POLL) or late:
                 raise CheckpointError(
                     f"the background save of step {self.step} was given up after {now - asked:.1f} s: ranks "
-                    f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched."
+                    f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched.",
+                    code="C084",
                 )
 
     @property
@@ -228,7 +231,7 @@ class BackgroundWriter:
             with as_checkpoint_errors(f"saving step {self.writer.step} in the background"):
                 self._write()
         except CheckpointError as error:
-            self.error = CheckpointError(self._reason) if self._reason else error
+            self.error = CheckpointError(self._reason, code="C084") if self._reason else error
 
     def _write(self) -> None:
         try:

@@ -40,7 +40,7 @@ class EMAHook(BaseHook):
     ) -> None:
         super().__init__(priority)
         if not 0 <= decay < 1:
-            raise ConfigError(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}")
+            raise ConfigError(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}", code="C092")
         self.decay, self.interval, self.warm_up, self.evaluate = decay, checked_interval(interval), warm_up, evaluate
         self.updates = 0
         self._parts: list[Tensor] = []

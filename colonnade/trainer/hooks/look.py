@@ -59,7 +59,8 @@ class ProfilerHook(BaseHook):
         super().__init__(priority)
         if min(wait, warmup) < 0 or active < 1:
             raise ConfigError(
-                f"ProfilerHook: wait={wait} and warmup={warmup} are steps from 0 on, active={active} from 1"
+                f"ProfilerHook: wait={wait} and warmup={warmup} are steps from 0 on, active={active} from 1",
+                code="C092",
             )
         self.folder, self._options = Path(folder), options
         self._steps, self._ranks = {"wait": wait, "warmup": warmup, "active": active, "repeat": 1}, ranks
@@ -109,7 +110,7 @@ class LRFinderHook(BaseHook):
         super().__init__(priority)
         if not 0 < start < end or stop_at <= 1:
             raise ConfigError(
-                f"LRFinderHook: start={start} is above 0 and below end={end}; stop_at={stop_at} is above 1"
+                f"LRFinderHook: start={start} is above 0 and below end={end}; stop_at={stop_at} is above 1", code="C092"
             )
         self.start, self.end, self.stop_at, self.folder = start, end, stop_at, Path(folder)
         self.rates: list[float] = []
@@ -129,11 +130,15 @@ class LRFinderHook(BaseHook):
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         if any(isinstance(hook, LRSchedulerHook) for hook in trainer.hooks):
-            raise ConfigError("LRFinderHook sets the learning rate itself: leave the LRSchedulerHook out of this fit")
+            raise ConfigError(
+                "LRFinderHook sets the learning rate itself: leave the LRSchedulerHook out of this fit", code="C092"
+            )
 
     def before_train(self, trainer: Trainer) -> None:
         if trainer.total_steps is None or trainer.total_steps < trainer.cur_step + 3:
-            raise ConfigError("LRFinderHook spreads the rates over the steps of the run: fit(..., max_steps=100)")
+            raise ConfigError(
+                "LRFinderHook spreads the rates over the steps of the run: fit(..., max_steps=100)", code="C092"
+            )
         self.rates, self.losses, self._mean = [], [], 0.0
         self._first = trainer.cur_step
         self._manager = CheckpointManager(self.folder, trainer.context)

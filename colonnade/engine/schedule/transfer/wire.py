@@ -27,7 +27,8 @@ class Wire:
         if self.device.type not in backends:
             raise ScheduleError(
                 f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
-                f"be moved too. Create it with backend='{with_cpu(group)}'."
+                f"be moved too. Create it with backend='{with_cpu(group)}'.",
+                code="C051",
             )
         self.one_queue = backends[self.device.type] != "gloo"
         """Whether what is sent and received, of every tag, shares one queue."""
@@ -77,5 +78,7 @@ def wait(pending: Pending, at_most: timedelta | None = None) -> None:
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise ScheduleError("this rank is not in the pipeline's process group; pass the group that it is in")
+        raise ScheduleError(
+            "this rank is not in the pipeline's process group; pass the group that it is in", code="C051"
+        )
     return work
