@@ -54,6 +54,12 @@ def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
     """
     source = getattr(sys.modules["__main__"], "__file__", None)
     typed_in = fn.__module__ == "__main__" if source is None else not Path(source).exists()
+    if typed_in and torch.cuda.is_initialized():
+        raise LaunchError(
+            "this process has used CUDA, so it cannot be copied for the ranks: start anew, and use the GPU only inside "
+            "the function that the ranks run",
+            code="C101",
+        )
     return multiprocessing.get_context("fork") if typed_in else start_server()
 
 
