@@ -10,10 +10,10 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long mutants bench check fast lint types layers clean
+.PHONY: help setup demo test long mutants release-check bench check fast lint types layers clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(READY)  ## build .venv with the package and its development tools
 
@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeline 2
-	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gpt/train.py --fresh
+	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade demo --output examples/gpt/output
 
 test: check  ## everything: `make check`, then the slow tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"
@@ -33,6 +33,9 @@ long: $(READY)  ## the tests that are left out of `make test`: more layouts, mor
 
 mutants: $(READY)  ## change the package at random and see which changes no test notices: COUNT=50 SEED=0 JOBS=2
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
+
+release-check: $(READY)  ## build wheel and sdist, check them, install the wheel in an empty environment and run the demo there
+	$(BIN)/python tools/release_check.py
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py

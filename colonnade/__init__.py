@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from colonnade.parallel.placement import placement_of as placement_of
     from colonnade.parallel.split import split as split
     from colonnade.plans.parallelize import parallelize as parallelize
+    from colonnade.testing.notebook import run_in_notebook as run_in_notebook
     from colonnade.trainer.trainer import Trainer as Trainer
     from colonnade.verification.api import verify as verify
     from colonnade.verification.watch import watch as watch
@@ -51,6 +52,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
         "colonnade.plans.parallelize": "parallelize",
+        "colonnade.testing.notebook": "run_in_notebook",
         "colonnade.trainer.trainer": "Trainer",
         "colonnade.verification.api": "verify",
         "colonnade.verification.watch": "watch",

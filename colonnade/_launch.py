@@ -128,7 +128,9 @@ def check_torch(version: str) -> None:
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        raise LaunchError(f"torch {version} is too old: Colonnade needs torch {least} or newer. Upgrade torch.")
+        raise LaunchError(
+            f"torch {version} is too old: Colonnade needs torch {least} or newer. Upgrade torch.", code="C023"
+        )
 
 
 def _seed(config: Config, seed: int | None) -> int:

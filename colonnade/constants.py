@@ -23,5 +23,8 @@ Open: a tensor mode is allowed by being a key here, and by nothing else. Add you
 STOPPED_IN_ORDER = 75
 """Exit status of a run that was told to stop, finished its step and saved: start it again (EX_TEMPFAIL)."""
 
+SAVED = "COLONNADE_SAVED"
+"""Environment variable: the file in which a run notes its newest checkpoint, for the launcher that started it."""
+
 TERMINAL = "COLONNADE_TERMINAL"
 """Environment variable: the width of the terminal on which a launcher shows what rank 0 prints."""

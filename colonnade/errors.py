@@ -10,7 +10,12 @@ from collections.abc import Iterable
 
 
 class ColonnadeError(Exception):
-    """Base of every error that Colonnade raises on purpose."""
+    """Base of every error that Colonnade raises on purpose. A message that ends in a code, [C040], has a page:
+    `colonnade explain C040`."""
+
+    def __init__(self, message: object = "", *, code: str | None = None) -> None:
+        super().__init__(message if code is None else f"{message} [{code}]")
+        self.code = code
 
 
 class ConfigError(ColonnadeError, ValueError):

@@ -49,7 +49,7 @@ class Registry:
             return self._entries[name]
         found = self._from_libraries(name)
         if found is None:
-            raise RegistryError(self._unknown(name))
+            raise RegistryError(self._unknown(name), code="C004")
         return found
 
     def has(self, name: str) -> bool:
@@ -80,16 +80,18 @@ class Registry:
         if not callable(entry):
             raise RegistryError(
                 f"only a class or a function can be registered as a {self.what}, not {entry!r}. "
-                f"Write @{self._constant()}.register_module above its definition."
+                f"Write @{self._constant()}.register_module above its definition.",
+                code="C004",
             )
         key = name or entry.__name__
         if not isinstance(key, str) or not key:
-            raise RegistryError(f"the name of a {self.what} is a non-empty string, not {key!r}")
+            raise RegistryError(f"the name of a {self.what} is a non-empty string, not {key!r}", code="C004")
         before = self._entries.get(key)
         if before is not None and before is not entry:
             raise RegistryError(
                 f"{self.what} {key!r} is already registered: {_where(before)}; and again: {_where(entry)}. "
-                f"Rename one, or call .remove({key!r}) first."
+                f"Rename one, or call .remove({key!r}) first.",
+                code="C004",
             )
         self._entries[key] = entry
         return entry

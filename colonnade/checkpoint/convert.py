@@ -28,7 +28,7 @@ def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
     found, problems = newest_good(path, step)
     if found is None:
         wanted = f" of step {step}" if step is not None else ""
-        raise CheckpointError("\n  ".join([f"{path} has no good checkpoint{wanted}", *problems]))
+        raise CheckpointError("\n  ".join([f"{path} has no good checkpoint{wanted}", *problems]), code="C080")
     return found.path
 
 

@@ -36,7 +36,8 @@ def read_dcp(path: Path, trust: bool) -> ForeignState:
     if not trust:
         raise CheckpointError(
             f"{path / _METADATA} is a pickle, which can run code when it is read. If you trust who wrote it, pass --trust "
-            f"(trust=True)"
+            f"(trust=True)",
+            code="C086",
         )
     folder = _Folder(path)
     weights = {name: folder.entry(key) for name, key in folder.weights.items()}

@@ -139,7 +139,7 @@ def _newest_good(
         skipped.append(f"{found.path.name}: {problem}")
         get_dist_logger().warning(f"the checkpoint {found.path} is damaged: {problem}", ranks=[0])
     wanted = f" of step {step}" if step is not None else ""
-    raise CheckpointError(f"no good checkpoint{wanted} in {folder}:\n  " + "\n  ".join(skipped))
+    raise CheckpointError(f"no good checkpoint{wanted} in {folder}:\n  " + "\n  ".join(skipped), code="C080")
 
 
 def _candidates(folder: Path, step: int | None, context: ParallelContext) -> list[Found]:

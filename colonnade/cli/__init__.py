@@ -9,6 +9,7 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit; an error of Colonnade's own, or a path that fails, is one message and exit code 2."""
     from colonnade.cli.app import build_app
+    from colonnade.error_pages import codes_in
     from colonnade.errors import ColonnadeError
 
     try:
@@ -19,5 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None:
             raise
         told = f"{error.filename}: {error.strerror}. Give another path, or make this one usable."
-    sys.stderr.write(f"colonnade: {told.removeprefix('colonnade: ')}\n")  # which an error of a config says itself
+    hint = "".join(f"\ncolonnade explain {code} says more" for code in codes_in(told)[-1:])
+    sys.stderr.write(f"colonnade: {told.removeprefix('colonnade: ')}{hint}\n")  # which an error of a config says itself
     raise SystemExit(2)

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from colonnade.cli.ckpt import ckpt
+from colonnade.cli.demo import demo
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
-from colonnade.cli.run import run
+from colonnade.cli.run import our_name, run
 from colonnade.cli.verify import verify
 from colonnade.version import __version__
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "demo": demo,
     "run": run,
     "doctor": doctor,
     "ckpt": ckpt,
@@ -28,12 +31,34 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 def build_app() -> typer.Typer:
     """Return the command line with every command of the table."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(_options)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    app.callback(cls=_Commands)(_options)
     for name, function in COMMANDS.items():
         # What follows a script is the script's own.
-        app.command(name, context_settings={"allow_interspersed_args": function not in (run, verify)})(function)
+        settings = {"allow_interspersed_args": function not in (run, verify), "token_normalize_func": our_name}
+        app.command(name, cls=_Command, context_settings=settings)(function)
     return app
+
+
+class _Command(TyperCommand):
+    """A command whose help does not say of a switch that it is a <bool>."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_switches(super().get_params(ctx))
+
+
+class _Commands(TyperGroup):
+    """The same of all of them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_switches(super().get_params(ctx))
+
+
+def _plain_switches(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
 
 
 def _options(

@@ -6,7 +6,10 @@ import faulthandler
 import os
 import runpy
 import signal
+import socket
 import sys
+import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +18,7 @@ from colonnade.cli.failures import HIDDEN_FROM_HERE, write_failure
 from colonnade.testing.outcome import description, end_with_parent
 
 LAUNCHER = "COLONNADE_LAUNCHER_PID"
+_INTERRUPT_SECONDS = 0.7
 _STARTERS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
@@ -27,6 +31,7 @@ def main() -> None:
     _die_with_launcher()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    _obey_interrupts()
     sys.argv = [target, *arguments]
     try:
         if names == "as-colossalai":
@@ -75,6 +80,24 @@ def _die_with_launcher() -> None:
     end_with_parent()
     if os.getppid() != int(os.environ[LAUNCHER]):
         os._exit(1)
+
+
+def _obey_interrupts() -> None:
+    """Let Ctrl-C end this rank within a second, though it waits inside torch, where Python hears no signal.
+
+    Python itself notes every signal in a pipe; a thread reads there. Who handles SIGINT has all the time that the launcher gives.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch(_keep: Any = writer) -> None:
+        while number := reader.recv(1):
+            if number[0] == signal.SIGINT and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                time.sleep(_INTERRUPT_SECONDS)
+                os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, name="colonnade-interrupts", daemon=True).start()
 
 
 def _fail(error: BaseException) -> NoReturn:

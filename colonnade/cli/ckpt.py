@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from colonnade.errors import CheckpointError
+from colonnade.errors import CheckpointError, listed
 
 
 class Action(str, Enum):
@@ -68,7 +68,7 @@ def ckpt(
     if action is Action.import_:
         typer.echo(f"{path} -> {import_checkpoint(path, out, kind.value, step or 0, trust=trust)}")
         return
-    source = find_checkpoint(path, step)
+    source = find_checkpoint(_run_folder(path), step)
     typer.echo(f"{source} -> {export_checkpoint(source, out, kind.value, config=config)}")
 
 
@@ -77,14 +77,30 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
     from colonnade.checkpoint.format.manifest import MANIFEST
     from colonnade.checkpoint.storage.folder import published
 
+    path = _run_folder(path)
     alone = (path / MANIFEST).exists()
     folders = [path] if alone else [found.path for found in published(path) if step in (None, found.step)]
     if not folders:
         wanted = f" of step {step}" if step is not None else ""
         raise CheckpointError(
-            f"no checkpoint{wanted} in {path}; give the folder of a run, or one step-... folder in it"
+            f"no checkpoint{wanted} in {path}; give the folder of a run, or one step-... folder in it", code="C080"
         )
     return [_row(folder, content) for folder in folders]
+
+
+def _run_folder(path: Path) -> Path:
+    """`path`, or the one folder in it that has checkpoints: a run keeps them in `checkpoints`, beside its log."""
+    from colonnade.checkpoint.format.manifest import MANIFEST
+    from colonnade.checkpoint.storage.folder import published
+
+    if (path / MANIFEST).exists() or published(path) or not path.is_dir():
+        return path
+    found = sorted(inner for inner in path.iterdir() if inner.is_dir() and published(inner))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{path} has several folders with checkpoints: {listed(found)}; give one of them", code="C080"
+        )
+    return found[0] if found else path
 
 
 def _row(folder: Path, content: bool) -> dict[str, Any]:

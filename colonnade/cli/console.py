@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from colonnade.cli.failures import HIDDEN_FROM_HERE
+from colonnade.cli.failures import HIDDEN_FROM_HERE, without_frames
 
 _PERIOD = 0.05
 _CHUNK = 1 << 16
@@ -113,9 +113,10 @@ class Console:
             return False
         if tail.prefix:
             whole, newline, tail.partial = (tail.partial + chunk).rpartition(b"\n")
-            lines = whole.split(b"\n") if newline else []
-            if lines:
-                self._write(tail, b"".join(tail.prefix + line + b"\n" for line in lines))
+            if newline:
+                text = without_frames(whole.decode("utf-8", "surrogateescape") + "\n")
+                shown = "".join(f"{tail.prefix.decode()}{line}\n" for line in text.split("\n")[:-1])
+                self._write(tail, shown.encode("utf-8", "surrogateescape"))
         else:
             self._write(tail, chunk)
         return True

@@ -59,7 +59,24 @@ def doctor(
         typer.echo(json.dumps({"colonnade": __version__, "ok": healthy, "checks": checks}, indent=2))
     else:
         _show(findings)
+        typer.echo(f"\n{next_step(findings)}")
     raise typer.Exit(0 if healthy else 1)
+
+
+def next_step(findings: dict[str, Finding]) -> str:
+    """What to do after this, in a sentence."""
+    bad = [name for name, finding in findings.items() if finding.status == "bad"]
+    if bad:
+        return f"Next: mend what is bad ({', '.join(bad)}) as its line says, then run `colonnade doctor` again."
+    warned = [name for name, finding in findings.items() if finding.status == "warn"]
+    also = f" Have a look at {', '.join(warned)} before a long run." if warned else ""
+    return f"Next: `colonnade demo` trains a small model here; `colonnade run --nproc {_good_number()} train.py` yours.{also}"
+
+
+def _good_number() -> int:
+    """How many ranks this machine is good for: one for each GPU, or each core up to 4."""
+    torch = _torch()
+    return (torch.cuda.device_count() if torch is not None else 0) or min(4, cores())
 
 
 def check_python() -> Finding:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from colonnade.errors import ConfigError
 
 if TYPE_CHECKING:
     from colonnade.verification.explaining.explain import Explanation, ParameterClass
@@ -22,7 +25,7 @@ class Of(str, Enum):
 
 
 def explain(
-    config: Annotated[Path, typer.Argument(help="The config, a .py or .toml file.")],
+    config: Annotated[Path, typer.Argument(help="The config, a .py or .toml file; or the code of an error, as C040.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -45,7 +48,11 @@ def explain(
 
     Without --model: of one parameter of each kind of placement. With --ratio: what a factor in a gradient or a norm
     can mean in this layout, best guess first. Exit code 1 if `initialize` would refuse the config.
+    With the code of an error: what it means and what to do.
     """
+    if re.fullmatch(r"[Cc]\d+", str(config)):
+        typer.echo(_page(str(config)))
+        return
     from colonnade.config import least_world, load_config
     from colonnade.verification.named import function_named, import_named
 
@@ -75,6 +82,15 @@ def explain(
         _show(explained, named=build is not None)
     if explained.problems:
         raise typer.Exit(1)
+
+
+def _page(code: str) -> str:
+    from colonnade.error_pages import find, unknown
+
+    page = find(code)
+    if page is None:
+        raise ConfigError(unknown(code))
+    return page.text(code.upper())
 
 
 # -- for people -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -18,6 +19,10 @@ HIDDEN_FROM_HERE = b"\x1e"
 # A rank that dies without a word is noticed by its peers before the launcher sees it is gone, so their notes are
 # older than its death seems to be: the agent polls, and counts whole seconds.
 _HEAD_START = 2.0
+
+_FRAMES = re.compile(
+    r"(?:^(?:\[rank \d+\] )?(?:Exception raised from|frame #\d+:|C\+\+ CapturedTraceback:|#\d+ ).*\n)+", re.MULTILINE
+)
 
 
 def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
@@ -58,13 +63,29 @@ def exit_status(outcome: Outcome) -> int:
 def report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple[str, int]:
     """Return the text on the failed ranks and the exit status of the first.
 
-    A line for each other rank, then the first failure, ending in its traceback or its last lines on stderr.
+    The other ranks; then the first failure: the verdict and its traceback, or its last words and the verdict.
     """
     first = first_failure(outcomes.values())
     assert first is not None
-    others = [outcomes[rank].headline for rank in sorted(outcomes) if rank != first.rank]
-    why = "" if first.traceback else f": {first.cause}"
-    verdict = f"colonnade: rank {first.rank} failed first, exit status {exit_status(first)}{why}"
-    log = stderr[first.rank]
-    last = tail(f"stderr of rank {first.rank}", log.read_text(errors="replace")) if log.is_file() else ""
-    return "\n".join([*others, verdict, first.traceback or last]).rstrip(), exit_status(first)
+    others = _others([outcomes[rank] for rank in sorted(outcomes) if rank != first.rank], first.rank)
+    verdict = f"colonnade: rank {first.rank} failed first, exit status {exit_status(first)}"
+    if first.traceback:
+        told = [verdict, first.traceback]
+    else:
+        log = stderr[first.rank]
+        words = without_frames(log.read_text(errors="replace")) if log.is_file() else ""
+        told = [tail(f"stderr of rank {first.rank}", words), f"{verdict}: {first.cause}"]
+    return "\n".join(part for part in [*others, *told] if part).rstrip(), exit_status(first)
+
+
+def without_frames(text: str) -> str:
+    """Fold the stacks that torch's C++ writes: they say where in torch, never what went wrong."""
+    return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of torch's stack)\n", text)
+
+
+def _others(outcomes: list[Outcome], first: int) -> list[str]:
+    """A line for each rank that failed by itself, and one for all those that only lost a peer."""
+    lost = [outcome.rank for outcome in outcomes if outcome.lost_a_peer or outcome.kind == "ended"]
+    own = [outcome.headline for outcome in outcomes if outcome.rank not in lost]
+    ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+    return [*own, *([f"{ranks}: ended because rank {first} was gone"] if lost else [])]

@@ -55,16 +55,20 @@ def _check_target(job: Job) -> None:
     if job.is_module:
         top = job.target.partition(".")[0]
         if not top or importlib.util.find_spec(top) is None:
-            raise LaunchError(f"there is no module {top!r} to run. Is it installed, or is this another folder?")
+            raise LaunchError(
+                f"there is no module {top!r} to run. Is it installed, or is this another folder?", code="C022"
+            )
         return
     script = Path(job.target)
     if script.is_file():
         return
     if script.is_dir():
-        raise LaunchError(f"{script} is a folder. Give a script in it, or -m for a module.")
+        raise LaunchError(f"{script} is a folder. Give a script in it, or -m for a module.", code="C022")
     folder = script.parent if script.parent.is_dir() else Path()
     known = [str(file.relative_to(Path()) if folder == Path() else file) for file in folder.glob("*.py")]
-    raise LaunchError(f"there is no script {job.target!r}, seen from {Path.cwd()}.{did_you_mean(job.target, known)}")
+    raise LaunchError(
+        f"there is no script {job.target!r}, seen from {Path.cwd()}.{did_you_mean(job.target, known)}", code="C022"
+    )
 
 
 def _check_number(job: Job) -> None:
@@ -72,7 +76,8 @@ def _check_number(job: Job) -> None:
     if job.nproc is not None and job.nproc > most:
         raise LaunchError(
             f"--nproc {job.nproc} is more than this machine can start: it has {cores()} cores, so give at most {most}, "
-            f"or use several machines with --nnodes."
+            f"or use several machines with --nnodes.",
+            code="C022",
         )
     if job.nproc is not None and job.nproc > _MANY_PER_CORE * cores():
         typer.echo(
@@ -85,16 +90,19 @@ def _check_number(job: Job) -> None:
 def _check_nodes(job: Job) -> None:
     if job.nnodes == 1:
         if job.node_rank not in (None, 0):
-            raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.")
+            raise LaunchError(f"--node-rank {job.node_rank} needs --nnodes above it.", code="C022")
     elif job.node_rank is not None and not 0 <= job.node_rank < job.nnodes:
-        raise LaunchError(f"--node-rank {job.node_rank} must be 0 to {job.nnodes - 1} with --nnodes {job.nnodes}.")
+        raise LaunchError(
+            f"--node-rank {job.node_rank} must be 0 to {job.nnodes - 1} with --nnodes {job.nnodes}.", code="C022"
+        )
     if job.nnodes == 1 and job.endpoint is None:
         return
     host, _, port = (job.endpoint or "").rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port[:6]) <= _LAST_PORT:
         raise LaunchError(
             f"several machines meet at --rdzv-endpoint HOST:PORT, the same on every machine, "
-            f"with a free port on one of them (a port from 1 to {_LAST_PORT}); got {job.endpoint!r}."
+            f"with a free port on one of them (a port from 1 to {_LAST_PORT}); got {job.endpoint!r}.",
+            code="C022",
         )
 
 
@@ -102,11 +110,13 @@ def _make_log_dir(job: Job) -> None:
     if job.log_dir is None:
         return
     if job.log_dir.exists() and not job.log_dir.is_dir():
-        raise LaunchError(f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.")
+        raise LaunchError(
+            f"--log-dir {job.log_dir} is a file. Give a folder; it is made if it is missing.", code="C022"
+        )
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=job.log_dir).close()
     except OSError as error:
         raise LaunchError(
-            f"--log-dir {job.log_dir} cannot be written: {error.strerror}. Give another folder."
+            f"--log-dir {job.log_dir} cannot be written: {error.strerror}. Give another folder.", code="C022"
         ) from error

@@ -30,7 +30,7 @@ from colonnade.cli.bootstrap import LAUNCHER
 from colonnade.cli.console import Console
 from colonnade.cli.failures import read_failure, report, silent_failure
 from colonnade.cli.job import Job, cores
-from colonnade.constants import STOPPED_IN_ORDER, TERMINAL
+from colonnade.constants import SAVED, STOPPED_IN_ORDER, TERMINAL
 from colonnade.testing.outcome import Outcome, first_failure
 
 _POLL_SECONDS = 0.1
@@ -42,6 +42,8 @@ def launch(job: Job) -> int:
     _set_defaults(job, nproc)
     logging.disable(logging.CRITICAL)  # the agent's account of a failure; ours says it once
     with _folder(job) as folder, tempfile.TemporaryDirectory(prefix="colonnade-run-") as meeting:
+        saved = Path(meeting) / "saved"
+        os.environ[SAVED] = str(saved)
         console = Console(job.prefix)
         logs = RankLogs(folder, console)
         config = LaunchConfig(
@@ -59,17 +61,24 @@ def launch(job: Job) -> int:
         except ChildFailedError as error:
             text, status = logs.report(error.failures)
             console.close()
-            console.say(text)
+            console.say("\n".join([*_saved(saved), text]))
             return status
         except SignalException as error:
             console.close()
             if logs.stopped_in_order():
                 console.say(f"colonnade: stopped by {error.sigval.name}; the ranks finished their step and left")
                 return STOPPED_IN_ORDER
-            console.say(f"colonnade: ended by {error.sigval.name}")
+            console.say("\n".join([*_saved(saved), f"colonnade: ended by {error.sigval.name}"]))
             return 128 + error.sigval
         console.close()
         return 0
+
+
+def _saved(note: Path) -> list[str]:
+    """What a run that ended early has saved, in words; nothing where it saves no checkpoints."""
+    if not note.is_file():
+        return []
+    return [f"saved last: {note.read_text(encoding='utf-8')}; a run with a LoadCheckpointHook goes on from there"]
 
 
 class RankLogs(LogsSpecs):

@@ -44,10 +44,12 @@ def run(
 ) -> None:
     """Run SCRIPT on several ranks. Options of this command come before the script's own arguments.
 
+    torchrun's spellings are taken too: --nproc_per_node, --max_restarts, --rdzv_endpoint.
+
     Rank 0 prints as if it were alone; lines of the others begin with their rank.
     When a rank fails all are ended, and its traceback is shown last.
     The exit code is that of the rank, or 128 + the signal that killed it; 75 after a SIGTERM that all ranks
-    obeyed in order (a Trainer finishes its step and saves).
+    obeyed in order (a Trainer finishes its step and saves). Ctrl-C ends it at once, and says what was saved last.
     """
     _warn_of_misplaced_option(ctx, arguments or ())
     job = checked(
@@ -71,7 +73,13 @@ def run(
     raise typer.Exit(launch(job))
 
 
+def our_name(option: str) -> str:
+    """torchrun's spelling of an option as ours: `nproc_per_node` is `nproc`, `max_restarts` is `max-restarts`."""
+    name = option.replace("_", "-")
+    return "nproc" if name == "nproc-per-node" else name
+
+
 def _warn_of_misplaced_option(ctx: typer.Context, arguments: Sequence[str]) -> None:
     own = {name for option in ctx.command.params for name in option.opts if name.startswith("--")}
-    if arguments and arguments[0].partition("=")[0] in own:
+    if arguments and f"--{our_name(arguments[0].partition('=')[0].removeprefix('--'))}" in own:
         typer.echo(f"colonnade: {arguments[0]} goes to the script; options of `run` come before it", err=True)

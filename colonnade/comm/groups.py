@@ -69,7 +69,8 @@ class ProcessGroups:
         if key not in self._groups:
             raise ContextError(
                 f"there is no group of exactly the ranks {list(key)} on rank {self._rank}; groups exist for "
-                f"the modes of the config. Add a mode whose groups are these ranks."
+                f"the modes of the config. Add a mode whose groups are these ranks.",
+                code="C012",
             )
         return self._groups[key]
 

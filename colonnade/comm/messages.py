@@ -190,7 +190,7 @@ def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) 
             problems = _differences(table.what, [(rank, items) for rank, (theirs, items) in having if theirs == part])
             if problems:
                 lines = "\n  ".join(problems[:_DIFFERENCES_SHOWN])
-                raise table.error(f"the ranks do not agree on {lines}\n{table.advice}")
+                raise table.error(f"the ranks do not agree on {lines}\n{table.advice}", code="C005")
 
 
 def _differences(what: str, tables: Sequence[tuple[int, list[tuple[str, str]]]]) -> list[str]:

@@ -133,12 +133,14 @@ class RankGroup:
             index, seconds = error.args
             raise GradientError(
                 f"rank {self.ranks[index]} did not come to the gradient synchronisation of ranks "
-                f"{listed(self.ranks)} within {seconds} s (the group's timeout); see where it is"
+                f"{listed(self.ranks)} within {seconds} s (the group's timeout); see where it is",
+                code="C043",
             ) from error
         except ConnectionError as error:
             raise GradientError(
                 f"rank {self.ranks[error.args[0]]} left during the gradient synchronisation of ranks "
-                f"{listed(self.ranks)}; look at its own output for the cause"
+                f"{listed(self.ranks)}; look at its own output for the cause",
+                code="C043",
             ) from error
 
 

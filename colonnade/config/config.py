@@ -83,7 +83,9 @@ class Config(dict[str, Any]):
         try:
             super().__setitem__(key, _adopted(value))
         except RecursionError:
-            raise ConfigError(f"{key!r} holds itself, or is nested too deeply: write its values out") from None
+            raise ConfigError(
+                f"{key!r} holds itself, or is nested too deeply: write its values out", code="C002"
+            ) from None
 
     def __delitem__(self, key: str) -> None:
         self._require_open(f"remove {key!r}")
@@ -148,7 +150,8 @@ def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
     if not isinstance(source, dict):
         raise ConfigError(
             f"a config is a path to a .py or .toml file (str or Path), a dict or a Config, "
-            f"not {type(source).__name__}: {shortened(source)}"
+            f"not {type(source).__name__}: {shortened(source)}",
+            code="C002",
         )
     return _checked(source if isinstance(source, Config) else Config(source), Source())
 
@@ -190,7 +193,8 @@ for _method in (
 def _refuse(change: str) -> NoReturn:
     raise ConfigError(
         f"cannot {change}: the config is frozen after launch, as every rank has read it. "
-        f"Set it before launch, or work on config.copy()."
+        f"Set it before launch, or work on config.copy().",
+        code="C002",
     )
 
 

@@ -57,14 +57,14 @@ def config_error(problems: Sequence[Problem], source: Source) -> ConfigError:
     rows = [(source.where(_present(problem)), _told(problem)) for problem in problems]
     width = max(len(where) for where, _ in rows)
     lines = [f"  {where:<{width}}  {text}" if width else f"  {text}" for where, text in rows]
-    return ConfigError("\n".join([_head(len(rows), source.name), *lines]))
+    return ConfigError("\n".join([_head(len(rows), source.name), *lines]), code="C001")
 
 
 def file_error(name: str, file: str, text: str, *, line: int | None = None, shown: str = "") -> ConfigError:
     """Return the error of a file that could not be read; `shown` is source text to print below."""
     where = file if line is None else f"{file}:{line}"
     below = [f"      {row}" for row in shown.splitlines()]
-    return ConfigError("\n".join([_head(1, name), f"  {where}  {text}", *below]))
+    return ConfigError("\n".join([_head(1, name), f"  {where}  {text}", *below]), code="C001")
 
 
 def dotted(path: KeyPath) -> str:

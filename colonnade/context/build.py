@@ -39,7 +39,8 @@ class Build:
             if mode in self.groups and self.groups[mode] != groups:
                 raise LayoutError(
                     f"{source} and {self.sources[mode]} both define {mode}, with different groups. "
-                    f"Remove one from `parallel`, or register a mode of its own for it."
+                    f"Remove one from `parallel`, or register a mode of its own for it.",
+                    code="C011",
                 )
             self.groups[mode] = groups
             self.sources[mode] = source
@@ -50,7 +51,8 @@ class Build:
             raise LayoutError(
                 f"{self.waiting[0].source} creates process groups itself, so its layout is known only in a running world. "
                 f"Let init_parallel_groups() return {{mode: [[ranks], ...]}} instead, or call colonnade.compat.install() "
-                f"before launch to run it as it is."
+                f"before launch to run it as it is.",
+                code="C011",
             )
 
 
@@ -91,12 +93,14 @@ def read_groups(returned: Any, initializer: Any, source: str, mode: str) -> Mode
         returned = {ParallelMode(mode): returned}
     if not isinstance(returned, dict):
         raise LayoutError(
-            f"{source} returned {returned!r}; return {{mode: [[ranks], ...]}}, or None if it adds nothing"
+            f"{source} returned {returned!r}; return {{mode: [[ranks], ...]}}, or None if it adds nothing", code="C011"
         )
     found: ModeGroups = {}
     for key, groups in returned.items():
         if not isinstance(groups, Partition) and not _is_list_of_rank_lists(groups):
-            raise LayoutError(f"{source} returned {groups!r} for {key}; a mode's groups are a list of rank lists")
+            raise LayoutError(
+                f"{source} returned {groups!r} for {key}; a mode's groups are a list of rank lists", code="C011"
+            )
         found[ParallelMode(key)] = groups if isinstance(groups, Partition) else [list(group) for group in groups]
     for known, lists in found.items():
         whole = getattr(initializer, "whole_world", True)
@@ -150,7 +154,8 @@ def _construct(registered: str, mode: str, six: Sequence[Any], kwargs: dict[str,
         given = listed(f"{key}=" for key in kwargs)
         raise LayoutError(
             f"parallel, mode {mode!r}: {registered} could not be built with its own arguments ({given}): {error}. "
-            f"The first six arguments come by position; every further one must stand in the config beside `mode`."
+            f"The first six arguments come by position; every further one must stand in the config beside `mode`.",
+            code="C011",
         ) from error
 
 
@@ -159,7 +164,8 @@ def _call(initializer: Any) -> Any:
     if not _has_own(initializer, "init_parallel_groups"):
         if not hasattr(initializer, "init_dist_group"):
             raise LayoutError(
-                f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group()"
+                f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group()",
+                code="C011",
             )
         return NEEDS_WORLD
     try:

@@ -80,7 +80,7 @@ def override(
     given = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "host": host, "port": port}
     changed = {name: value for name, value in given.items() if value is not None}
     if (rank is None) != (world_size is None) and address.world_size == 1:
-        raise LaunchError(f"launch(rank={rank}, world_size={world_size}): give both or neither")
+        raise LaunchError(f"launch(rank={rank}, world_size={world_size}): give both or neither", code="C020")
     result = replace(address, **changed) if changed else address  # type: ignore[arg-type]
     _check(result)
     return result
@@ -91,27 +91,29 @@ def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> in
     if text is None:
         raise LaunchError(
             f"the environment variable {variable} is not set, so {launcher.name} did not start this process. Start it "
-            f"with {launcher.name}, with `colonnade run --nproc N script.py`, or call launch(config) for a world of one."
+            f"with {launcher.name}, with `colonnade run --nproc N script.py`, or call launch(config) for a world of one.",
+            code="C020",
         )
     if not text.isdigit():
-        raise LaunchError(f"the environment variable {variable} is {text!r}; it must be a number")
+        raise LaunchError(f"the environment variable {variable} is {text!r}; it must be a number", code="C020")
     return int(text)
 
 
 def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 65536:
-        raise LaunchError(f"MASTER_PORT is {text!r}; it must be a number from 1 to 65535")
+        raise LaunchError(f"MASTER_PORT is {text!r}; it must be a number from 1 to 65535", code="C020")
     return int(text)
 
 
 def _check(address: WorldAddress) -> None:
     for name, value in (("rank", address.rank), ("world_size", address.world_size)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise LaunchError(f"{name} must be an integer, not {value!r}")
+            raise LaunchError(f"{name} must be an integer, not {value!r}", code="C020")
     if not 0 <= address.rank < address.world_size:
         raise LaunchError(
             f"rank {address.rank} of a world of {address.world_size} is impossible: ranks run from 0 to "
-            f"world_size - 1 (from {address.source})"
+            f"world_size - 1 (from {address.source})",
+            code="C020",
         )
     if address.port is not None and not (isinstance(address.port, int) and 0 < address.port < 65536):
-        raise LaunchError(f"port must be a number from 1 to 65535, not {address.port!r}")
+        raise LaunchError(f"port must be a number from 1 to 65535, not {address.port!r}", code="C020")

@@ -214,7 +214,7 @@ class Grid:
         """A finer grid in which axis `name` is replaced by `parts`, slowest first."""
         self._check((name,))
         if prod(parts.values()) != self.sizes[name]:
-            raise LayoutError(f"axis {name!r} of size {self.sizes[name]} cannot be split into {parts}")
+            raise LayoutError(f"axis {name!r} of size {self.sizes[name]} cannot be split into {parts}", code="C011")
         finer: list[tuple[str, int]] = []
         for axis, size in self.axes:
             finer.extend(parts.items() if axis == name else [(axis, size)])
@@ -223,7 +223,7 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on each axis."""
         if not 0 <= rank < self.world_size:
-            raise LayoutError(f"rank {rank} is outside the world of {self.world_size} ranks")
+            raise LayoutError(f"rank {rank} is outside the world of {self.world_size} ranks", code="C011")
         return {name: rank // stride % size for name, (stride, size) in reversed(self.digits.items())}
 
     def rank_at(self, **coordinates: int) -> int:
@@ -231,13 +231,15 @@ class Grid:
         self._check(tuple(coordinates))
         for name, at in coordinates.items():
             if not 0 <= at < self.sizes[name]:
-                raise LayoutError(f"axis {name!r} has size {self.sizes[name]}; there is no coordinate {at}")
+                raise LayoutError(
+                    f"axis {name!r} has size {self.sizes[name]}; there is no coordinate {at}", code="C011"
+                )
         return sum(self.digits[name][0] * at for name, at in coordinates.items())
 
     def _check(self, names: tuple[str, ...]) -> None:
         for name in names:
             if name not in self.sizes:
-                raise LayoutError(f"no axis {name!r}; the axes are {listed(self.sizes)}")
+                raise LayoutError(f"no axis {name!r}; the axes are {listed(self.sizes)}", code="C011")
 
 
 def refine(products: Iterable[Iterable[Digit]], world_size: int) -> tuple[Digit, ...] | None:

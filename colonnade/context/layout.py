@@ -59,7 +59,8 @@ class Layout:
         if mode not in self._groups:
             raise ContextError(
                 f"{mode} has no groups in this layout; it has {listed(known.name for known in self._groups)}. "
-                f"Add it under `parallel` in the config."
+                f"Add it under `parallel` in the config.",
+                code="C012",
             )
         return self._groups[mode]
 
@@ -79,7 +80,8 @@ class Layout:
             having = sorted(member for group in self.groups(mode) for member in group)
             raise ContextError(
                 f"rank {rank} is in no group of {mode}; the ranks that have it are "
-                f"{listed(having[:16])}{' ...' if len(having) > 16 else ''}. Ask layout.has(mode, rank) first."
+                f"{listed(having[:16])}{' ...' if len(having) > 16 else ''}. Ask layout.has(mode, rank) first.",
+                code="C012",
             )
         return position
 
@@ -144,25 +146,30 @@ def check_groups(
     for group in groups:
         for rank in group:
             if not isinstance(rank, int) or isinstance(rank, bool):
-                raise LayoutError(f"{where}hold {rank!r} in {group}: a rank is an integer")
+                raise LayoutError(f"{where}hold {rank!r} in {group}: a rank is an integer", code="C011")
             if not 0 <= rank < world_size:
-                raise LayoutError(f"{where}name rank {rank} in {group}, but the world has ranks 0 to {world_size - 1}")
+                raise LayoutError(
+                    f"{where}name rank {rank} in {group}, but the world has ranks 0 to {world_size - 1}", code="C011"
+                )
             if rank in seen:
                 raise LayoutError(
                     f"{where}overlap: rank {rank} is in {seen[rank]} and in {group}. "
-                    f"A rank is in one group of a mode; use two modes if it belongs to two."
+                    f"A rank is in one group of a mode; use two modes if it belongs to two.",
+                    code="C011",
                 )
             seen[rank] = group
     disordered = next((group for group in groups if group != sorted(group)), None)
     if disordered is not None:
         raise LayoutError(
             f"{where}are not in ascending order: {disordered}. torch numbers the ranks of a group in ascending "
-            f"order, so positions would disagree; return {sorted(disordered)}."
+            f"order, so positions would disagree; return {sorted(disordered)}.",
+            code="C011",
         )
     missing = [rank for rank in range(world_size) if rank not in seen]
     if missing and whole:
         raise LayoutError(
             f"{where}miss rank{'s' if len(missing) > 1 else ''} {listed(missing[:8])}"
             f"{' ...' if len(missing) > 8 else ''} of {world_size}. Put each into a group (a group may have one "
-            f"rank), or set `whole_world = False` on the initializer if they really have no part in the mode."
+            f"rank), or set `whole_world = False` on the initializer if they really have no part in the mode.",
+            code="C011",
         )

@@ -22,7 +22,7 @@ def mesh_of(
 ) -> DeviceMesh:
     """A mesh whose dimensions are `modes`, outermost first, named by their values; creates no group."""
     if not modes:
-        raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)")
+        raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
     names = tuple(mode.value for mode in modes)
     if len(modes) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
@@ -37,7 +37,8 @@ def _product(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, _corner(layout, modes, r)) != grid for r in flat):
         raise ContextError(
             f"the modes {listed(mode.name for mode in modes)} do not form a grid around rank {rank}: "
-            f"walking along them reaches {flat}. Use modes that vary independently."
+            f"walking along them reaches {flat}. Use modes that vary independently.",
+            code="C012",
         )
     return grid
 

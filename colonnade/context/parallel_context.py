@@ -94,7 +94,8 @@ class ParallelContext:
             if self._launched:
                 raise ContextError(
                     "this context has already joined a world; call destroy() before you launch again, "
-                    "or use another ParallelContext"
+                    "or use another ParallelContext",
+                    code="C013",
                 )
             self._axes = world_axes(self.config, world_size)
             self._build = run_initializers(self.config, world_size, rank)
@@ -343,7 +344,9 @@ class ParallelContext:
                 "there are no processes here: this world is only simulated, so its ranks cannot communicate"
             )
         if self._groups is None:
-            raise ContextError("there are no process groups before launch; call colonnade.launch(config) first")
+            raise ContextError(
+                "there are no process groups before launch; call colonnade.launch(config) first", code="C013"
+            )
         return self._groups
 
     def _axis_size(self, name: str) -> int:

@@ -33,7 +33,8 @@ class _OpenEnum(type):
         raise LayoutError(
             f"{value!r} is not a parallel mode; known values: {listed(cls._by_value)}."
             f"{did_you_mean(str(value), cls._by_value)} "
-            f"A new one is added with ParallelMode.register('NEW_MODE', 'new_mode', data='same')."
+            f"A new one is added with ParallelMode.register('NEW_MODE', 'new_mode', data='same').",
+            code="C011",
         )
 
     def __getitem__(cls, name: str) -> ParallelMode:
@@ -116,7 +117,8 @@ class ParallelMode(metaclass=_OpenEnum):
                 return known
             raise LayoutError(
                 f"ParallelMode.register({name!r}, {value!r}, data={data!r}) clashes with {known!r} "
-                f"(data={known.data!r}). Choose another name and value."
+                f"(data={known.data!r}). Choose another name and value.",
+                code="C011",
             )
         member = object.__new__(cls)
         for field, content in (("name", name), ("value", value), ("data", data)):
@@ -155,15 +157,16 @@ def _restore(name: str, value: str, data: DataKind) -> ParallelMode:
 
 def _check_declaration(name: object, value: object, data: object) -> None:
     if not (isinstance(name, str) and name.isidentifier() and not name.startswith("_")):
-        raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}")
+        raise LayoutError(f"a parallel mode's name is an identifier such as 'NEW_MODE', not {name!r}", code="C011")
     if hasattr(_OpenEnum, name) or name in {"register", "name", "value", "data"}:
-        raise LayoutError(f"{name!r} cannot name a parallel mode: ParallelMode uses that word itself")
+        raise LayoutError(f"{name!r} cannot name a parallel mode: ParallelMode uses that word itself", code="C011")
     if not (isinstance(value, str) and value):
-        raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}")
+        raise LayoutError(f"a parallel mode's value is a string such as 'new_mode', not {value!r}", code="C011")
     if data not in ("same", "distinct"):
         raise LayoutError(
             f"ParallelMode.register(data={data!r}): say 'same' if the ranks of a group see the same data "
-            f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)"
+            f"(as in tensor parallelism) or 'distinct' if each sees its own (as in data parallelism)",
+            code="C011",
         )
 
 

@@ -35,7 +35,9 @@ class RandomStreams:
         """Give `mode` a stream, or with `overwrite` another one."""
         mode = mode_of(mode)
         if mode in self._seeds and not overwrite:
-            raise ContextError(f"{mode} already has a random stream; set_seed() of the context starts all of them anew")
+            raise ContextError(
+                f"{mode} already has a random stream; set_seed() of the context starts all of them anew", code="C012"
+            )
         self._seeds[mode] = seed
 
     @contextmanager
@@ -49,7 +51,8 @@ class RandomStreams:
         if mode not in self._seeds:
             raise ContextError(
                 f"{mode} has no random stream; streams: {listed(known.name for known in self._seeds)}. "
-                f"Add one with streams.add({mode}, seed)."
+                f"Add one with streams.add({mode}, seed).",
+                code="C012",
             )
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         outside = _state()

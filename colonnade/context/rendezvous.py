@@ -56,7 +56,8 @@ def join_world(
         if there != (rank, world_size):
             raise LaunchError(
                 f"torch.distributed is already initialised as rank {there[0]} of {there[1]}, but launch was "
-                f"asked for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first."
+                f"asked for rank {rank} of {world_size}. Leave rank and world_size out, or destroy that group first.",
+                code="C021",
             )
         return False
     limit = timedelta(seconds=timeout) if timeout else DEFAULT_TIMEOUT
@@ -74,7 +75,8 @@ def join_world(
                 store.underlying_store.set(_launch_key(), "")
         raise LaunchError(
             f"rank {rank} of {world_size} could not join the world at {host}:{port} with backend "
-            f"{backend or default_backend()!r}: {error}"
+            f"{backend or default_backend()!r}: {error}",
+            code="C021",
         ) from error
     if refused is not None:
         raise refused
@@ -217,7 +219,8 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
     if host is None or port is None:
         raise LaunchError(
             f"a world of {world_size} ranks needs the address of rank 0: pass host= and port=, set MASTER_ADDR and "
-            f"MASTER_PORT, or start the script with `colonnade run --nproc {world_size} script.py`"
+            f"MASTER_PORT, or start the script with `colonnade run --nproc {world_size} script.py`",
+            code="C021",
         )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
@@ -229,7 +232,7 @@ def _store(rank: int, world_size: int, host: str | None, port: int | None, limit
         except (dist.DistNetworkError, dist.DistStoreError, RuntimeError, ValueError, TimeoutError) as error:
             # Rank 0 may be leaving a launch that failed; it comes back with a store of its own.
             if rank == 0 or not isinstance(error, _StoreLeft) or time.monotonic() > until:
-                raise LaunchError(_connection_help(rank, host, port, error)) from error
+                raise LaunchError(_connection_help(rank, host, port, error), code="C021") from error
 
 
 class _StoreLeft(RuntimeError):

@@ -21,7 +21,7 @@ def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
     to the world are an error that says which factor would fit.
     """
     if world_size < 1:
-        raise LayoutError(f"a world has at least one rank, not {world_size}")
+        raise LayoutError(f"a world has at least one rank, not {world_size}", code="C010")
     sizes = parallel_sizes(config)
     further = tuple(_further_axis(spec) for spec in sizes.axes)
     _check_one_axis_per_mode(sizes.tensor_mode, further)
@@ -48,7 +48,8 @@ def check_mode(mode: str, where: str) -> str:
     raise LayoutError(
         f"{where}: mode {mode!r} is not in INITIALIZER_MAPPING; allowed: {listed(INITIALIZER_MAPPING)}."
         f"{did_you_mean(mode, INITIALIZER_MAPPING)} A mode of your own is added with "
-        f"colonnade.constants.INITIALIZER_MAPPING[{mode!r}] = 'YourInitializer'."
+        f"colonnade.constants.INITIALIZER_MAPPING[{mode!r}] = 'YourInitializer'.",
+        code="C010",
     )
 
 
@@ -63,7 +64,8 @@ def _check_one_axis_per_mode(tensor_mode: str | None, further: tuple[Axis, ...])
         for other, mode in held.items():
             if axis.mode.value == mode:
                 raise LayoutError(
-                    f"parallel: the axes {other!r} and {axis.name!r} both have {axis.mode}; a mode belongs to one axis"
+                    f"parallel: the axes {other!r} and {axis.name!r} both have {axis.mode}; a mode belongs to one axis",
+                    code="C010",
                 )
         held[axis.name] = axis.mode.value
 
@@ -81,13 +83,15 @@ def _data_size(sizes: ParallelSizes, further: tuple[Axis, ...], world_size: int)
         near = sorted({rest * max(1, world_size // rest), rest * (world_size // rest + 1)})
         raise LayoutError(
             f"parallel: {product} = {rest} does not divide the world of {world_size} ranks. "
-            f"What would fit: {_fitting(named, world_size)}a world of {listed(near)} ranks."
+            f"What would fit: {_fitting(named, world_size)}a world of {listed(near)} ranks.",
+            code="C010",
         )
     left = world_size // rest
     if sizes.data is not None and sizes.data != left:
         raise LayoutError(
             f"parallel: data {sizes.data} x {product} = {sizes.data * rest} is not the world of {world_size} "
-            f"ranks; data={left} would fit. Leave `data` out and it takes what is left."
+            f"ranks; data={left} would fit. Leave `data` out and it takes what is left.",
+            code="C010",
         )
     return left
 

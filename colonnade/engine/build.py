@@ -150,7 +150,8 @@ def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, f
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off"
+            f"zero stages 1 and 2 shard a torch optimizer, not {type(optimizer).__name__}; give one, or turn zero off",
+            code="C070",
         )
     return ZeroOptimizer(optimizer, model, settings, flat)
 
@@ -192,7 +193,7 @@ def _launched(context: ParallelContext | None) -> ParallelContext:
 
         context = global_context
     if not context.is_launched:
-        raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first")
+        raise ContextError("initialize() needs a launched context: call colonnade.launch(config) first", code="C013")
     context.waits.begin("in initialize()")
     return context
 
@@ -261,7 +262,8 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
     if isinstance(built, ZeroOptimizer) or getattr(built, "is_sharded_elsewhere", False):
         raise GradientError(
             "the optimizer was sharded by an earlier initialize(), which has its state; build a new one, and give it "
-            "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there"
+            "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
+            code="C070",
         )
     return built
 

@@ -49,7 +49,8 @@ def _refuse_lost_sums(context: ParallelContext) -> None:
     if split and not torch_versions.COMPILES_COLLECTIVES:
         raise ConfigError(
             f"compile: torch {torch.__version__} leaves sums over {split[0]} out of the backward pass, and gradients would be "
-            f"wrong; use torch 2.13 or later, or leave compile out of the config"
+            f"wrong; use torch 2.13 or later, or leave compile out of the config",
+            code="C023",
         )
 
 

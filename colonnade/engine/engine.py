@@ -121,8 +121,8 @@ class Engine(WholeWeights):
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
         if self._passes == 0:
             raise GradientError(
-                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
-                "loss.backward(): that one sums nothing over the ranks"
+                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not loss.backward(): that one sums nothing over the ranks",
+                code="C046",
             )
         self._check_not_failed()
         if self._passes < self.accumulation:
@@ -165,8 +165,8 @@ class Engine(WholeWeights):
         """
         if any(hasattr(module, "unshard") for module in self._model.modules()):
             raise GradientError(
-                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
-                "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2"
+                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
+                code="C046",
             )
         iterator = iter(loader)
         self._book.uneven = True
@@ -313,8 +313,8 @@ class Engine(WholeWeights):
         others = set(range(self.context.world_size)) - told
         if others:
             raise GradientError(
-                f"backward failed on this rank, and no gradient is summed with ranks {listed(sorted(others))}, so ranks "
-                f"{listed(sorted(others))} would not hear of it and would step; end the run, and resume from a checkpoint"
+                f"backward failed on this rank, and no gradient is summed with ranks {listed(sorted(others))}, so ranks {listed(sorted(others))} would not hear of it and would step; end the run, and resume from a checkpoint",
+                code="C046",
             )
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -335,8 +335,8 @@ class Engine(WholeWeights):
     def _check_not_failed(self) -> None:
         if self._failed:
             raise GradientError(
-                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
-                "gives the step up (the other ranks drop it too), and go on with the next batch"
+                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which gives the step up (the other ranks drop it too), and go on with the next batch",
+                code="C046",
             )
 
     def _begin_pass(self) -> None:
@@ -349,8 +349,8 @@ class Engine(WholeWeights):
         """Count one pass of a step."""
         if self._passes == self.accumulation:
             raise GradientError(
-                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
-                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config"
+                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call step() after each, add up losses that belong together, or set gradient_accumulation in the config",
+                code="C046",
             )
         self._passes += 1
         self._total_passes += 1
@@ -379,8 +379,8 @@ class Engine(WholeWeights):
         if passes != 1 or self._passes == self.accumulation:
             raise GradientError(
                 f"the body of a loop over engine.batches() called backward() {passes} times and left "
-                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
-                f"ranks lose count of each other"
+                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the ranks lose count of each other",
+                code="C046",
             )
 
     def _reduce(self) -> None:

@@ -134,7 +134,9 @@ class LossBook:
         if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
             return
         if bool((totals > 0).all()):
-            raise GradientError(f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}")
+            raise GradientError(
+                f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
+            )
 
     def someone_has(self, batch_here: bool) -> bool:
         """Whether any rank has a batch left. Collective over the world."""

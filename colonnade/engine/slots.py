@@ -64,5 +64,6 @@ def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) 
             pattern = group.patterns[0]
             raise ConfigError(
                 f"clip_grad_norm: group {group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
-                f"rank.{did_you_mean(pattern, names)}"
+                f"rank.{did_you_mean(pattern, names)}",
+                code="C003",
             )

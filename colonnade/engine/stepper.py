@@ -168,7 +168,8 @@ class Stepper:
         if self.policy is not None and self.policy.nonfinite == "raise":
             raise ConfigError(
                 "graph_step=True cannot be done with clip_grad_norm=dict(nonfinite='raise'), whose numbers the host reads in "
-                "every step; use nonfinite='skip', and engine.skipped_steps"
+                "every step; use nonfinite='skip', and engine.skipped_steps",
+                code="C003",
             )
         return Capture()
 

@@ -112,7 +112,7 @@ def _over(context: ParallelContext) -> Over:
     found = [section["attention"] for section in sections if hasattr(section, "get") and "attention" in section]
     over: Any = found[0] if found else "ring"
     if over not in ("ring", "ulysses"):
-        raise ConfigError(f"parallel.sequence.attention={over!r}: allowed are 'ring' and 'ulysses'")
+        raise ConfigError(f"parallel.sequence.attention={over!r}: allowed are 'ring' and 'ulysses'", code="C061")
     chosen: Over = over
     return chosen
 
@@ -131,11 +131,13 @@ def _mask(*_: Any, use_vmap: bool = False, **__: Any) -> SplitSequence:
     if use_vmap:
         raise LayoutError(
             "attention over a split sequence: the model adds a mask function of its own, which no kernel here knows; train it "
-            "without parallel.sequence"
+            "without parallel.sequence",
+            code="C061",
         )
     if _Running.now is None:
         raise LayoutError(
-            "attention over a split sequence: the model that parallelize() was given has to be called, not one inside it"
+            "attention over a split sequence: the model that parallelize() was given has to be called, not one inside it",
+            code="C061",
         )
     return _Running.now
 
@@ -156,13 +158,15 @@ def _attention(
     if not isinstance(attention_mask, SplitSequence):
         raise LayoutError(
             f"attention over a split sequence: {type(module).__name__} was given the mask {attention_mask!r:.60}; masks of one's "
-            f"own cannot be used, and models that make theirs in another way than transformers' masking_utils neither"
+            f"own cannot be used, and models that make theirs in another way than transformers' masking_utils neither",
+            code="C061",
         )
     for name in ("softcap", "position_bias"):
         if others.get(name) is not None:
             raise LayoutError(
                 f"attention over a split sequence: {type(module).__name__} has {name}={others[name]!r:.60}, which no kernel here "
-                f"knows; train it without parallel.sequence"
+                f"knows; train it without parallel.sequence",
+                code="C061",
             )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     width = value.size(-1)
@@ -214,7 +218,8 @@ def split_batch(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, A
     if min(run.length for runs in parts.segments for run in runs) == 0:
         raise LayoutError(
             f"a batch of {total} tokens a row has too few for {size} ranks of parallel.sequence; pad rows to "
-            f"{2 * size if parts.balanced else size} tokens or more"
+            f"{2 * size if parts.balanced else size} tokens or more",
+            code="C061",
         )
     if how.labels == "next" and "labels" in batch:
         following = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -252,7 +257,8 @@ def _positions(model: nn.Module, batch: Mapping[str, Any], total: int) -> Tensor
 def _check_batch(batch: Mapping[str, Any]) -> None:
     if not {"input_ids", "inputs_embeds"} & batch.keys():
         raise LayoutError(
-            f"a sequence that lies on several ranks: the batch has {listed(batch)}, and no input_ids to be cut"
+            f"a sequence that lies on several ranks: the batch has {listed(batch)}, and no input_ids to be cut",
+            code="C061",
         )
     unknown = [name for name, value in batch.items() if isinstance(value, Tensor) and name not in _BY_TOKEN]
     wrong = {
@@ -274,7 +280,8 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
         ]
         raise LayoutError(
             f"a sequence that lies on several ranks: the batch has {', '.join(map(repr, names))}; it may have "
-            f"{', '.join(_BY_TOKEN)}, each (batch, length), and nothing that is of the whole sequence"
+            f"{', '.join(_BY_TOKEN)}, each (batch, length), and nothing that is of the whole sequence",
+            code="C061",
         )
 
 
@@ -304,13 +311,15 @@ def _padding(seen: Tensor, labels: Tensor | None) -> tuple[tuple[tuple[tuple[int
         if count and stop - start != count:
             raise LayoutError(
                 f"a sequence that lies on several ranks: the attention_mask of row {row} has holes between tokens, which no kernel "
-                f"here knows; pad behind the tokens"
+                f"here knows; pad behind the tokens",
+                code="C061",
             )
         if wrong:
             raise LayoutError(
                 f"a sequence that lies on several ranks: row {row} has {wrong} labels to be predicted from padding, where "
                 f"attention sees what it would not in one process; set these labels to {IGNORED} (and where padding lies before "
-                f"the tokens, the label of the first of them)"
+                f"the tokens, the label of the first of them)",
+                code="C061",
             )
     ends = [[0, start, stop, total] if count else [0, total] for start, stop, count, _ in read]
     return _grouped(ends), all(start == 0 or not count for start, _, count, _ in read)

@@ -81,7 +81,8 @@ class Adapters:
             if isinstance(start, str) and start != "gaussian":
                 raise PlacementError(
                     f"{name!r}: init_lora_weights={start!r} needs the weights of the model, which is on the meta device; "
-                    f"load it first, or leave init_lora_weights=True"
+                    f"load it first, or leave init_lora_weights=True",
+                    code="C061",
                 )
             for held in holders:
                 made = held[adapter]
@@ -98,7 +99,8 @@ class Adapters:
         if hasattr(layer, "parameter_name") and cut:
             raise PlacementError(
                 f"{name!r} has adapters on parameters (target_parameters of peft) that the plan cuts ({listed(cut)}); these "
-                f"stay whole with target_modules alone, or without tensor and expert parallelism"
+                f"stay whole with target_modules alone, or without tensor and expert parallelism",
+                code="C061",
             )
         if name not in cut or (len(layer.lora_embedding_A) and cut[name].style in _EMBEDDING):
             return
@@ -107,7 +109,8 @@ class Adapters:
             kinds = listed(type(variant).__name__ for variant in layer.lora_variant.values()) or "adapters"
             raise PlacementError(
                 f"{name!r} has {kinds} of peft and the style {entry.style!r} in the plan. Plain LoRA on layers of the styles "
-                f"{listed((*_COLUMN, *_ROW, *_WHOLE))} is cut with them; leave this layer out of target_modules"
+                f"{listed((*_COLUMN, *_ROW, *_WHOLE))} is cut with them; leave this layer out of target_modules",
+                code="C061",
             )
         for adapter in layer.lora_A:
             for part in ("lora_A", "lora_B"):
@@ -194,7 +197,8 @@ def check_adapters(model: nn.Module) -> None:
         if cut and len(layer.lora_A) and not any(placement_of(parameter).shards for parameter in adapters):
             raise PlacementError(
                 f"{name!r} was cut before it got its adapters, which do not fit its part; call peft.get_peft_model(model, "
-                f"config) first and colonnade.parallelize(model) then"
+                f"config) first and colonnade.parallelize(model) then",
+                code="C061",
             )
 
 
@@ -203,7 +207,8 @@ def _refuse_others(model: nn.Module) -> None:
         if hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names") and not hasattr(module, "lora_A"):
             raise PlacementError(
                 f"{name!r} has adapters of the kind {type(module).__module__.split('.')[-2]}; under tensor parallelism only "
-                f"LoRA's are cut with their layer. Use LoraConfig, or no tensor parallelism"
+                f"LoRA's are cut with their layer. Use LoraConfig, or no tensor parallelism",
+                code="C061",
             )
 
 

@@ -139,12 +139,14 @@ class ModelLoss:
             raise ConfigError(
                 f"the loss of {name} (loss_type {getattr(self._inner, 'loss_type', None)!r}) is not known at the end of a "
                 f"pipeline, where only logits and labels are; pass criterion= to initialize, a function (output, labels) -> "
-                f"(sum, count), or use no pipeline"
+                f"(sum, count), or use no pipeline",
+                code="C061",
             )
         if getattr(self._config, "output_router_logits", False):
             raise ConfigError(
                 f"{name} has output_router_logits=True: its auxiliary loss needs the router logits of all stages, and the "
-                f"last one has only its own. Set model.config.output_router_logits = False, or use no pipeline"
+                f"last one has only its own. Set model.config.output_router_logits = False, or use no pipeline",
+                code="C061",
             )
 
     # -- what it was asked to predict ---------------------------------------------------------------------

@@ -37,7 +37,8 @@ def plan_of(model: nn.Module, context: ParallelContext) -> dict[str, Any]:
     if not own:
         raise PlacementError(
             f"expert={experts}: {type(model).__name__} has no plan for experts (no ep_plan that names a layer of it); leave "
-            f"`expert` out of `parallel`, or give parallelize() a plan"
+            f"`expert` out of `parallel`, or give parallelize() a plan",
+            code="C061",
         )
     return {**plan, **{name: _both(style, plan.get(name)) for name, style in own.items()}}
 

@@ -30,7 +30,8 @@ def join_router_loss(model: nn.Module, context: ParallelContext) -> None:
         if config is not None and config.output_router_logits:
             raise ConfigError(
                 f"{type(model).__name__} has output_router_logits=True, and its auxiliary loss is not known to be that of the joined "
-                f"batch; set model.config.output_router_logits = False, or leave no ranks for data parallelism"
+                f"batch; set model.config.output_router_logits = False, or leave no ranks for data parallelism",
+                code="C061",
             )
         return
 

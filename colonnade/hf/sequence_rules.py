@@ -69,5 +69,6 @@ def check_model(model: Any, size: int, over: str, context: ParallelContext) -> N
         if wrong:
             raise LayoutError(
                 f"{type(model).__name__} cannot run on {size} ranks of parallel.sequence: {reason}. Train it without "
-                f"parallel.sequence"
+                f"parallel.sequence",
+                code="C061",
             )

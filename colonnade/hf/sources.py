@@ -102,7 +102,8 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
             source = StoredParts(stored[key].shape, (StoredPart(stored[key], whole_box(stored[key].shape)),))
             if name in found and not are_same(found[name], source, state[name].dtype):
                 raise CheckpointError(
-                    f"the folder has more than one for {name}: {found[name]}, {source}; leave the one that is meant in the files"
+                    f"the folder has more than one for {name}: {found[name]}, {source}; leave the one that is meant in the files",
+                    code="C061",
                 )
             found[name] = source
         else:
@@ -153,7 +154,9 @@ def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: 
         made = own.convert(name, model=model, config=model.config)
     except Exception as error:
         sources = listed(pattern for pattern in values)
-        raise CheckpointError(f"{name} cannot be made of {sources}, as transformers would: {error}") from error
+        raise CheckpointError(
+            f"{name} cannot be made of {sources}, as transformers would: {error}", code="C061"
+        ) from error
     return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 

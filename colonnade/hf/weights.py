@@ -59,7 +59,9 @@ def from_pretrained(
     """
     context = given_or_global(context)
     if not context.is_launched:
-        raise ContextError("from_pretrained() needs a launched context: call colonnade.launch(config) first")
+        raise ContextError(
+            "from_pretrained() needs a launched context: call colonnade.launch(config) first", code="C013"
+        )
     with agreed_errors(context.device):
         path = Path(path_or_config) if isinstance(path_or_config, (str, Path)) else None
         config = _config(path_or_config, path)
@@ -90,17 +92,21 @@ def _config(given: Any, path: Path | None) -> Any:
     try:
         from transformers import AutoConfig, PretrainedConfig
     except ImportError as error:
-        raise ConfigError(f"from_pretrained() needs transformers: pip install 'colonnade[hf]' ({error})") from error
+        raise ConfigError(
+            f"from_pretrained() needs transformers: pip install 'colonnade[hf]' ({error})", code="C024"
+        ) from error
     if path is None:
         if not isinstance(given, PretrainedConfig):
             raise ConfigError(
-                f"from_pretrained() takes the folder of a model or a config of transformers, not {type(given).__name__}"
+                f"from_pretrained() takes the folder of a model or a config of transformers, not {type(given).__name__}",
+                code="C061",
             )
         return given
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"{path} has no config.json. Give the folder of a model (download one with `hf download <name> --local-dir "
-            f"<folder>`), or a config for new weights"
+            f"<folder>`), or a config for new weights",
+            code="C061",
         )
     return AutoConfig.from_pretrained(path)
 
@@ -110,7 +116,9 @@ def _build(model_class: Any, config: Any, dtype: torch.dtype | None, options: di
     import transformers
 
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError("the weights of this model are quantised, which cannot be trained; take the original ones")
+        raise ConfigError(
+            "the weights of this model are quantised, which cannot be trained; take the original ones", code="C061"
+        )
     if model_class is None:
         names = list(getattr(config, "architectures", None) or ())
         model_class = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
@@ -118,7 +126,9 @@ def _build(model_class: Any, config: Any, dtype: torch.dtype | None, options: di
         model_class = transformers.AutoModelForCausalLM
     make = getattr(model_class, "from_config", None) or getattr(model_class, "_from_config", None)
     if make is None:
-        raise ConfigError(f"model_class is a class of transformers, such as LlamaForCausalLM, not {model_class!r}")
+        raise ConfigError(
+            f"model_class is a class of transformers, such as LlamaForCausalLM, not {model_class!r}", code="C061"
+        )
     model = make(config, **({"dtype": dtype} if dtype is not None else {}), **options)
     _keep_wide(model, config.dtype)
     return model
@@ -189,7 +199,8 @@ def _matched(
             + "\n".join(lines)
             + "\nTake the model that was saved, or say "
             "what may be drawn anew (allow_missing=['classifier.*']) or left out (allow_unexpected=[...])."
-            + (_ABOUT_TIES if untied else "")
+            + (_ABOUT_TIES if untied else ""),
+            code="C061",
         )
     return sources
 

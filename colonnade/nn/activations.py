@@ -52,7 +52,9 @@ class ActivationSettings:
             values[key] = (named,) if isinstance(named, str) else tuple(named)  # type: ignore[assignment]
         settings = cls(**values)  # type: ignore[arg-type]
         if settings.keep and settings.mode != "selective":
-            raise ConfigError(f"activation_checkpoint.keep is for mode='selective', not for mode={settings.mode!r}")
+            raise ConfigError(
+                f"activation_checkpoint.keep is for mode='selective', not for mode={settings.mode!r}", code="C003"
+            )
         return settings
 
     def apply(self, model: nn.Module, whole: Sequence[nn.Module], complete: bool = True) -> None:
@@ -68,7 +70,7 @@ class ActivationSettings:
         classes = None if self.blocks else _repeated(whole, 2 if complete else 1)
         known = any(True for part in whole for _ in self._found(part, classes))
         if not known and complete:
-            raise ConfigError(_nothing_found(self.blocks, whole))
+            raise ConfigError(_nothing_found(self.blocks, whole), code="C003")
         found = list(self._found(model, classes))
         made: dict[type, type] = {}
         for at, block in enumerate(found):
@@ -215,6 +217,7 @@ def _ops(names: Sequence[str]) -> list[Any]:
         elif names:
             raise ConfigError(
                 f"activation_checkpoint.keep: torch has no op {name!r}; write it as in torch.ops, 'aten.mm' say, or leave "
-                f"`keep` out for all matrix products and attention"
+                f"`keep` out for all matrix products and attention",
+                code="C003",
             )
     return found

@@ -328,7 +328,8 @@ class BucketStep:
                     raise GradientError(
                         f"{name} of shape {tuple(parameter.shape)} came to the optimizer (group {at}) after initialize(), and "
                         f"the model did not have it then, so nobody sums its gradient. Have it in the model before "
-                        f"initialize(); it may be frozen, and come to the optimizer later."
+                        f"initialize(); it may be frozen, and come to the optimizer later.",
+                        code="C070",
                     )
 
 
@@ -352,5 +353,7 @@ def wants_flat(parameters: Sequence[Tensor], optimizer: Any, flat: bool | None, 
         elif any(is_dtensor(parameter) for parameter in owned):
             reason = "it has DTensor parameters"
     if reason is not None and flat:
-        raise GradientError(f"{key}=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD.")
+        raise GradientError(
+            f"{key}=True cannot be done: {reason}. Leave it out, or use a plain AdamW, Adam or SGD.", code="C070"
+        )
     return reason is None

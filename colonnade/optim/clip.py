@@ -81,11 +81,13 @@ def grad_norm(
             raise GradientError(
                 "ranks at the same place of their DTensors' meshes hold different gradients: they are stages of a pipeline, "
                 "or gradients are not averaged yet. Average them first; for a pipeline pass context=, a launched "
-                "context, which knows the stages"
+                "context, which knows the stages",
+                code="C047",
             )
         raise GradientError(
             f"the total norm of order {norm_type} is {total.item()}, so the gradients cannot be clipped; "
-            f"error_if_nonfinite=False goes on regardless"
+            f"error_if_nonfinite=False goes on regardless",
+            code="C048",
         )
     return total
 

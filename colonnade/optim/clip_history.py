@@ -23,13 +23,13 @@ _MOST_STEPS = 1_000_000  # a window is sorted at every step
 
 def _fraction(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ConfigError(f"{name} is a number between 0 and 1, not {value!r}")
+        raise ConfigError(f"{name} is a number between 0 and 1, not {value!r}", code="C003")
     return float(value)
 
 
 def _steps(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_STEPS:
-        raise ConfigError(f"{name} is a number of steps from 1 to {_MOST_STEPS}, not {value!r}")
+        raise ConfigError(f"{name} is a number of steps from 1 to {_MOST_STEPS}, not {value!r}", code="C003")
     return value
 
 

@@ -112,7 +112,8 @@ class ClipMethod(ABC):
         if shapes != found:
             raise CheckpointError(
                 f"the clip state holds {found}, but {type(self).__name__} needs {shapes}; "
-                "load it with the clip method and the settings it was saved with"
+                "load it with the clip method and the settings it was saved with",
+                code="C083",
             )
         self.state = {name: tensor.detach().clone() for name, tensor in state.items()}
 
@@ -125,7 +126,7 @@ def positive(name: str, value: float) -> float:
         or not value > 0
         or (isinstance(value, int) and value >= 2**63)
     ):
-        raise ConfigError(f"{name} is a number above 0 (inf measures only), not {value!r}")
+        raise ConfigError(f"{name} is a number above 0 (inf measures only), not {value!r}", code="C003")
     return float(value)
 
 

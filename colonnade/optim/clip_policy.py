@@ -118,7 +118,8 @@ class ClipPolicy:
             names = listed(self.names[slot] for slot in slots)
             raise GradientError(
                 f"the gradient of an earlier step was not finite, in: {names}. The step was dropped. "
-                "Lower the learning rate or look at its batch; nonfinite='skip' goes on without an error."
+                "Lower the learning rate or look at its batch; nonfinite='skip' goes on without an error.",
+                code="C048",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +131,8 @@ class ClipPolicy:
         if state["method"] != type(self.method).__name__:
             raise CheckpointError(
                 f"the clip state is of {state['method']}, this run clips with {type(self.method).__name__}; "
-                "use the same clip method, or leave the clip state out to start its history anew"
+                "use the same clip method, or leave the clip state out to start its history anew",
+                code="C083",
             )
         self.method.load_state_dict(state["state"])
 
@@ -173,11 +175,13 @@ class _Masks:
 def _check(groups: Sequence[ClipGroup], group_of: Sequence[int], names: Sequence[str] | None, nonfinite: str) -> None:
     known = get_args(NonFinite)
     if nonfinite not in known:
-        raise ConfigError(f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}")
+        raise ConfigError(
+            f"nonfinite is one of {listed(known)}, not {nonfinite!r}.{did_you_mean(nonfinite, known)}", code="C003"
+        )
     doubled = sorted({group.name for group in groups if [g.name for g in groups].count(group.name) > 1})
     if doubled:
-        raise ConfigError(f"clip groups need different names; twice or more: {listed(doubled)}")
+        raise ConfigError(f"clip groups need different names; twice or more: {listed(doubled)}", code="C003")
     if not group_of or not all(0 <= index < len(groups) for index in group_of):
-        raise ConfigError(f"every slot needs a group from 0 to {len(groups) - 1}, met {list(group_of)}")
+        raise ConfigError(f"every slot needs a group from 0 to {len(groups) - 1}, met {list(group_of)}", code="C003")
     if names is not None and len(names) != len(group_of):
-        raise ConfigError(f"{len(group_of)} slots need as many names, met {len(names)}")
+        raise ConfigError(f"{len(group_of)} slots need as many names, met {len(names)}", code="C003")

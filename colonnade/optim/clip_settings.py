@@ -58,7 +58,9 @@ class ClipSettings:
         try:
             return method(**self.options)
         except (TypeError, OverflowError) as error:
-            raise ConfigError(f"clip_grad_norm: method {self.method!r} takes no such options: {error}") from error
+            raise ConfigError(
+                f"clip_grad_norm: method {self.method!r} takes no such options: {error}", code="C003"
+            ) from error
 
     def group_of(self, name: str) -> int:
         """The number of the group that a parameter is in; the last is "rest"."""

@@ -64,7 +64,8 @@ class FlatBucket:
         if len(self.layout) != len(self.members) or self.grad.numel() != self.layout.numel:
             raise GradientError(
                 f"a bucket layout of {len(self.layout)} tensors and {self.layout.numel} elements does not "
-                f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements"
+                f"fit {len(self.members)} parameters and a gradient buffer of {self.grad.numel()} elements",
+                code="C070",
             )
 
 
@@ -141,7 +142,8 @@ class BucketState:
                 if (param.shape, param.dtype, param.device) != (home.shape, home.dtype, home.device):
                     raise GradientError(
                         f"a parameter of shape {tuple(home.shape)}, {home.dtype} on {home.device}, has become one of shape "
-                        f"{tuple(param.shape)}, {param.dtype} on {param.device}; change the model before initialize()"
+                        f"{tuple(param.shape)}, {param.dtype} on {param.device}; change the model before initialize()",
+                        code="C070",
                     )
                 home.copy_(param.detach())
                 param.data = home

@@ -71,7 +71,7 @@ class FlatStep:
     def __init__(self, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         reason = why_not(optimizer)
         if reason is not None:
-            raise GradientError(f"{reason}; use ScaledStep for this optimizer")
+            raise GradientError(f"{reason}; use ScaledStep for this optimizer", code="C070")
         self.optimizer = optimizer
         self._group_of = _groups_by_place(optimizer, buckets)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -136,10 +136,10 @@ class FlatStep:
         groups = self.optimizer.param_groups
         reason = next((reason for group in groups if (reason := _unfit(group))), None)
         if reason is not None:
-            raise GradientError(f"the optimizer was changed after its flat step was made: {reason}")
+            raise GradientError(f"the optimizer was changed after its flat step was made: {reason}", code="C070")
         if [len(group["params"]) for group in groups] != self._sizes:
             raise GradientError(
-                "parameters were added to the optimizer after its flat step was made; make a new FlatStep"
+                "parameters were added to the optimizer after its flat step was made; make a new FlatStep", code="C070"
             )
 
     def _planned(self, absent: Collection[int]) -> _Plan:
@@ -227,17 +227,18 @@ def _groups_by_place(optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> lis
     group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     members = [param for bucket in buckets for param in bucket.members]
     if len({id(param) for param in members}) != len(members):
-        raise GradientError("a parameter is in the flat buckets twice; a tied parameter is one member")
+        raise GradientError("a parameter is in the flat buckets twice; a tied parameter is one member", code="C070")
     devices = {bucket.grad.device for bucket in buckets}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no bucket at all"
-        raise GradientError(f"a flat step needs buckets on one device, met: {found}")
+        raise GradientError(f"a flat step needs buckets on one device, met: {found}", code="C070")
     held = {id(param) for param in members}
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if param.requires_grad and id(param) not in held:
                 raise GradientError(
                     f"parameter {index} of group {number}, of shape {tuple(param.shape)}, is in no bucket: "
-                    "a flat step would leave it out; put it into a bucket or use ScaledStep"
+                    "a flat step would leave it out; put it into a bucket or use ScaledStep",
+                    code="C070",
                 )
     return [group_of.get(id(param), -1) for param in members]

@@ -42,7 +42,9 @@ def compare_with_stages(
         except Exception as error:
             if module is model:
                 raise
-            raise ScheduleError(f"{what}: they fail ({type(error).__name__}: {error}). {advice}") from error
+            raise ScheduleError(
+                f"{what}: they fail ({type(error).__name__}: {error}). {advice}", code="C050"
+            ) from error
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -53,7 +55,7 @@ def compare_with_stages(
         for one, two in zip(ours, theirs, strict=True):
             torch.testing.assert_close(two, one, equal_nan=True)
     except AssertionError as error:
-        raise ScheduleError(f"{what}. {advice}\n{error}") from error
+        raise ScheduleError(f"{what}. {advice}\n{error}", code="C050") from error
 
 
 def in_modes(model: nn.Module, check: Callable[[], None]) -> None:
@@ -101,7 +103,8 @@ def require_chain(model: nn.Module, layers: Layers) -> None:
         raise ScheduleError(
             f"the forward pass of {type(model).__name__} cannot be shown to be its layers one after another: {why}. Put what "
             f"forward() does between the layers into one of them; or pass sample=, the data of a batch, on which split "
-            f"and whole model are compared"
+            f"and whole model are compared",
+            code="C050",
         )
 
 

@@ -85,7 +85,8 @@ def _mode_of(ranks: list[int], layout: Layout, rank: int, taken: dict[ParallelMo
     raise PlacementError(
         f"a DTensor lies on a mesh dimension of ranks {ranks}, which is no group of any mode of this world "
         f"({listed(mode.name for mode in layout.modes)}). Build the mesh with context.device_mesh(modes...), or add a "
-        f"mode with these groups under `parallel`."
+        f"mode with these groups under `parallel`.",
+        code="C030",
     )
 
 
@@ -96,5 +97,6 @@ def _spec(spec: Any) -> Spec:
         return Shard(spec.dim, owes="nothing")
     raise PlacementError(
         f"a DTensor parameter is placed {spec}: a sum is still pending on it, so neither its norm nor its update is "
-        f"defined. Redistribute it to Shard or Replicate first."
+        f"defined. Redistribute it to Shard or Replicate first.",
+        code="C030",
     )

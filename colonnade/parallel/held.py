@@ -71,7 +71,8 @@ def refuse_marks(model: nn.Module, context: ParallelContext) -> None:
             if getattr(parameter, mark, None) and context.get_world_size(mode) > 1 and not is_placed(parameter):
                 raise PlacementError(
                     f"{name} is marked {mark}, which is not read here: without a placement it would be a replica on "
-                    f"every rank. Write {write}."
+                    f"every rank. Write {write}.",
+                    code="C031",
                 )
 
 
@@ -150,7 +151,8 @@ class Placements:
         if problems:
             raise PlacementError(
                 "placements do not add up (the sum over ranks of local elements / number of holders must be the number "
-                "of elements of the whole tensor):\n  " + "\n  ".join(problems[:12])
+                "of elements of the whole tensor):\n  " + "\n  ".join(problems[:12]),
+                code="C031",
             )
 
 

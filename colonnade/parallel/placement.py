@@ -128,7 +128,8 @@ def place(
     if is_dtensor(parameter):
         raise PlacementError(
             "this parameter is a DTensor, which carries its own placements; they are read from it. "
-            "Place plain parameters only."
+            "Place plain parameters only.",
+            code="C030",
         )
     checked = {ParallelMode(mode): _checked(spec, ParallelMode(mode), parameter) for mode, spec in modes.items()}
     record = Placement(checked, tuple(shape) if shape is not None else None)
@@ -154,7 +155,8 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
         if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
             raise PlacementError(
                 f"the rule {rule!r} fits no parameter; the names are {listed(list(named)[:20])}"
-                f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}"
+                f"{' ...' if len(named) > 20 else ''}.{did_you_mean(str(rule), named)}",
+                code="C030",
             )
     return module
 
@@ -207,20 +209,27 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
         if not -parameter.dim() <= spec.dim < max(parameter.dim(), 1):
             raise PlacementError(
                 f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has dimensions "
-                f"0 to {parameter.dim() - 1}"
+                f"0 to {parameter.dim() - 1}",
+                code="C030",
             )
         return Shard(spec.dim % max(parameter.dim(), 1), spec.owes, _sections(spec, mode, parameter))
     if isinstance(spec, Tied):
         if mode is not ParallelMode.PIPELINE:
-            raise PlacementError(f"Tied is for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}")
+            raise PlacementError(
+                f"Tied is for {ParallelMode.PIPELINE} (the stages that share a weight), not {mode}", code="C030"
+            )
         if len(set(spec.stages)) < 2 or not spec.key:
-            raise PlacementError(f"{spec}: give at least two different stages and a key, the same on each of them")
+            raise PlacementError(
+                f"{spec}: give at least two different stages and a key, the same on each of them", code="C030"
+            )
         return Tied(tuple(sorted(set(spec.stages))), spec.key)
     if isinstance(spec, Replicate):
         if spec.owes not in ("auto", "sum", "nothing"):
-            raise PlacementError(f"Replicate(owes={spec.owes!r}): allowed are 'auto', 'sum' and 'nothing'")
+            raise PlacementError(f"Replicate(owes={spec.owes!r}): allowed are 'auto', 'sum' and 'nothing'", code="C030")
         return spec
-    raise PlacementError(f"{spec!r} on {mode} is no placement; use Shard(dim), Replicate() or Tied(stages, key)")
+    raise PlacementError(
+        f"{spec!r} on {mode} is no placement; use Shard(dim), Replicate() or Tied(stages, key)", code="C030"
+    )
 
 
 def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, ...]:
@@ -229,7 +238,8 @@ def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, 
     if min(sections, default=1) < 1 or (sections and (here == 0 or sum(sections) % here)):
         raise PlacementError(
             f"{_spec_text(spec)} on {mode}: a part of {here} elements along dimension {spec.dim} is no even share of sections "
-            f"of {listed(sections)}; give the whole length of each section, which the ranks of the mode divide"
+            f"of {listed(sections)}; give the whole length of each section, which the ranks of the mode divide",
+            code="C030",
         )
     return sections if len(sections) > 1 else ()
 
@@ -237,11 +247,14 @@ def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, 
 def _check_shape(record: Placement, parameter: Tensor) -> None:
     for packed in (shard for shard in record.shards.values() if shard.sections):
         if sum(shard.dim == packed.dim for shard in record.shards.values()) > 1:
-            raise PlacementError(f"{record}: dimension {packed.dim} has sections, so only one mode can cut it")
+            raise PlacementError(
+                f"{record}: dimension {packed.dim} has sections, so only one mode can cut it", code="C030"
+            )
         if record.shape is not None and record.shape[packed.dim] != sum(packed.sections):
             raise PlacementError(
                 f"{record}: the sections are {sum(packed.sections)} elements along dimension {packed.dim}, and the whole of "
-                f"shape {record.shape} has {record.shape[packed.dim]}"
+                f"shape {record.shape} has {record.shape[packed.dim]}",
+                code="C030",
             )
     if record.shape is None:
         return
@@ -253,7 +266,8 @@ def _check_shape(record: Placement, parameter: Tensor) -> None:
     if not fits:
         raise PlacementError(
             f"a local part of shape {tuple(parameter.shape)} cannot come from a whole of shape {record.shape} "
-            f"split on dimension {sorted(split) or 'none'}"
+            f"split on dimension {sorted(split) or 'none'}",
+            code="C030",
         )
 
 

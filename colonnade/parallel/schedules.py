@@ -20,9 +20,11 @@ def build_schedule(context: ParallelContext) -> Any:
     try:
         built = schedule(**settings)
     except TypeError as error:
-        raise ConfigError(f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}") from error
+        raise ConfigError(
+            f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}", code="C051"
+        ) from error
     if not callable(getattr(built, "forward_back_step", None)):
-        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule")
+        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule", code="C051")
     return built
 
 
@@ -34,7 +36,8 @@ def _default_schedule(context: ParallelContext) -> dict[str, Any]:
     if config.get("num_microbatches") is None:
         raise ConfigError(
             f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
-            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one"
+            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one",
+            code="C051",
         )
     chunks = (config.get("model") or {}).get("num_chunks")
     shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}

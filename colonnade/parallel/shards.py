@@ -67,7 +67,8 @@ def section_runs(sections: Sequence[int], at: int, count: int) -> list[tuple[int
         if length % count:
             raise PlacementError(
                 f"sections of {listed(sections)} elements cannot each be cut evenly into {count} parts; choose sizes that "
-                f"{count} divides, or another number of ranks"
+                f"{count} divides, or another number of ranks",
+                code="C032",
             )
         runs.append((start + at * share, share))
         start += length

@@ -115,7 +115,8 @@ def split(
         if at is not None or num_stages not in (None, len(stages)):
             raise ScheduleError(
                 f"a list of {len(stages)} modules is {len(stages)} stages already; leave out at= and num_stages=, or "
-                "give the model in one piece"
+                "give the model in one piece",
+                code="C050",
             )
         return Split(stages, find_ties(stages))
     if not isinstance(model, nn.Sequential) and not hasattr(model, "pipeline_layers"):
@@ -145,7 +146,8 @@ def _split_by_forward(
     if balance != "parameters":
         raise ScheduleError(
             f"balance={balance!r} is for an nn.Sequential or a model with pipeline_layers(); a {type(model).__name__} is cut "
-            f"by its own forward pass, with balance='parameters' or at= the layers that you name"
+            f"by its own forward pass, with balance='parameters' or at= the layers that you name",
+            code="C050",
         )
     own = OwnForward(model, None if sample is None else lambda function: call_layer(function, sample))
     names, weights = zip(*own.layers, strict=True)
@@ -153,7 +155,7 @@ def _split_by_forward(
         at = [at] if isinstance(at, str) else at
         for cut in at:
             if why := own.why_not(cut):
-                raise ScheduleError(f"no stage can begin with {cut!r}: {why}")
+                raise ScheduleError(f"no stage can begin with {cut!r}: {why}", code="C050")
         firsts = _given_cuts(names, at, num_stages)
     else:
         firsts = _balanced_cuts(names, num_stages, weights)
@@ -201,14 +203,17 @@ def _declared_layers(model: nn.Module) -> Layers:
         if name not in known or not name:
             told = f"no layer {name!r}.{did_you_mean(name, known)}" if isinstance(layer, str) else f"not {layer}"
             raise ScheduleError(
-                f"pipeline_layers() of {type(model).__name__} returns layers of the model, or their names: {told}"
+                f"pipeline_layers() of {type(model).__name__} returns layers of the model, or their names: {told}",
+                code="C050",
             )
         layers.append((name, model.get_submodule(name)))
     inside = [(a, b) for a, _ in layers for b, _ in layers if b.startswith(f"{a}.")]
     if inside:
-        raise ScheduleError(f"pipeline_layers() returns {inside[0][0]!r} and, inside it, {inside[0][1]!r}; return one")
+        raise ScheduleError(
+            f"pipeline_layers() returns {inside[0][0]!r} and, inside it, {inside[0][1]!r}; return one", code="C050"
+        )
     if not layers:
-        raise ScheduleError(f"pipeline_layers() of {type(model).__name__} returned nothing")
+        raise ScheduleError(f"pipeline_layers() of {type(model).__name__} returned nothing", code="C050")
     return layers
 
 
@@ -219,7 +224,8 @@ def _check_covered(model: nn.Module, layers: Layers) -> None:
     if lost:
         shown = listed(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise ScheduleError(
-            f"the layers of {type(model).__name__} do not hold {shown}; put each parameter and buffer into one of them"
+            f"the layers of {type(model).__name__} do not hold {shown}; put each parameter and buffer into one of them",
+            code="C050",
         )
 
 
@@ -248,26 +254,30 @@ def _given_cuts(names: Sequence[str], at: Sequence[str], num_stages: int | None)
     for cut in at:
         index = next((i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")), None)
         if index is None:
-            raise ScheduleError(f"no layer {cut!r} to cut at; layers: {listed(names)}.{did_you_mean(cut, names)}")
+            raise ScheduleError(
+                f"no layer {cut!r} to cut at; layers: {listed(names)}.{did_you_mean(cut, names)}", code="C050"
+            )
         if index <= firsts[-1]:
             raise ScheduleError(
                 f"at= names the first layer of each stage but the first, in order and each once; {cut!r} does not come "
-                f"after {names[firsts[-1]]!r}"
+                f"after {names[firsts[-1]]!r}",
+                code="C050",
             )
         firsts.append(index)
     if num_stages not in (None, len(firsts)):
         raise ScheduleError(
-            f"{len(at)} cuts make {len(firsts)} stages, not num_stages={num_stages}; give one of the two"
+            f"{len(at)} cuts make {len(firsts)} stages, not num_stages={num_stages}; give one of the two", code="C050"
         )
     return firsts
 
 
 def _balanced_cuts(names: Sequence[str], num_stages: int | None, weights: Sequence[float]) -> list[int]:
     if num_stages is None:
-        raise ScheduleError("say where to cut: at=[names of layers], or num_stages=")
+        raise ScheduleError("say where to cut: at=[names of layers], or num_stages=", code="C050")
     if not 1 <= num_stages <= len(names):
         raise ScheduleError(
-            f"{len(names)} layers cannot make {num_stages} stages: every stage has at least one. Layers: {listed(names)}"
+            f"{len(names)} layers cannot make {num_stages} stages: every stage has at least one. Layers: {listed(names)}",
+            code="C050",
         )
     return balanced(weights, num_stages)
 
@@ -305,9 +315,9 @@ def _weights(layers: Layers, balance: str, sample: Any, one_value: bool) -> list
     if balance == "parameters":
         return [float(sum(parameter.numel() for parameter in layer.parameters())) for _, layer in layers]
     if balance != "time":
-        raise ScheduleError(f"balance is 'parameters' or 'time', not {balance!r}")
+        raise ScheduleError(f"balance is 'parameters' or 'time', not {balance!r}", code="C050")
     if sample is None:
-        raise ScheduleError("balance='time' measures the layers: pass sample=, the data of one batch")
+        raise ScheduleError("balance='time' measures the layers: pass sample=, the data of one batch", code="C050")
     return _measured(layers, sample, one_value)
 
 

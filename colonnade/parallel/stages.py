@@ -64,7 +64,8 @@ def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Modul
     if len(split) != len(stage_ranks):
         raise ScheduleError(
             f"the model was split into {len(split)} stages, and the schedule has {len(stage_ranks)} (on "
-            f"{max(stage_ranks) + 1} pipeline ranks); give colonnade.split num_stages={len(stage_ranks)}, or as many cuts"
+            f"{max(stage_ranks) + 1} pipeline ranks); give colonnade.split num_stages={len(stage_ranks)}, or as many cuts",
+            code="C050",
         )
     mine = [stage for stage, home in enumerate(stage_ranks) if home == rank]
     for tie in split.ties:

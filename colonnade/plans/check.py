@@ -34,7 +34,8 @@ def check_mode(context: ParallelContext) -> None:
     if context.tensor_parallel_size > 1 and str(mode or "").lower() != "1d":
         raise ConfigError(
             f"parallel.tensor.mode={mode!r}: a plan cuts layers for mode '1d'; write tensor=dict(size="
-            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn"
+            f"{context.tensor_parallel_size}, mode='1d'). Modes 2d, 2.5d and 3d need the layers of colonnade.nn",
+            code="C060",
         )
 
 
@@ -57,7 +58,7 @@ def check_entries(entries: Mapping[str, Entry], model: nn.Module, context: Paral
         problems += _heads(cuts, entries, model, context.tensor_parallel_size)
     if problems:
         lines = "\n  ".join(dict.fromkeys(problems[:12]))
-        raise PlacementError(f"the plan cannot be right:\n  {lines}")
+        raise PlacementError(f"the plan cannot be right:\n  {lines}", code="C060")
 
 
 def with_ties(entries: dict[str, Entry], model: nn.Module) -> dict[str, Entry]:
@@ -84,7 +85,8 @@ def with_ties(entries: dict[str, Entry], model: nn.Module) -> dict[str, Entry]:
                 raise PlacementError(
                     f"{first!r} and {name!r} are one parameter, and the plan cuts the first alone, so the tie would be cut. "
                     f"Name {modules[name]!r}, a {type(module).__name__}, with a style that cuts it along dimension {dim} too, "
-                    f"leave both out of the plan, or untie them before"
+                    f"leave both out of the plan, or untie them before",
+                    code="C060",
                 )
             found[modules[name]] = Entry(f"the tie of {first}", style, {})
     return found

@@ -102,6 +102,7 @@ def _check(expected: Values, found: Values) -> None:
                 f"model (by {float((value - whole).abs().max()):.3g}, of values up to {float(size):.3g}); up to {right} all is the "
                 f"same. What is between takes parts of features for all of them: around a softmax or a norm over features write "
                 f"'colwise_gather_output' and 'rowwise_split_input'; where a layer's output is divided (chunk, split), "
-                f"'packed_colwise' with its 'sections'"
+                f"'packed_colwise' with its 'sections'",
+                code="C060",
             )
         right = repr(name)

@@ -43,7 +43,8 @@ def cut(
         if mode in before.modes or any(shard.dim == spec.dim for shard in before.shards.values()):
             raise PlacementError(
                 f"the plan cuts {target.name!r}, whose {name!r} is placed already ({before}); let one pattern "
-                f"name it, and parallelize a model once"
+                f"name it, and parallelize a model once",
+                code="C060",
             )
         block = _block(whole, spec, target, name, mode, uneven)
         part = own(block, {mode: spec, **before.modes}, before.shape or tuple(whole.shape), whole)
@@ -52,7 +53,8 @@ def cut(
     elif placement_of(part).shards != {mode: spec}:
         raise PlacementError(
             f"{target.name!r} shares {name!r} with another layer, where the plan cuts it otherwise: {placement_of(part)} "
-            f"there, {spec} on {mode} here. Give both styles that cut it alike, or untie them before"
+            f"there, {spec} on {mode} here. Give both styles that cut it alike, or untie them before",
+            code="C060",
         )
     setattr(target.module, name, part)
     return part
@@ -64,7 +66,9 @@ def replicate(target: Target, name: str, owes: bool) -> None:
     parameter: Any = getattr(target.module, name)
     before = placement_of(parameter)
     if before.shards:
-        raise PlacementError(f"the plan keeps {target.name!r} whole, but cuts its {name!r} elsewhere: {before}")
+        raise PlacementError(
+            f"the plan keeps {target.name!r} whole, but cuts its {name!r} elsewhere: {before}", code="C060"
+        )
     place(parameter, {**before.modes, ParallelMode.TENSOR: spec}, before.shape)
 
 
@@ -82,7 +86,8 @@ def sections_of(target: Target, length: int, default: int = 1) -> tuple[int, ...
     if isinstance(found, int) or sum(found) != length:
         raise PlacementError(
             f"{target.name!r}: {length} features cannot be the sections {wanted} of the plan; give 'sections' as a number of "
-            f"equal ones, or as their lengths, which add up to {length}"
+            f"equal ones, or as their lengths, which add up to {length}",
+            code="C060",
         )
     return tuple(found)
 
@@ -98,7 +103,8 @@ def _block(whole: Tensor, spec: Shard, target: Target, name: str, mode: Parallel
         raise PlacementError(
             f"{target.name!r}: {listed(sections)} features (dimension {spec.dim} of {name!r}, of shape "
             f"{tuple(whole.shape)}) cannot be cut evenly over the {ranks} ranks of {mode}; choose a size that {ranks} "
-            f"divides, another tensor size, or leave the layer out of the plan"
+            f"divides, another tensor size, or leave the layer out of the plan",
+            code="C032",
         )
     blocks = [whole.detach().narrow(spec.dim, *run) for run in section_runs(sections, at, ranks)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, spec.dim)

@@ -27,14 +27,16 @@ def check_said(name: str, entry: Entry) -> None:
             raise PlacementError(
                 f"the plan gives {name!r} the option {key!r}, which is not known; "
                 f"{repr(entry.style) if entry.style else 'an entry without a style'} takes {listed(map(repr, known))}."
-                f"{did_you_mean(key, ('style', *known))}"
+                f"{did_you_mean(key, ('style', *known))}",
+                code="C060",
             )
         if key == "sections" and not _is_sections(value):
             raise PlacementError(
-                f"{name!r}: sections={value!r}; give a number of equal ones, or their lengths, each 1 or more"
+                f"{name!r}: sections={value!r}; give a number of equal ones, or their lengths, each 1 or more",
+                code="C060",
             )
         if key in ("divide", "inputs") and isinstance(value, str):
-            raise PlacementError(f"{name!r}: {key}={value!r} is one name; give a list of them: {[value]}")
+            raise PlacementError(f"{name!r}: {key}={value!r} is one name; give a list of them: {[value]}", code="C060")
 
 
 def _is_sections(value: Any) -> bool:

@@ -36,13 +36,16 @@ def moe_tp_experts(target: Target) -> None:
 def grouped_gemm(target: Target) -> None:
     """This rank's experts of a stacked parameter. The tokens of all ranks of the expert group come to them."""
     if target.parameter is None:
-        raise PlacementError(f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module")
+        raise PlacementError(
+            f"{target.name!r}: the style 'grouped_gemm' is for a stacked parameter, not for a module", code="C060"
+        )
     scope = Scope.of(target.context)
     experts = len(getattr(target.module, target.parameter))
     if experts % scope.expert:
         raise LayoutError(
             f"{target.name!r}: {experts} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use an "
-            f"expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}"
+            f"expert size among {listed(size for size in range(1, experts + 1) if experts % size == 0)}",
+            code="C032",
         )
     inside = target.options.get("tensor")
     if inside is not None and scope.tensor > 1 and not scope.shares_tokens:
@@ -83,7 +86,8 @@ def megamoe(target: Target) -> None:
     """Refused: a kernel for inference on one kind of GPU."""
     raise PlacementError(
         f"{target.name!r}: the styles 'megamoe_router' and 'megamoe_experts' are for a kernel that has no backward pass, so "
-        f"nothing can be trained with it; use 'ep_router' and 'ep_dispatch_experts'"
+        f"nothing can be trained with it; use 'ep_router' and 'ep_dispatch_experts'",
+        code="C060",
     )
 
 
@@ -212,12 +216,14 @@ def _check(name: str, module: nn.Module, placed: dict[str, Any], cuts: list[list
         if parts and whole:
             raise PlacementError(
                 f"{name!r}: the plan cuts {listed(parts)} over {mode}, and leaves {listed(whole)} whole; name all of the "
-                f"experts' parameters"
+                f"experts' parameters",
+                code="C060",
             )
     if cuts[1] and getattr(module, "has_post_expert_norm", False):
         raise PlacementError(
             f"{name!r} has a norm behind each expert, which parts of experts cannot be given; leave the inside of its "
-            f"experts out of the tensor plan, and use parallel.expert"
+            f"experts out of the tensor plan, and use parallel.expert",
+            code="C060",
         )
 
 
@@ -240,5 +246,6 @@ def _check_gate(name: str, module: nn.Module) -> None:
         raise PlacementError(
             f"{name + '.gate_up_proj'!r} has the gate and the up projection one after the other, and the plan cuts it as if "
             f"it were one: a rank would hold the gate of some and the up projection of others. Use 'packed_colwise' (or "
-            f"'packed_rowwise', where the last dimension is the packed one)"
+            f"'packed_rowwise', where the last dimension is the packed one)",
+            code="C060",
         )

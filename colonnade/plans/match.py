@@ -66,21 +66,22 @@ class Entry:
 def resolve(plan: Plan, model: nn.Module) -> dict[str, Entry]:
     """Each module and parameter that the plan names, with what it says of it. Parameters come before modules."""
     if not isinstance(plan, Mapping):
-        raise PlacementError(f"a plan is a mapping of patterns to styles, not {plan!r}")
+        raise PlacementError(f"a plan is a mapping of patterns to styles, not {plan!r}", code="C060")
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, Entry] = {}
     for pattern, value in plan.items():
         names = [name for name in (*parameters, *modules) if fits(pattern, name)]
         if not names:
-            raise PlacementError(_matches_nothing(pattern, (*modules, *parameters)))
+            raise PlacementError(_matches_nothing(pattern, (*modules, *parameters)), code="C060")
         for name in names:
             entry = _entry(pattern, value, name, modules.get(name))
             other = found.setdefault(name, entry)
             if (other.style, dict(other.options)) != (entry.style, dict(entry.options)):
                 raise PlacementError(
                     f"the plan gives {name!r} two styles: {other.pattern!r} says {plan[other.pattern]!r}, and {pattern!r} "
-                    f"says {value!r}; let one pattern name it"
+                    f"says {value!r}; let one pattern name it",
+                    code="C060",
                 )
     return {name: found[name] for name in (*parameters, *modules) if name in found}
 

@@ -42,7 +42,7 @@ def parallelize(
     """
     context = given_or_global(context)
     if not context.is_launched:
-        raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first")
+        raise ContextError("parallelize() needs a launched context: call colonnade.launch(config) first", code="C013")
     _check_model(model)
     check_mode(context)
     adapters = Adapters(model, context)
@@ -58,13 +58,15 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PlacementError(
             f"parallelize() takes the whole model, an nn.Module, not a {type(model).__name__}; it makes the stages of a "
-            f"pipeline itself"
+            f"pipeline itself",
+            code="C060",
         )
     base = base_model(model)
     if has_plan(base):
         raise PlacementError(
             f"{type(base).__name__} was given to parallelize already (from_pretrained does that too), and a model is cut once: "
-            f"give what it returned to initialize, or build the model again"
+            f"give what it returned to initialize, or build the model again",
+            code="C060",
         )
 
 
@@ -107,7 +109,8 @@ def _own_plan(model: nn.Module, context: ParallelContext) -> Plan:
     if not plan and context.tensor_parallel_size > 1:
         raise PlacementError(
             f"{type(model).__name__} brings no plan along; give one, as in "
-            f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})"
+            f"parallelize(model, {{'blocks.*.fc1': 'colwise', 'blocks.*.fc2': 'rowwise'}})",
+            code="C060",
         )
     return plan
 

@@ -52,7 +52,8 @@ def style_of(name: Any, where: str) -> tuple[Style, ParallelMode]:
     if not isinstance(name, str) or name not in STYLES:
         raise PlacementError(
             f"the plan gives {where!r} the style {name!r}, which is not known; styles are {listed(sorted(STYLES))}."
-            f"{did_you_mean(str(name), STYLES)}"
+            f"{did_you_mean(str(name), STYLES)}",
+            code="C060",
         )
     return STYLES[name]
 
@@ -126,7 +127,8 @@ def _linear(target: Target, split: Split, whole: bool = False, packed: int = 1) 
     if not transposed and not isinstance(module, nn.Linear):
         raise PlacementError(
             f"{target.name!r} is a {type(module).__name__}, and the plan's style is for nn.Linear; name a layer inside it, or "
-            f"one of its parameters"
+            f"one of its parameters",
+            code="C060",
         )
     inputs, outputs = module.weight.shape if transposed else reversed(module.weight.shape)
     inside = outputs if split == "column" else inputs
@@ -219,11 +221,13 @@ def _embedding(target: Target) -> nn.Embedding:
     module = target.module
     if not isinstance(module, nn.Embedding) or target.parameter is not None:
         raise PlacementError(
-            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for a module nn.Embedding"
+            f"{target.name!r} is a {type(module).__name__}, and the plan's style is for a module nn.Embedding",
+            code="C060",
         )
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise PlacementError(
-            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut"
+            f"{target.name!r}: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be cut",
+            code="C060",
         )
     return module
 
@@ -252,7 +256,8 @@ def sequence_parallel(target: Target) -> None:
     if not target.arrangement.sequence_split:
         raise PlacementError(
             f"the plan gives {target.name!r} the style 'sequence_parallel', but activations between blocks are whole here; set "
-            f"sequence_split=True beside tensor.mode in the config, or leave the layer out of the plan"
+            f"sequence_split=True beside tensor.mode in the config, or leave the layer out of the plan",
+            code="C060",
         )
     replicated_with_grad_allreduce(target)
 
@@ -310,7 +315,9 @@ def mla_kv_a_proj(target: Target) -> None:
     rope = getattr(target.parent, "qk_rope_head_dim", None)
     rope = rope or getattr(getattr(target.model, "config", None), "qk_rope_head_dim", None)
     if not isinstance(rope, int):
-        raise PlacementError(f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it")
+        raise PlacementError(
+            f"{target.name!r}: 'mla_kv_a_proj' needs qk_rope_head_dim in the module around it", code="C060"
+        )
     context = target.context
 
     def summed_last(gradient: Tensor) -> Tensor:

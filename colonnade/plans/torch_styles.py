@@ -43,7 +43,8 @@ def from_torch(value: Any, module: nn.Module, name: str) -> tuple[str, dict[str,
         return "gather_sequence", _gathered(value, name)
     raise PlacementError(
         f"the plan gives {name!r} torch's style {kind}, which is not read; ColwiseParallel, RowwiseParallel, SequenceParallel "
-        f"and PrepareModuleInput are"
+        f"and PrepareModuleInput are",
+        code="C060",
     )
 
 
@@ -71,4 +72,6 @@ def _layout(layouts: Any) -> str:
 
 
 def _refused(name: str, kind: str, what: str) -> PlacementError:
-    return PlacementError(f"the plan gives {name!r} torch's style {kind} {what}, which is not read; {_LAYOUTS}")
+    return PlacementError(
+        f"the plan gives {name!r} torch's style {kind} {what}, which is not read; {_LAYOUTS}", code="C060"
+    )

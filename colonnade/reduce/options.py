@@ -49,7 +49,8 @@ class SyncOptions:
         for key in settings:
             if key not in known:
                 raise ConfigError(
-                    f"unknown option {key!r} of a gradient handler; allowed: {listed(known)}.{did_you_mean(key, known)}"
+                    f"unknown option {key!r} of a gradient handler; allowed: {listed(known)}.{did_you_mean(key, known)}",
+                    code="C003",
                 )
         values = {key: value for key, value in settings.items() if value is not None}
         for key in ("reduce_dtype", "compress"):
@@ -61,19 +62,20 @@ class SyncOptions:
         for name in ("bucket_mb", "first_bucket_mb"):
             size = getattr(self, name)
             if size is not None and not size > 0:
-                raise ConfigError(f"{name} must be more than 0, not {size!r}")
+                raise ConfigError(f"{name} must be more than 0, not {size!r}", code="C003")
         for name in ("overlap", "shared_memory"):
             if getattr(self, name) not in (True, False, "auto"):
-                raise ConfigError(f'{name} is True, False or "auto", not {getattr(self, name)!r}')
+                raise ConfigError(f'{name} is True, False or "auto", not {getattr(self, name)!r}', code="C003")
         dtype = self.reduce_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f"reduce_dtype is a floating point dtype, not {dtype!r}")
+            raise ConfigError(f"reduce_dtype is a floating point dtype, not {dtype!r}", code="C003")
         if self.compress not in (None, *HALVES):
-            raise ConfigError(f'compress is "bf16", "fp16" or None, not {self.compress!r}')
+            raise ConfigError(f'compress is "bf16", "fp16" or None, not {self.compress!r}', code="C003")
         if self.compress is not None and dtype in HALVES and dtype is not self.compress:
             raise ConfigError(
                 f"compress={self.compress} and reduce_dtype={dtype} are two dtypes to send in; give one of them, or a wider "
-                f"reduce_dtype"
+                f"reduce_dtype",
+                code="C003",
             )
 
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -96,7 +98,7 @@ class SyncOptions:
 def _dtype(key: str, name: str) -> torch.dtype:
     known = [text for text, dtype in _DTYPES.items() if key != "compress" or dtype in HALVES]
     if name not in known:
-        raise ConfigError(f"{key}={name!r}; allowed: {listed(known)}.{did_you_mean(name, known)}")
+        raise ConfigError(f"{key}={name!r}; allowed: {listed(known)}.{did_you_mean(name, known)}", code="C003")
     return _DTYPES[name]
 
 

@@ -106,7 +106,8 @@ def _by_parameter(plans: Iterable[Plan], unsummed: Iterable[tuple[str, nn.Parame
                     if before != value:
                         raise ConfigError(
                             f"gradient_handler: {by} has {key}={before!r} and {plan.handler} {key}={value!r}, and both "
-                            f"sum {name!r}, which is one sum; give both the same {key}"
+                            f"sum {name!r}, which is one sum; give both the same {key}",
+                            code="C003",
                         )
     for name, parameter in unsummed:
         entries.setdefault(id(parameter), _Entry(name, parameter, [], {}))

@@ -105,7 +105,8 @@ def choose(demands: Iterable[Demand], which: Choice) -> list[Demand]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise LedgerError(
-                f"the pattern {pattern!r} matches none of the {len(names)} parameters.{did_you_mean(pattern, names)}"
+                f"the pattern {pattern!r} matches none of the {len(names)} parameters.{did_you_mean(pattern, names)}",
+                code="C041",
             )
     return [demand for demand in demands if any(fnmatchcase(demand.name, pattern) for pattern in patterns)]
 

@@ -46,7 +46,8 @@ class Riders:
         deviates, unsteady, *turns = self._told.popleft().read()
         if sum(turn > 0 for turn in turns) > 1:
             raise GradientError(
-                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was dropped"
+                f"ranks were not at the same step {_LAG} steps ago; a rank has skipped or repeated one. That step was dropped",
+                code="C043",
             )
         if deviates > 0 and not self._uneven:
             self._uneven = True

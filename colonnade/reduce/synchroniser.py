@@ -119,7 +119,8 @@ class Synchroniser:
                     raise GradientError(
                         f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
                         f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); anything else "
-                        f"is for a gradient handler"
+                        f"is for a gradient handler",
+                        code="C046",
                     )
         self._ended = []
 

@@ -64,7 +64,8 @@ class GroupNotes:
         if len(set(steps)) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(self.group.ranks, steps, strict=True))
             raise GradientError(
-                f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one"
+                f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one",
+                code="C043",
             )
 
 

@@ -27,7 +27,7 @@ _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
 # What a healthy rank says when one of its peers has gone: never the cause while another rank has one.
 _CONSEQUENCE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|pair closure|connectFullMesh"
-    r"|failed to pass monitoredBarrier|Pair is not connected|timed out waiting|wait timeout",
+    r"|failed to pass monitoredBarrier|Pair is not connected|timed out waiting|wait timeout|left during the",
     re.IGNORECASE,
 )
 
@@ -96,7 +96,9 @@ class Outcome:
         own = [frame for frame in frames if not any(place in frame for place in _NOT_THE_USERS)]
         return f", in {(own or frames)[0]}" if frames else f" ({self.stack})" if self.stack else ""
 
-    def _is_consequence(self) -> bool:
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it failed only because another rank had gone: never the cause while another rank has one."""
         return self.kind == "exception" and bool(_CONSEQUENCE.search(self.message))
 
 
@@ -162,7 +164,7 @@ def _by_blame(outcome: Outcome) -> tuple[int, float]:
         return 3, outcome.time
     if outcome.kind == "timeout":
         return 2, outcome.time
-    return int(outcome._is_consequence()), outcome.time
+    return int(outcome.lost_a_peer), outcome.time
 
 
 def _titled(title: str, outcome: Outcome) -> str:

@@ -54,6 +54,12 @@ def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
     """
     source = getattr(sys.modules["__main__"], "__file__", None)
     typed_in = fn.__module__ == "__main__" if source is None else not Path(source).exists()
+    if typed_in and torch.cuda.is_initialized():
+        raise LaunchError(
+            "this process has used CUDA, so it cannot be copied for the ranks: start anew, and use the GPU only inside "
+            "the function that the ranks run",
+            code="C101",
+        )
     return multiprocessing.get_context("fork") if typed_in else start_server()
 
 
@@ -66,7 +72,8 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if "<lambda>" in name or "<locals>" in name:
         raise LaunchError(
             f"run_world cannot send {name} to other processes: it is a lambda or defined inside a function. "
-            "Move it to module level and pass what it needs as arguments."
+            "Move it to module level and pass what it needs as arguments.",
+            code="C101",
         )
     for what, thing in (
         (name, fn),
@@ -78,7 +85,8 @@ def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         except Exception as error:
             raise LaunchError(
                 f"run_world cannot send {what} to other processes ({type(error).__name__}: {error}). "
-                "Pass a module-level function and plain data or tensors; build the rest inside the function."
+                "Pass a module-level function and plain data or tensors; build the rest inside the function.",
+                code="C101",
             ) from error
     return pickle.dumps((fn, args, kwargs))
 
@@ -137,7 +145,7 @@ def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] 
 def check_backend(backend: str | None) -> None:
     """Refuse nccl where there is no GPU, before a process is started."""
     if backend is not None and "nccl" in backend and not torch.cuda.device_count():
-        raise LaunchError(f"backend={backend!r} needs a GPU and torch finds none. Give backend='gloo'.")
+        raise LaunchError(f"backend={backend!r} needs a GPU and torch finds none. Give backend='gloo'.", code="C024")
 
 
 def nccl_environments(n: int) -> list[dict[str, str]]:

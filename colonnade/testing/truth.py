@@ -85,7 +85,7 @@ def compare(truth: Mapping[str, Tensor], found: Mapping[str, Tensor], rtol: floa
     """Compare every tensor of the truth; a missing one differs. Raises ParityError with the table if `check`."""
     result = Comparison(tuple(_difference(name, truth[name], found.get(name), rtol) for name in truth), rtol)
     if check and not result.ok:
-        raise ParityError(f"not equal to one process:\n{result}")
+        raise ParityError(f"not equal to one process:\n{result}", code="C100")
     return result
 
 
@@ -123,4 +123,6 @@ def _check_holders(
         for name, (places, digest) in found.items():
             other, expected = first.setdefault((name, places), (rank, digest))
             if digest != expected:
-                raise ParityError(f"{name}: ranks {other} and {rank} hold the same part with different values")
+                raise ParityError(
+                    f"{name}: ranks {other} and {rank} hold the same part with different values", code="C100"
+                )

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _GRACE = 3.0
 # Collectives give up before the deadline, so that they say so in a traceback.
 _GROUP_SHARE = 0.75
 _LONGEST_LOG = 1 << 20
+_SHOW_SECONDS = 0.1
 
 _NOT_RETURNED = "the function did not return"
 _NOT_REACHED = 'the function was not reached; does the script start its work under `if __name__ == "__main__":`?'
@@ -39,6 +41,7 @@ def run_world(
     check: bool = True,
     backend: str | None = "gloo",
     env: Mapping[str, str | None] | None = None,
+    show: bool = False,
     **kwargs: Any,
 ) -> WorldResult:
     """Run `fn(*args, **kwargs)` on `n` processes at once and return what each rank returned.
@@ -52,20 +55,20 @@ def run_world(
     `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes
     with the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF
     there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is
-    killed. With `check`, a failing rank raises `WorldError`. A script that calls this needs
-    `if __name__ == "__main__":`, as for any multiprocessing.
+    killed. With `check`, a failing rank raises `WorldError`. With `show`, what rank 0 prints is shown as it comes.
+    A script that calls this needs `if __name__ == "__main__":`, as for any multiprocessing.
     """
     if n < 1:
-        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.")
+        raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.", code="C101")
     if timeout <= 0:
-        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.")
+        raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.", code="C101")
     check_backend(backend)
     call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
     with private_folder() as folder, loopback_socket(listening=backend is not None) as held:
         port = held.getsockname()[1]
         spec = WorldSpec(n, folder, environments(n, folder, port, env), backend, _GROUP_SHARE * timeout)
         spec.call.write_bytes(call)
-        world = _World(spec)
+        world = _World(spec, _Shown([spec.file(0, "stdout"), spec.file(0, "stderr")]) if show else None)
         try:
             world.start(context, held)
             outcomes = world.watch(timeout)
@@ -80,6 +83,25 @@ def run_world(
     if check and not result.ok:
         raise WorldError(result)
     return result
+
+
+@dataclass
+class _Shown:
+    """What a rank has printed, shown in this process too, in a notebook as well."""
+
+    files: list[Path]
+    read: dict[Path, int] = field(default_factory=dict)
+
+    def copy(self) -> None:
+        for file in self.files:
+            if file.exists():
+                with file.open("rb") as log:
+                    log.seek(self.read.get(file, 0))
+                    whole, newline, _ = log.read().rpartition(b"\n")
+                if newline:
+                    self.read[file] = self.read.get(file, 0) + len(whole) + 1
+                    sys.stdout.write(whole.decode("utf-8", "replace") + "\n")
+                    sys.stdout.flush()
 
 
 @dataclass
@@ -120,6 +142,7 @@ class _World:
     """The processes of one world and what became of them so far."""
 
     spec: WorldSpec
+    shown: _Shown | None = None
     ranks: list[_Rank] = field(default_factory=list)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
@@ -138,7 +161,9 @@ class _World:
         """Collect one outcome per rank; stop what still runs at the deadline or a grace after a failure."""
         deadline = stop_at = time.monotonic() + timeout
         while self._running() and time.monotonic() < stop_at:
-            self._take_events(stop_at - time.monotonic())
+            self._take_events(min(stop_at - time.monotonic(), _SHOW_SECONDS if self.shown else timeout))
+            if self.shown is not None:
+                self.shown.copy()
             if stop_at == deadline and self._has_failed():
                 stop_at = min(deadline, time.monotonic() + _GRACE)
         self._stop_running("timeout" if stop_at == deadline else "ended")

@@ -64,11 +64,11 @@ def read_lengths(loader: Any, context: ParallelContext) -> Lengths:
     told = gather_json([wrong, None if wrong else _length(loader)], context)
     for rank, (problem, _) in enumerate(told):
         if problem:
-            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}")
+            raise ConfigError(f"rank {rank}: a data loader is an iterable of batches, not {problem}", code="C090")
     lengths = Lengths(tuple(length for _, length in told))
     if lengths.longest == 0:
         raise ConfigError(
-            "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?"
+            "the data loader has no batches on any rank; is the dataset smaller than a batch of drop_last?", code="C090"
         )
     if lengths.known:
         others = _other_distinct(context)
@@ -120,7 +120,8 @@ def _check_groups(lengths: Lengths, context: ParallelContext, joins: Callable[[A
         if lengths.of_rank[first] != length:
             raise ConfigError(
                 f"ranks {first} and {rank} {what}, but have {lengths.of_rank[first]} and {length} batches; give them "
-                f"loaders of one length (colonnade.utils.get_dataloader does)"
+                f"loaders of one length (colonnade.utils.get_dataloader does)",
+                code="C090",
             )
 
 

@@ -94,7 +94,7 @@ def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> It
         except Exception as error:
             if not by_itself:  # its peers wait for this batch: they learn of the error when this process ends
                 raise
-            told = TrainerError(f"the data loader failed: {type(error).__name__}: {error}")
+            told = TrainerError(f"the data loader failed: {type(error).__name__}: {error}", code="C090")
             told.__cause__ = error
             trainer._hooks.hold(told)
             return
@@ -110,7 +110,8 @@ def _check_even(trainer: Trainer, has_batch: bool) -> None:
     if have and have_not:
         raise TrainerError(
             f"{int(have_not)} of {trainer.context.world_size} ranks have run out of batches before the others, and this "
-            f"layout needs all of them in every pass; give all ranks equally many batches"
+            f"layout needs all of them in every pass; give all ranks equally many batches",
+            code="C090",
         )
 
 
@@ -137,7 +138,9 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     if isinstance(loader.sampler, (RandomSampler, WeightedRandomSampler)):
-        raise ConfigError("predict gives outputs in the order of the dataset: give it a loader with shuffle=False")
+        raise ConfigError(
+            "predict gives outputs in the order of the dataset: give it a loader with shuffle=False", code="C090"
+        )
     before = loader.sampler.state_dict() if is_stateful(loader.sampler) else None  # type: ignore[attr-defined]
     flat = [index for batch in loader.batch_sampler for index in batch]
     if before is not None:

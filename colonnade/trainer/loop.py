@@ -133,7 +133,9 @@ class Loop:
         self._agree()
         trainer.epoch_done = ended
         if ended and trainer._place.batches == 0:
-            raise ConfigError(f"epoch {trainer.cur_epoch} had no batches on any rank; there is nothing to train on")
+            raise ConfigError(
+                f"epoch {trainer.cur_epoch} had no batches on any rank; there is nothing to train on", code="C090"
+            )
         self.settle()
         trainer.time("stop", "Train-epoch")
         if not trainer.stopping or ended:
@@ -227,7 +229,8 @@ class Loop:
         except Exception as error:
             told = TrainerError(
                 f"the training data loader failed in epoch {trainer.cur_epoch}, after step {trainer.cur_step}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                code="C090",
             )
             told.__cause__ = error
             self._hooks.hold(told)
@@ -281,7 +284,8 @@ class Loop:
     def _raise_uneven(self, has_batch: bool) -> None:
         error = TrainerError(
             f"this rank ran out of batches in epoch {self._trainer.cur_epoch} after step {self._trainer.cur_step} while "
-            f"others had more, and this layout needs all of them in every pass. Give all ranks equally many batches."
+            f"others had more, and this layout needs all of them in every pass. Give all ranks equally many batches.",
+            code="C090",
         )
         if not has_batch:
             self._hooks.hold(error)

@@ -112,13 +112,16 @@ class StatefulMetric(Metric):
     def __init__(self, metric: Any, context: ParallelContext, states: Mapping[str, str] | None = None) -> None:
         missing = [name for name in ("update", "compute", "reset") if not callable(getattr(metric, name, None))]
         if missing:
-            raise ConfigError(f"a metric has update, compute and reset; {type(metric).__name__} lacks {missing}")
+            raise ConfigError(
+                f"a metric has update, compute and reset; {type(metric).__name__} lacks {missing}", code="C092"
+            )
         self._metric, self._context = metric, context
         self._states = dict(states) if states is not None else _declared(metric)
         if self._states is None and not alone(context):
             raise ConfigError(
                 f"{type(metric).__name__} does not say what its state is, so that of several ranks cannot be joined. "
-                f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each."
+                f"Pass states={{'correct': 'sum', 'total': 'sum'}}: its attributes, and sum, max, min or cat for each.",
+                code="C092",
             )
         self.higher_is_better = bool(getattr(metric, "higher_is_better", False))
         if hasattr(metric, "sync_on_compute"):
@@ -191,12 +194,13 @@ def _declared(metric: Any) -> dict[str, str] | None:
     if unknown:
         raise ConfigError(
             f"the states {unknown} of {type(metric).__name__} are not joined by sum, max, min or cat, so its value would "
-            f"not be that of one process"
+            f"not be that of one process",
+            code="C092",
         )
     return found
 
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise ConfigError(f"a metric gives one number, not a tensor of shape {tuple(value.shape)}")
+        raise ConfigError(f"a metric gives one number, not a tensor of shape {tuple(value.shape)}", code="C092")
     return float(value)

@@ -45,7 +45,8 @@ class Trainer:
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigError(
-                f"a Trainer takes the engine that initialize() returns first, not a {type(engine).__name__}"
+                f"a Trainer takes the engine that initialize() returns first, not a {type(engine).__name__}",
+                code="C092",
             )
         self.engine = engine
         self.context = engine.context
@@ -230,10 +231,10 @@ class Trainer:
 
     def _set_limits(self, epochs: int | None, max_steps: int | None, test_interval: int) -> None:
         if epochs is None and max_steps is None:
-            raise ConfigError("fit needs epochs= or max_steps=, or it would never end")
+            raise ConfigError("fit needs epochs= or max_steps=, or it would never end", code="C092")
         for name, value in (("epochs", epochs), ("max_steps", max_steps), ("test_interval", test_interval)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} is a whole number from 1 on, not {value!r}")
+                raise ConfigError(f"{name} is a whole number from 1 on, not {value!r}", code="C092")
         self.max_epochs, self.max_steps = epochs, max_steps
 
     def _attach(self, hooks: Iterable[HookLike]) -> None:

@@ -31,12 +31,13 @@ class DistinctDataSampler(Sampler[int]):
     ) -> None:
         self._length = len(dataset)
         if self._length == 0:
-            raise ConfigError("the dataset is empty: there is nothing to sample")
+            raise ConfigError("the dataset is empty: there is nothing to sample", code="C090")
         self._rank, self._ranks = distinct_place(layout, rank)
         if drop_last and self._length < self._ranks:
             raise ConfigError(
                 f"a dataset of {self._length} samples cannot be shared by {self._ranks} ranks with drop_last=True; "
-                f"use drop_last=False, or more samples"
+                f"use drop_last=False, or more samples",
+                code="C090",
             )
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self.epoch = 0

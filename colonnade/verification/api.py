@@ -80,7 +80,8 @@ def gather_evidence(
     if not chosen or any(len(step) != engine.accumulation for step in chosen):
         raise ParityError(
             f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
-            f"{[len(step) for step in chosen]}"
+            f"{[len(step) for step in chosen]}",
+            code="C100",
         )
     off = _cannot_agree(engine, reference, criterion, chosen[0][0]) if dropout else None
     record, given = _recorded(engine, chosen, off)
@@ -238,12 +239,12 @@ def _whole_model(engine: Engine, reference: Callable[[], nn.Module] | None, cont
         built = built.whole if isinstance(built, Split) else built
         if not isinstance(built, nn.Module):
             raise ParityError(
-                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}"
+                f"reference() returns the one-process model, a torch.nn.Module, not {type(built).__name__}", code="C100"
             )
         return built.to(context.device)
     if engine.uses_pipeline or any(is_dtensor(parameter) for parameter in engine.model.parameters()):
         raise ParityError(
-            "no rank has the whole model: give reference=, a function that builds it as one process has it"
+            "no rank has the whole model: give reference=, a function that builds it as one process has it", code="C100"
         )
     return copy.deepcopy(engine.model)
 

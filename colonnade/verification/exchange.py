@@ -59,7 +59,7 @@ def agreed(context: ParallelContext, found: Any) -> Any:
         told = [f"{type(found).__name__}: {found}" if problem[0] else None]
         dist.broadcast_object_list(told, src=0, device=context.device)
         if told[0] is not None and context.get_global_rank():
-            raise ParityError(f"on rank 0: {told[0]}")
+            raise ParityError(f"on rank 0: {told[0]}", code="C100")
     if problem[0] is not None:
         raise problem[0]
     return found

@@ -193,7 +193,8 @@ class Stage:
             if model.whole is None:
                 raise ParityError(
                     "the model was given as stages that were made by hand, so it is not known as one: give colonnade.split "
-                    "the whole model, or call colonnade.verify(engine, reference=...) in the script"
+                    "the whole model, or call colonnade.verify(engine, reference=...) in the script",
+                    code="C100",
                 )
             model = model.whole
         if self.part.dtype == "fp64":
@@ -279,7 +280,9 @@ class Stage:
         noted.append(None)
         found = self._joined.get(key, ())
         if len(noted) > len(found) and most is None:
-            raise ParityError(f"the script alone takes more batches in a step than its ranks did ({key} {len(noted)})")
+            raise ParityError(
+                f"the script alone takes more batches in a step than its ranks did ({key} {len(noted)})", code="C100"
+            )
         return tree_map(self._placed, value, found[len(noted) - 1]) if len(noted) <= len(found) else value
 
     def _placed(self, own: Any, joined: Any) -> Any:
@@ -300,7 +303,8 @@ class Stage:
         if self.recorder is None or not self.recorder.record.steps:
             raise ParityError(
                 "the script took no step that could be looked at: it builds its engine by colonnade.initialize and calls "
-                "engine.step(), or hands its model to colonnade.watch(model, optimizer, batches)"
+                "engine.step(), or hands its model to colonnade.watch(model, optimizer, batches)",
+                code="C100",
             )
         self.finish()
 

@@ -237,13 +237,15 @@ def check_names(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None
         raise ParityError(
             f"the reference is not the whole model of this run: no rank holds {listed(missing[:5])}, and the reference has no "
             f"{listed(extra[:5])}.{did_you_mean(extra[0], mine) if extra else ''} Give reference=, a function that builds the "
-            f"one-process model, with the parameter names of the parallel one"
+            f"one-process model, with the parameter names of the parallel one",
+            code="C100",
         )
     for name, shape in mine.items():
         if shape != shapes[name]:
             raise ParityError(
                 f"the reference has {name} of shape {shape}, and the ranks hold parts of {shapes[name]}; build the reference "
-                f"with the sizes of the whole model"
+                f"with the sizes of the whole model",
+                code="C100",
             )
 
 

@@ -157,7 +157,8 @@ def _make_double(model: nn.Module) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ParityError(
                 "the model of DistributedDataParallel is not in float64, and its buckets are made: build it in the default "
-                "dtype, or run colonnade verify --dtype own"
+                "dtype, or run colonnade verify --dtype own",
+                code="C100",
             )
         model.double()
 

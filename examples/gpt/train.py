@@ -36,13 +36,13 @@ def main():
     parser = colonnade.get_default_parser()
     parser.add_argument("--output", type=Path, default=HERE / "output", help="where checkpoints, log and picture go")
     parser.add_argument("--steps", type=int, help="how long to train, instead of the config's STEPS")
-    parser.add_argument("--fresh", action="store_true", help="forget what is in the output folder")
+    parser.add_argument("--fresh", action="store_true", help="forget the checkpoints in the output folder")
     options = parser.parse_args()
     colonnade.launch(HERE / "config.py")
     config, logger = gpc.config, get_dist_logger()
     steps = options.steps or config.STEPS
     if options.fresh and gpc.get_global_rank() == 0:
-        shutil.rmtree(options.output, ignore_errors=True)
+        shutil.rmtree(options.output / "checkpoints", ignore_errors=True)
 
     text = reference()
     alphabet = sorted(set(text))

@@ -55,3 +55,25 @@ def test_a_path_that_fails_is_one_message_without_a_traceback(words: tuple[str, 
         main(words)
     assert left.value.code == 2
     assert re.fullmatch(r"colonnade: a+\S*: File name too long\. .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_no_help_says_of_a_switch_that_it_is_a_bool(name: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert "<bool>" not in shown
+
+
+@pytest.mark.parametrize(("words", "found"), [("colonnade r", "run"), ("colonnade ckpt v", "verify")])
+def test_a_shell_completes_commands_and_what_they_take(words: str, found: str) -> None:
+    asked = {"_COLONNADE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "colonnade.cli"],
+        env={**environment(), **asked},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [found]

@@ -130,3 +130,14 @@ def test_a_copy_without_its_manifest_is_not_ok(ckpt, run, tmp_path):
     done = ckpt("ls", tmp_path)
     assert done.returncode == 1
     assert "manifest.json is missing" in done.stdout
+
+
+def test_checkpoints_one_level_down_are_found(ckpt, run, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(run, target_is_directory=True)
+    (tmp_path / "trace").mkdir()
+    assert ckpt("ls", tmp_path).stdout == ckpt("ls", run).stdout
+    assert ckpt("export", tmp_path, "--step", 1, "--out", tmp_path / "one.safetensors").returncode == 0
+    (tmp_path / "other").symlink_to(run, target_is_directory=True)
+    said = ckpt("ls", tmp_path)
+    assert said.returncode == 2
+    assert "several folders with checkpoints" in said.stderr

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from colonnade.cli import doctor
-from colonnade.cli.doctor import CHECKS
+from colonnade.cli.doctor import CHECKS, Finding
 from tests.cli import ROOT, colonnade, command, environment
 
 
@@ -71,3 +73,20 @@ def test_each_bar_can_be_missed(monkeypatch: pytest.MonkeyPatch, constant: str, 
 def test_the_cheap_checks_are_ok_here() -> None:
     for name in ("python", "devices", "gloo", "cores", "port"):
         assert CHECKS[name]().status == "ok", name
+
+
+def test_the_last_line_says_what_to_do_next() -> None:
+    fine = {"a": Finding("ok", "")}
+    assert doctor.next_step(fine).startswith("Next: `colonnade demo`")
+    assert "Have a look at b" in doctor.next_step({**fine, "b": Finding("warn", "", "look")})
+    assert "mend what is bad (c)" in doctor.next_step({**fine, "c": Finding("bad", "", "mend")})
+
+
+def test_whatever_is_found_has_a_next_step() -> None:
+    tree = ast.parse(Path(doctor.__file__).read_text())
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
+    ]
+    found = [call for call in calls if getattr(call.args[0], "value", "ok") != "ok"]
+    assert len(found) > 10
+    assert all(len(call.args) == 3 or isinstance(call.args[1], ast.Starred) for call in found)

@@ -60,19 +60,26 @@ def test_a_rank_killed_long_after_the_first_failure_is_not_blamed() -> None:
 def test_the_traceback_comes_last_and_alone() -> None:
     assert told(ended(2, 9.0), raised(1, 5.0), raised(0, 6.0, "RuntimeError", "lost a peer")) == [
         "rank 0: RuntimeError: lost a peer",
-        "rank 2: stopped because another rank had failed",
+        "rank 2: ended because rank 1 was gone",
         "colonnade: rank 1 failed first, exit status 1",
         "Traceback of 1",
         "ValueError: boom",
     ]
 
 
-def test_a_silent_death_ends_in_its_last_words(tmp_path: Path) -> None:
+def test_after_a_silent_death_its_last_words_come_before_the_verdict_without_torchs_stack(tmp_path: Path) -> None:
     log = tmp_path / "rank1.stderr"
-    log.write_text("".join(f"line {i}\n" for i in range(100)))
-    lines = told(killed(1, 5.0, signal.SIGABRT), ended(0, 6.0), stderr=log)
-    assert lines[1] == "colonnade: rank 1 failed first, exit status 134: killed by SIGABRT"
-    assert lines[-1] == "line 99"
+    stack = "Exception raised from recv at x.cpp:3\nframe #0: c10::Error + 0x9\nframe #1: <unknown>\n"
+    log.write_text("".join(f"line {i}\n" for i in range(99)) + stack + "line 99\n")
+    lost = [raised(rank, 6.0, "RuntimeError", "Connection closed by peer") for rank in (0, 2)]
+    lines = told(killed(1, 5.0, signal.SIGABRT), ended(3, 6.0), *lost, stderr=log)
+    assert lines[0] == "ranks 0, 2, 3: ended because rank 1 was gone"
+    assert lines[-4:] == [
+        "line 98",
+        "(3 lines of torch's stack)",
+        "line 99",
+        "colonnade: rank 1 failed first, exit status 134: killed by SIGABRT",
+    ]
     assert len(lines) < 30
 
 

@@ -59,7 +59,7 @@ def type_name(tensor: Tensor, what: str) -> str:
     """The format's name for the tensor's type; refuses what the format cannot hold."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise CheckpointError(
-            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved"
+            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved", code="C085"
         )
     return name_of(tensor.dtype, what)
 
@@ -78,7 +78,7 @@ def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
     """The format's name for a type."""
     if dtype not in _NAMES:
         known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot hold; allowed are {known}")
+        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot hold; allowed are {known}", code="C085")
     return _NAMES[dtype]
 
 

@@ -253,7 +253,8 @@ def _version(raw: bytes) -> int:
         by = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
         raise CheckpointError(
             f"it has format {version}, written by Colonnade {by[1].decode() if by else '?'}; this is {__version__}, "
-            f"which reads formats up to {FORMAT}. Update Colonnade to load it."
+            f"which reads formats up to {FORMAT}. Update Colonnade to load it.",
+            code="C081",
         )
     if version < 1:
         raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")

@@ -99,7 +99,9 @@ class StoredTensor:
         while len(memory):
             count = os.preadv(descriptor, [memory], start)
             if not count:
-                raise CheckpointError(f"{self.file} ends before {self.key} does: it was changed while it was read")
+                raise CheckpointError(
+                    f"{self.file} ends before {self.key} does: it was changed while it was read", code="C081"
+                )
             memory, start = memory[count:], start + count
 
 
@@ -154,14 +156,16 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
             others = sorted(path.glob("*.safetensors"))
             if len(others) != 1:
                 raise CheckpointError(
-                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}"
+                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
+                    code="C081",
                 )
             found = others[0]
         files = _indexed(found) if found.suffix == ".json" else [found]
     else:
         raise CheckpointError(
             f"{path} is neither a folder nor a file. Weights are read from disk: download those of a hub first, with "
-            f"`hf download <name> --local-dir <folder>`"
+            f"`hf download <name> --local-dir <folder>`",
+            code="C081",
         )
     tensors: dict[str, AnyTensor] = {}
     for file in files:
@@ -184,10 +188,12 @@ def _indexed(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error}") from error
+        raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
     for name in names:
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is no file beside it; copy the whole folder again")
+            raise CheckpointError(
+                f"{index} names {name!r}, which is no file beside it; copy the whole folder again", code="C081"
+            )
     return [index.parent / name for name in names]
 
 
@@ -195,7 +201,8 @@ def _unpickled(file: Path, trust: bool) -> dict[str, AnyTensor]:
     if not trust:
         raise CheckpointError(
             f"{file} is a pickle, which may run code when it is read. Convert it to safetensors (load and save it with "
-            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it"
+            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it",
+            code="C086",
         )
     content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     return {key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)}
@@ -213,7 +220,7 @@ def stored_tensors(file: Path) -> dict[str, AnyTensor]:
         table.pop("__metadata__", None)
         return {key: _stored(file, key, entry, 8 + length, size) for key, entry in table.items()}
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}", code="C081") from error
 
 
 def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) -> StoredTensor:

@@ -52,7 +52,9 @@ def write_tensors(path: Path, entries: Iterable[Entry], rest: Callable[[], None]
         os.fsync(file.fileno())
     with safe_open(str(path), framework="pt") as file:  # refuses a table that does not match the bytes
         if len(file.keys()) != len(ordered):
-            raise CheckpointError(f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written")
+            raise CheckpointError(
+                f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written", code="C081"
+            )
     fault_point("file synced")
     return FileRecord(path.name, size, digest.hexdigest())
 
@@ -133,6 +135,6 @@ def _header(entries: list[Entry]) -> memoryview:
     text += b" " * (-len(text) % 8)
     if len(text) > _LONGEST_HEADER:
         raise CheckpointError(
-            f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read"
+            f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read", code="C081"
         )
     return memoryview(len(text).to_bytes(8, "little") + text)

@@ -82,7 +82,8 @@ def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
         return _encode_dict(value, what, tensors)
     raise CheckpointError(
         f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. State is made "
-        f"of None, booleans, numbers, texts, lists, tuples, dicts and tensors; give the object a state_dict() of these."
+        f"of None, booleans, numbers, texts, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
+        code="C085",
     )
 
 
@@ -102,7 +103,7 @@ def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[
 
 def _keep(tensor: Tensor, what: str, tensors: list[Tensor]) -> int:
     if is_dtensor(tensor):
-        raise CheckpointError(f"{what} is a DTensor; only the model and the optimizer may hold those")
+        raise CheckpointError(f"{what} is a DTensor; only the model and the optimizer may hold those", code="C085")
     type_name(tensor, what)
     tensors.append(tensor.detach())
     return len(tensors) - 1

@@ -70,7 +70,8 @@ class LoadPlan:
         if lines:
             raise CheckpointError(
                 f"{where} does not fit this model:\n" + "\n".join(lines) + "\nBuild the model that "
-                "was saved (names, sizes and types are in the manifest), or load another checkpoint."
+                "was saved (names, sizes and types are in the manifest), or load another checkpoint.",
+                code="C082",
             )
 
     def read_tensors(self, reader: TensorReader, values: SavedValues) -> list[Tensor]:
@@ -84,7 +85,8 @@ class LoadPlan:
                 if not torch.equal(read_local(reader, tensor, other), read_local(reader, tensor, record)):
                     raise CheckpointError(
                         f"{listed(tensor.names)} are one tensor in the model, and {record} and {other} have different values in "
-                        f"the checkpoint: the model that was saved had not tied them"
+                        f"the checkpoint: the model that was saved had not tied them",
+                        code="C082",
                     )
         return found
 

@@ -173,7 +173,8 @@ def _merged(label: str, state_name: str, told: Sequence[tuple[Outline, Pieces]],
             raise CheckpointError(
                 f"ranks do not agree on {label}: rank {first_pieces[2]} has {dtype} of shape {list(first.shape)} as a "
                 f"whole, rank {pieces[2]} has {other} of {list(outline.shape)}. Stages must have the names of the whole "
-                f"model; uneven shards need place(..., shape=<whole shape>)."
+                f"model; uneven shards need place(..., shape=<whole shape>).",
+                code="C082",
             )
     names = tuple(dict.fromkeys(name for outline, _ in told for name in outline.names))
     by_part: dict[Outline, list[Pieces]] = {}
@@ -187,7 +188,8 @@ def _merged(label: str, state_name: str, told: Sequence[tuple[Outline, Pieces]],
         writers = sorted({rank for _, pieces in told for run in _runs(pieces) for rank in run[2]})
         raise CheckpointError(
             f"{error} (from ranks {', '.join(map(str, writers)) or 'none'}). Two stages may use one name for different "
-            f"tensors (stages must have the names of the whole model), or the placements do not add up."
+            f"tensors (stages must have the names of the whole model), or the placements do not add up.",
+            code="C082",
         ) from None
     return record
 

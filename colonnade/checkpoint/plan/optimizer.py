@@ -106,15 +106,18 @@ def _whole_state(parameter: LocalTensor, name: str, value: Any) -> ParameterStat
     state = ParameterState(parameter, name, value, like)
     if not isinstance(value, Tensor):
         if encode(value, str(state)).tensors:
-            raise CheckpointError(f"{state} is a {type(value).__name__} of tensors, which has no place in a layout")
+            raise CheckpointError(
+                f"{state} is a {type(value).__name__} of tensors, which has no place in a layout", code="C083"
+            )
         return state
     lies = getattr(value, "placements", None)
     if is_dtensor(value) and (not like or lies != getattr(parameter.tensor, "placements", None)):
-        raise CheckpointError(f"{state} is a DTensor that does not lie as the parameter does")
+        raise CheckpointError(f"{state} is a DTensor that does not lie as the parameter does", code="C083")
     if not like and parameter.parts and value.numel() != 1:
         raise CheckpointError(
             f"{state} has shape {tuple(value.shape)}, not the parameter's {tuple(parameter.local.shape)}; of a parameter "
-            f"that is split over ranks, only state of its own shape or of one element can be saved"
+            f"that is split over ranks, only state of its own shape or of one element can be saved",
+            code="C083",
         )
     return state
 
@@ -128,7 +131,8 @@ def _members(optimizer: Any, tensors: Iterable[LocalTensor]) -> list[tuple[Local
         if strangers:
             raise CheckpointError(
                 f"group {at} of the optimizer has a parameter of shape {tuple(strangers[0].shape)} that the model does "
-                f"not have; save and load the optimizer with the model whose parameters it was made for"
+                f"not have; save and load the optimizer with the model whose parameters it was made for",
+                code="C083",
             )
         groups.append(tuple(by_tensor[id(parameter)] for parameter in group["params"]))
     return groups
@@ -143,7 +147,9 @@ class OptimizerLoader:
 
     def __init__(self, plan: LoadPlan, reader: TensorReader, values: SavedValues) -> None:
         if plan.manifest.groups is None:
-            raise CheckpointError("the checkpoint was saved without an optimizer; load it with optimizer=None")
+            raise CheckpointError(
+                "the checkpoint was saved without an optimizer; load it with optimizer=None", code="C083"
+            )
         self._groups = plan.manifest.groups
         self._plan, self._reader, self._values = plan, reader, values
         self._rounded: list[str] = []
@@ -189,7 +195,8 @@ class OptimizerLoader:
             raise CheckpointError(
                 f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass that keeps {listed(more)} "
                 f"too, which the checkpoint has not. Load with {self._inherited}, or with optimizer=None to begin with fresh "
-                f"state."
+                f"state.",
+                code="C083",
             )
         get_dist_logger().warning(
             f"the checkpoint has the state of {self._inherited}, and this is {kind}, a subclass of it, which goes on with "
@@ -206,20 +213,23 @@ class OptimizerLoader:
         if len({encode(options, "options").digest() for options in found}) > 1:
             raise CheckpointError(
                 f"group {index} of the optimizer joins parameters that had different options when they were saved: "
-                f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were."
+                f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were.",
+                code="C083",
             )
         options = found[0] if found else _options(group)
         unknown = [key for key in _options(group) if key not in options and key not in _IMPLEMENTATION]
         if unknown:
             raise CheckpointError(
                 f"group {index} of the optimizer has the options {listed(unknown)}, which the saved one had not: it was "
-                f"another kind of optimizer. Load with that kind, or with optimizer=None."
+                f"another kind of optimizer. Load with that kind, or with optimizer=None.",
+                code="C083",
             )
         saved = next((record.optimizer for record in records if record.optimizer not in (None, lineage[0])), None)
         if saved is not None and saved not in lineage:
             raise CheckpointError(
                 f"the checkpoint has the state of {saved}, and this is {lineage[0]}, which would step on it in another way. "
-                f"Load with {saved}, or with optimizer=None to begin with fresh state."
+                f"Load with {saved}, or with optimizer=None to begin with fresh state.",
+                code="C083",
             )
         self._inherited = saved or self._inherited
         return options
@@ -232,7 +242,8 @@ class OptimizerLoader:
         if lost:
             raise CheckpointError(
                 f"the optimizer that was saved did not have {listed(lost[:5])}, which group {index} has; make the groups "
-                f"as they were, or load with optimizer=None"
+                f"as they were, or load with optimizer=None",
+                code="C083",
             )
         return found
 

@@ -104,13 +104,16 @@ def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]
     for key, value in model.state_dict(keep_vars=True).items():
         if not _is_extra_state(key):
             if not isinstance(value, Tensor):
-                raise CheckpointError(f"the model's state_dict() holds {key}, a {type(value).__name__}, not a tensor")
+                raise CheckpointError(
+                    f"the model's state_dict() holds {key}, a {type(value).__name__}, not a tensor", code="C082"
+                )
             named.setdefault(id(value), (value, []))[1].append(key)
     lost = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
     if lost:
         raise CheckpointError(
             f"the model's state_dict() does not hold the parameters {listed(lost[:5])} themselves, so they cannot be "
-            f"saved; a hook of the model replaces or drops them"
+            f"saved; a hook of the model replaces or drops them",
+            code="C082",
         )
     return [_alone(tuple(names), tensor, context) for tensor, names in named.values()]
 
@@ -202,7 +205,8 @@ def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[
     if len(known) != count or sum(known) != whole:
         raise CheckpointError(
             f"{found.names[0]} is placed as {found.placement} with {whole} elements along dimension {dim}, but its "
-            f"{count} parts have {listed(widths)}; ranks that hold the same part must agree, and the parts must add up"
+            f"{count} parts have {listed(widths)}; ranks that hold the same part must agree, and the parts must add up",
+            code="C082",
         )
     return sum(known[:index])
 

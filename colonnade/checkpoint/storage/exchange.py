@@ -60,7 +60,7 @@ def place_file(staged: Path, target: Path) -> None:
     """Give a staged file, which is on disk, the name of `target`."""
     real = Path(os.path.realpath(target))
     if real.is_dir():
-        raise CheckpointError(f"{target} is a folder; give the name of a file")
+        raise CheckpointError(f"{target} is a folder; give the name of a file", code="C084")
     os.replace(staged, real)
     sync_folder(real.parent)
 
@@ -89,7 +89,8 @@ def _exchange(staged: Path, folder: Path, is_old: Callable[[str], bool], heads: 
     for name in sorted(old):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             raise CheckpointError(
-                f"{folder / name} is a folder, where a file is to be written; move it, or choose another one"
+                f"{folder / name} is a folder, where a file is to be written; move it, or choose another one",
+                code="C084",
             )
     aside = folder / f".old-{secrets.token_hex(_TOKEN)}"
     aside.mkdir()

@@ -60,7 +60,8 @@ def make_folder(folder: Path) -> None:
         probe.rmdir()
     except OSError as error:
         raise CheckpointError(
-            f"checkpoints cannot be written to {folder}: {error.strerror}. Choose a folder that this user may write to."
+            f"checkpoints cannot be written to {folder}: {error.strerror}. Choose a folder that this user may write to.",
+            code="C084",
         ) from error
 
 
@@ -135,7 +136,7 @@ def check_space(folder: Path, needed: int) -> None:
     """Refuse to begin what will not fit."""
     free = shutil.disk_usage(folder).free
     if needed * _SPARE > free:
-        raise CheckpointError(_no_space(folder, needed, free))
+        raise CheckpointError(_no_space(folder, needed, free), code="C084")
 
 
 @contextmanager
@@ -147,7 +148,7 @@ def told_of_space(folder: Path, needed: int) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = shutil.disk_usage(folder).free
-        raise CheckpointError(f"{_no_space(folder, needed, free)} ({error.strerror})") from error
+        raise CheckpointError(f"{_no_space(folder, needed, free)} ({error.strerror})", code="C084") from error
 
 
 def megabytes(size: int) -> str:
@@ -169,4 +170,4 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file; checkpoints lie in a folder") from None
+        raise CheckpointError(f"{folder} is a file; checkpoints lie in a folder", code="C084") from None

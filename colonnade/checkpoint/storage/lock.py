@@ -55,7 +55,7 @@ class RunLock:
             return holder
         if error.errno not in _NO_LOCKS:
             self._close()
-            raise CheckpointError(_refusal(self.path, holder, error))
+            raise CheckpointError(_refusal(self.path, holder, error), code="C084")
         last = f" (the last to write its name there: {_who(holder)})" if holder else ""
         get_dist_logger().warning(
             f"the file system of {self.path} locks no files ({error.strerror}): see to it that no other run writes "

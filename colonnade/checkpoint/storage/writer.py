@@ -8,6 +8,7 @@ collectives of two threads on one group have no order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -33,6 +34,7 @@ from colonnade.checkpoint.storage.folder import (
     write_manifest,
 )
 from colonnade.checkpoint.storage.verify import verify
+from colonnade.constants import SAVED
 from colonnade.errors import CheckpointError
 from colonnade.logging import get_dist_logger
 
@@ -71,7 +73,8 @@ class StorageWriter:
             if time.monotonic() > end:
                 raise CheckpointError(
                     f"rank {self.rank} on {socket.gethostname()} does not see {self.staged}, which rank 0 has made; "
-                    f"checkpoints need a folder that all ranks share"
+                    f"checkpoints need a folder that all ranks share",
+                    code="C084",
                 )
             time.sleep(0.05)
 
@@ -106,6 +109,9 @@ class StorageWriter:
         retire(path.parent, path, self.keep)
         seconds = time.monotonic() - self.started
         get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
+        if SAVED in os.environ:
+            with contextlib.suppress(OSError):  # the launcher is gone
+                Path(os.environ[SAVED]).write_text(f"step {self.step} in {path}", encoding="utf-8")
 
     def _check_loadable(self) -> None:
         """Read what was written as a load would, before it gets its name and older checkpoints go."""
@@ -114,7 +120,8 @@ class StorageWriter:
         except CheckpointError as error:
             raise CheckpointError(
                 f"the checkpoint of step {self.step} was written, but could not be loaded: {error}. It was not published; "
-                f"earlier checkpoints are untouched."
+                f"earlier checkpoints are untouched.",
+                code="C084",
             ) from error
 
     def drop(self) -> None:
@@ -134,7 +141,8 @@ class StorageWriter:
             if stop.wait(_POLL) or late:
                 raise CheckpointError(
                     f"the background save of step {self.step} was given up after {now - asked:.1f} s: ranks "
-                    f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched."
+                    f"{sorted(missing)} have not written their part. Earlier checkpoints are untouched.",
+                    code="C084",
                 )
 
     @property
@@ -223,7 +231,7 @@ class BackgroundWriter:
             with as_checkpoint_errors(f"saving step {self.writer.step} in the background"):
                 self._write()
         except CheckpointError as error:
-            self.error = CheckpointError(self._reason) if self._reason else error
+            self.error = CheckpointError(self._reason, code="C084") if self._reason else error
 
     def _write(self) -> None:
         try:

@@ -90,7 +90,8 @@ class Initializer_2D(ProcessGroupInitializer):
         if self.summa_dim**2 != self.tensor_parallel_size:
             raise LayoutError(
                 f"parallel.tensor: mode '2d' needs a square number of ranks, not size={self.tensor_parallel_size}; "
-                f"the nearest are {self.summa_dim**2} and {(self.summa_dim + 1) ** 2}"
+                f"the nearest are {self.summa_dim**2} and {(self.summa_dim + 1) ** 2}",
+                code="C010",
             )
 
     def init_parallel_groups(self) -> ModeGroups:
@@ -111,14 +112,16 @@ class Initializer_2p5D(ProcessGroupInitializer):
         if not isinstance(depth, int) or depth < 1:
             raise LayoutError(
                 f"parallel.tensor: mode '2.5d' needs depth=<positive int>, got {depth!r}; for size={size} "
-                f"possible: {_depths(size)}"
+                f"possible: {_depths(size)}",
+                code="C010",
             )
         self.tesseract_dep = depth
         self.tesseract_dim = isqrt(size // depth)
         if self.tesseract_dim**2 * depth != size:
             raise LayoutError(
                 f"parallel.tensor: mode '2.5d' needs size = dim x dim x depth, but size={size} with depth={depth} "
-                f"leaves no square; for size={size} possible: {_depths(size)}"
+                f"leaves no square; for size={size} possible: {_depths(size)}",
+                code="C010",
             )
 
     def init_parallel_groups(self) -> ModeGroups:
@@ -143,7 +146,8 @@ class Initializer_3D(ProcessGroupInitializer):
             low = int(self.tensor_parallel_size ** (1 / 3) + 1e-9)
             raise LayoutError(
                 f"parallel.tensor: mode '3d' needs a cubic number of ranks, not size={self.tensor_parallel_size}; "
-                f"the nearest are {low**3} and {(low + 1) ** 3}"
+                f"the nearest are {low**3} and {(low + 1) ** 3}",
+                code="C010",
             )
 
     def init_parallel_groups(self) -> ModeGroups:
@@ -170,13 +174,15 @@ class Initializer_Expert(ProcessGroupInitializer):
         super().__init__(*args)
         data, tensor = self.data_parallel_size, self.tensor_parallel_size
         if over is not None and over not in _OVER:
-            raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}")
+            raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}", code="C010")
         self.over = over or ("data" if data % size == 0 else "data*tensor")
         ranks = data if self.over == "data" else data * tensor
         if ranks % size:
             fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
             named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {ranks}"
-            raise LayoutError(f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}")
+            raise LayoutError(
+                f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}", code="C010"
+            )
         self.expert_parallel_size = size
 
     def init_parallel_groups(self) -> ModeGroups:

@@ -98,7 +98,7 @@ class Guard:
             everyone = self._exchange([*self._calls(), *_digests(replicas)])
             apart = _apart(everyone)
             if apart:
-                raise GradientError(self._explained(apart, replicas))
+                raise GradientError(self._explained(apart, replicas), code="C047")
         self._log.forget()
         self._in_order = self._steps
 
@@ -174,7 +174,8 @@ class Guard:
             if here in waits_for and found is not None:
                 raise GradientError(
                     f"rank {rank} is {told[0]} and waits for rank {here}, which has made all its calls of step {self._steps - 1}; "
-                    f"they part at step {found[0]}: rank {here} {found[1]}, rank {rank} {found[2]}. {_SAME_CALLS}"
+                    f"they part at step {found[0]}: rank {here} {found[1]}, rank {rank} {found[2]}. {_SAME_CALLS}",
+                    code="C043",
                 )
 
     # -- what is said -------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ class LoopWatch:
             if id(parameter) not in self._names and name in self._names.values():
                 raise GradientError(
                     f"{name!r} is another parameter than at initialize(), so the optimizer would step on one that the model "
-                    f"no longer has. Load weights without assign=True, or write them into the parameter in place"
+                    f"no longer has. Load weights without assign=True, or write them into the parameter in place",
+                    code="C046",
                 )
 
     def close(self) -> None:
@@ -98,7 +99,8 @@ class _StepGuard:
         if watch is not None and watch.unsummed:
             raise GradientError(
                 "the optimizer was told to step on gradients that were not summed over the ranks, nor clipped; write "
-                "engine.step(), which does all three"
+                "engine.step(), which does all three",
+                code="C046",
             )
 
 

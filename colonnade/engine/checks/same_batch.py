@@ -100,7 +100,9 @@ class SameBatch:
         forms = {form: [rank for rank, said in enumerate(everyone) if said.form == form] for form in (1, 2)}
         if all(forms.values()):
             told = "; ".join(f"{_FORMS[form]} on ranks {listed(ranks)}" for form, ranks in forms.items())
-            raise GradientError(f"step {self._step}: the loss is not of one form on all ranks: {told}; {USE_ONE_FORM}")
+            raise GradientError(
+                f"step {self._step}: the loss is not of one form on all ranks: {told}; {USE_ONE_FORM}", code="C045"
+            )
         first: dict[tuple[Any, ...], tuple[int, _Given]] = {}
         for rank, said in enumerate(everyone):
             for what, given in (("inputs", said[1:3]), ("labels", said[3:5])):
@@ -121,7 +123,8 @@ class SameBatch:
             f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, but "
             f"were given different {what}: {theirs[1]} rows on rank {other}, {mine[1]} on rank {rank}"
             f"{'' if theirs[1] != mine[1] else ', of other content'}. {FEED_ALIKE}. Where the ranks of this axis are meant to "
-            f"get different ones, set compare_batches=False in the config"
+            f"get different ones, set compare_batches=False in the config",
+            code="C044",
         )
 
 

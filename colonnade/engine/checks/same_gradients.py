@@ -90,5 +90,6 @@ def _compare(names: list[str], dtypes: list[torch.dtype], sums: Tensor) -> None:
         raise GradientError(
             f"the plan leaves {listed(map(repr, found[:8]))}{' ...' if len(found) > 8 else ''} whole, but the ranks of the "
             f"tensor group have different gradients of it: each rank uses it for its own part of the features. Give its layer "
-            f"the style 'replicated_with_grad_allreduce' in the plan, so that the gradients are summed"
+            f"the style 'replicated_with_grad_allreduce' in the plan, so that the gradients are summed",
+            code="C047",
         )

@@ -70,7 +70,8 @@ class ZeROGradientHandler(BaseGradientHandler):
         if not callable(getattr(optimizer, "sync_grad", None)):
             raise GradientError(
                 f"ZeROGradientHandler needs an optimizer with sync_grad(), not {type(optimizer).__name__}; "
-                f"use DataParallelGradientHandler for an ordinary one"
+                f"use DataParallelGradientHandler for an ordinary one",
+                code="C042",
             )
 
     def prepare(self, last: bool) -> None:

@@ -80,7 +80,7 @@ def match(
                 continue
             problems += _enter(demand, handler, reduction, layout, rank, done)
     if problems:
-        raise LedgerError(_report(problems))
+        raise LedgerError(_report(problems), code="C041")
     return Ledger(
         [
             LedgerRow(
@@ -104,7 +104,7 @@ def require_complete(ledger: Ledger) -> None:
         for row in ledger.open_rows()
     ]
     if problems:
-        raise LedgerError(_report(problems))
+        raise LedgerError(_report(problems), code="C040")
 
 
 def _enter(
@@ -192,4 +192,4 @@ def _check_patterns(demands: Sequence[Demand], waive: Sequence[str]) -> None:
             # A pattern may be meant for another pipeline stage; only a pattern close to a name here is a slip.
             hint = did_you_mean(pattern, names)
             if hint and "*" not in pattern:
-                raise LedgerError(f"sync.waive: {pattern!r} matches no parameter.{hint}")
+                raise LedgerError(f"sync.waive: {pattern!r} matches no parameter.{hint}", code="C041")

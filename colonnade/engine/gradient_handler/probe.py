@@ -130,7 +130,8 @@ def _run(
             changed = one.demand.parameter.grad
             if changed is None:
                 raise LedgerError(
-                    f"{who} set the gradient of {one.demand.name} to None; a handler changes gradients in place"
+                    f"{who} set the gradient of {one.demand.name} to None; a handler changes gradients in place",
+                    code="C042",
                 )
             one.values.append(local_part(changed).flatten()[: len(one.columns)].double().cpu())
     except ColonnadeError:
@@ -138,7 +139,8 @@ def _run(
     except Exception as error:
         raise LedgerError(
             f"{who}.handle_gradient() raised {type(error).__name__} on gradients of small whole numbers: {error}. "
-            f"Define covers() on the handler if it needs others."
+            f"Define covers() on the handler if it needs others.",
+            code="C042",
         ) from error
     finally:
         for one, before in zip(marked, kept, strict=True):
@@ -192,7 +194,8 @@ def _explain(handler: BaseGradientHandler, one: _Marked, marks: _Marks, rank: in
     raise LedgerError(
         f"{type(handler).__name__} changed the gradient of {one.demand.name} in a way that is no sum over a group of "
         f"any mode: its first elements {own} became {last}. Define covers() on the handler, or name the parameter in "
-        f"sync=dict(waive=[...])."
+        f"sync=dict(waive=[...]).",
+        code="C042",
     )
 
 

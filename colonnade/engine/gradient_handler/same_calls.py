@@ -88,7 +88,7 @@ class SameCalls(TorchDispatchMode):
             states = self._look()
             wrong = find_difference(self._rank, ranks, states, quiet=states == before)
             if wrong is not None:
-                raise LedgerError(f"{self._who}: {wrong}")
+                raise LedgerError(f"{self._who}: {wrong}", code="C042")
             before = states
 
     def _look(self) -> dict[int, Any]:

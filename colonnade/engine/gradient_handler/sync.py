@@ -177,7 +177,8 @@ def _refuse_by_hand(covered: Sequence[tuple[BaseGradientHandler, list[Reduction]
                 if id(parameter) in shards.labels:
                     raise GradientError(
                         f"{type(handler).__name__} sums {name!r} by hand, but zero stages 1 and 2 sum gradients into slices "
-                        f"themselves; say what to sum in a PlannedGradientHandler, or turn zero off"
+                        f"themselves; say what to sum in a PlannedGradientHandler, or turn zero off",
+                        code="C042",
                     )
 
 
@@ -205,8 +206,11 @@ def build_gradient_handler(entry: Any, model: nn.Module, optimizer: Any) -> Base
     except TypeError as error:
         raise ConfigError(
             f"gradient_handler: {name} could not be built with {settings or 'no further arguments'}: {error}. It is "
-            f"called as {name}(model, optimizer, **the rest of its dict in the config)."
+            f"called as {name}(model, optimizer, **the rest of its dict in the config).",
+            code="C042",
         ) from error
     if not callable(getattr(handler, "handle_gradient", None)):
-        raise ConfigError(f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler")
+        raise ConfigError(
+            f"gradient_handler: {name} has no handle_gradient(); inherit BaseGradientHandler", code="C042"
+        )
     return handler

@@ -73,7 +73,9 @@ class Float8:
     def _check(self, device: torch.device) -> None:
         """Refuse what is not there: the package, or the hardware."""
         if importlib.util.find_spec("torchao") is None:
-            raise ConfigError("float8 needs torchao, which is not installed: pip install torchao, or leave float8 out")
+            raise ConfigError(
+                "float8 needs torchao, which is not installed: pip install torchao, or leave float8 out", code="C024"
+            )
         if self.emulate:
             return
         needed, found = _CAPABILITY[self.recipe], (0, 0)
@@ -83,7 +85,8 @@ class Float8:
             here = f"{device} has {found[0]}.{found[1]}" if device.type == "cuda" else f"this rank computes on {device}"
             raise ConfigError(
                 f"float8 with recipe={self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or above, and "
-                f"{here}. Leave float8 out, or try it with float8=dict(emulate=True), which is slow."
+                f"{here}. Leave float8 out, or try it with float8=dict(emulate=True), which is slow.",
+                code="C024",
             )
 
     def _why_not(self, name: str, layer: Any, tied: set[int]) -> str | None:

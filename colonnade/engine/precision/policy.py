@@ -83,7 +83,8 @@ def _masters(config: Mapping[str, Any]) -> bool:
     if len(set(given.values())) > 1:
         raise ConfigError(
             f"bf16.master_weights={given['bf16']} and zero.master_weights={given['zero']}: both say whether the optimizer "
-            f"steps on fp32 weights. Give one of them, or both the same value."
+            f"steps on fp32 weights. Give one of them, or both the same value.",
+            code="C003",
         )
     return bool(next(iter(given.values()), True))
 
@@ -95,7 +96,8 @@ def _check_castable(model: nn.Module, dtype: torch.dtype) -> None:
         key = "bf16" if dtype is torch.bfloat16 else "fp16"
         raise ConfigError(
             f"{key} has no effect on this model: {next(iter(floating))} and all its other parameters are float64, which "
-            f"autocast leaves as they are. Pass model.float(), or leave {key} out."
+            f"autocast leaves as they are. Pass model.float(), or leave {key} out.",
+            code="C003",
         )
 
 

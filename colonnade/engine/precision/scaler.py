@@ -72,5 +72,5 @@ def scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a `LossScaler` among the keys of `fp16`."""
     options = {key: value for key, value in settings.items() if key not in ("mode", "enabled")}
     if options.pop("hysteresis", 1) != 1:
-        raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step")
+        raise ConfigError("fp16.hysteresis: only 1 is known here: the scale falls after each dropped step", code="C003")
     return options

@@ -71,7 +71,8 @@ class Action(NamedTuple):
         if found is None:
             raise ScheduleError(
                 f"{text!r} is not an action. Write stage, kind, micro-batch, as in 2F0: "
-                "F forward, B backward, I input gradient, W weight gradient."
+                "F forward, B backward, I input gradient, W weight gradient.",
+                code="C051",
             )
         return cls(int(found[1]), Kind(found[2]), int(found[3]))
 
@@ -93,7 +94,7 @@ def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
     table = {rank: _parse_row(row) for rank, row in items}
     if sorted(table) != list(range(len(table))) or not table:
         raise ScheduleError(
-            f"a table has one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}"
+            f"a table has one row for each pipeline rank 0..p-1; this one has rows for: {listed(table)}", code="C051"
         )
     return dict(sorted(table.items()))
 
@@ -104,9 +105,9 @@ def read_csv(path: str | Path) -> Table:
         with Path(path).open(encoding="utf-8", newline="") as file:
             return parse_table([row for row in csv.reader(file) if row])
     except OSError as error:
-        raise ScheduleError(f"the table of actions {str(path)!r} cannot be read: {error}") from error
+        raise ScheduleError(f"the table of actions {str(path)!r} cannot be read: {error}", code="C051") from error
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
+        raise ScheduleError(f"{path}: {error}", code="C051") from error
 
 
 def format_rows(table: Table) -> list[str]:
@@ -134,6 +135,7 @@ def _parse_cell(cell: object) -> list[Action]:
     if _SHARDING.fullmatch(text):
         raise ScheduleError(
             f"{text} cannot be done by a table: zero stage 3 (FSDP2) gathers and frees parameters pass by pass. "
-            "Leave out UNSHARD and RESHARD."
+            "Leave out UNSHARD and RESHARD.",
+            code="C051",
         )
     return [Action.parse(text)] if text and not _REDUCE.fullmatch(text) else []

@@ -83,7 +83,9 @@ class BaseSchedule(ABC):
     def load_batch(self, data_iter: Iterator[Any], to_gpu: bool = True) -> tuple[Any, Any]:
         """Take the next batch apart into (data, label) and move it to the engine's device."""
         if data_iter is None:
-            raise ScheduleError("this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)")
+            raise ScheduleError(
+                "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
+            )
         batch = next(data_iter)
         data, label = self._take_apart(batch)
         self.batch_size = rows_of(data)
@@ -109,7 +111,8 @@ class BaseSchedule(ABC):
         length = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
         raise ScheduleError(
             f"a batch is (data, label), a dict or a tensor, not a {type(batch).__name__}{length}; "
-            f"pass data_process_func=lambda batch: (data, label) to the schedule"
+            f"pass data_process_func=lambda batch: (data, label) to the schedule",
+            code="C051",
         )
 
 
@@ -118,7 +121,8 @@ def checked_result(schedule: BaseSchedule, result: Any) -> StepResult:
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         raise ScheduleError(
             f"{type(schedule).__name__}.forward_back_step() returned {format_value(result)}; it returns (output, label, "
-            f"loss), each None where it was not asked for or is not known here"
+            f"loss), each None where it was not asked for or is not known here",
+            code="C051",
         )
     output, label, loss = result
     return output, label, loss

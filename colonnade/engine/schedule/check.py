@@ -41,7 +41,9 @@ def check(table: Table, *, num_microbatches: int | None = None) -> Facts:
     `num_microbatches`: how many there will be; else as many as the table speaks of.
     """
     if not any(table.values()):
-        raise ScheduleError("this table of actions is empty: each rank needs at least one F and its backward")
+        raise ScheduleError(
+            "this table of actions is empty: each rank needs at least one F and its backward", code="C051"
+        )
     actions = [action for row in table.values() for action in row]
     count = num_microbatches or 1 + max(action.micro_batch for action in actions)
     homes = {action.stage: rank for rank in reversed(list(table)) for action in table[rank]}
@@ -78,7 +80,7 @@ def grid(table: Table, marks: dict[int, int]) -> str:
 
 
 def _fault(table: Table, marks: dict[int, int], message: str) -> ScheduleError:
-    return ScheduleError(f"this table of actions cannot run: {message}\n{grid(table, marks)}")
+    return ScheduleError(f"this table of actions cannot run: {message}\n{grid(table, marks)}", code="C051")
 
 
 def _check_cells(table: Table, rank: int, stage_ranks: tuple[int, ...], num_microbatches: int) -> None:

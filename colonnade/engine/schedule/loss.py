@@ -39,7 +39,8 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
     if isinstance(loss, (tuple, list)):
         if len(loss) != 2 or not isinstance(loss[0], Tensor):
             raise GradientError(
-                f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}"
+                f"a loss is a scalar tensor (a mean) or (sum, count), not a {type(loss).__name__} of {len(loss)}",
+                code="C045",
             )
         return _scalar(loss[0]), _checked_count(loss[1])
     mean = _scalar(loss)
@@ -168,10 +169,14 @@ class LossForm:
     def keep(self, counted: bool) -> None:
         """Hold the run to this form."""
         if counted and not self._allow_counts:
-            raise GradientError("a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False")
+            raise GradientError(
+                "a loss given as (sum, count) is known to all ranks: leave out loss_everywhere=False", code="C045"
+            )
         if self.counted is not None and self.counted != counted:
             forms = {True: "(sum, count)", False: "a mean"}
-            raise GradientError(f"the loss was {forms[not counted]} before and is {forms[counted]} now; {USE_ONE_FORM}")
+            raise GradientError(
+                f"the loss was {forms[not counted]} before and is {forms[counted]} now; {USE_ONE_FORM}", code="C045"
+            )
         self.counted = counted
 
 
@@ -184,7 +189,8 @@ def _checked_count(count: Any) -> Count:
         return count
     raise GradientError(
         f"the count of a loss given as (sum, count) is a number from 0 on, as an int, a float or a tensor of one element, "
-        f"not {count!r}; it is how many samples or tokens the sum is over"
+        f"not {count!r}; it is how many samples or tokens the sum is over",
+        code="C045",
     )
 
 
@@ -203,5 +209,5 @@ def _is_number(value: Any) -> bool:
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise GradientError(f"a loss is one number, not {found}: return its mean, or (sum, count)")
+        raise GradientError(f"a loss is one number, not {found}: return its mean, or (sum, count)", code="C045")
     return loss

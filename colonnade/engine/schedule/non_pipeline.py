@@ -57,7 +57,8 @@ def call_criterion(criterion: Any, output: Any, label: Any) -> Any:
             raise ScheduleError(
                 f"a loss is asked for, but the engine has no criterion, and the model returned {format_value(output)}; pass "
                 f"criterion= to initialize, or let the model return its loss: a scalar, dict(loss=...) or (loss, ...). A model of "
-                f"transformers makes it where the batch is a dict with 'labels'"
+                f"transformers makes it where the batch is a dict with 'labels'",
+                code="C045",
             )
         return loss
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -77,7 +78,8 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
             name = getattr(criterion, "__name__", type(criterion).__name__)
             raise ScheduleError(
                 f"{name} takes {needed} arguments, and there is no label: a batch is (data, label), or a dict with "
-                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule"
+                f"'labels'; for others pass data_process_func=lambda batch: (data, label) to the schedule",
+                code="C045",
             ) from error
     if isinstance(label, dict):
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)

@@ -25,7 +25,7 @@ def make_table(name: str, num_ranks: int, num_microbatches: int, num_chunks: int
     num_chunks = check_chunks(name, num_chunks)
     for what, size in (("ranks", num_ranks), ("micro-batches", num_microbatches)):
         if size < 1:
-            raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}")
+            raise ScheduleError(f"a pipeline needs at least 1 of its {what}, not {size}", code="C051")
     chunks = {} if chunks_of(name) else {"num_chunks": num_chunks}
     return parse_table(ORDERS.get_module(name)(num_ranks, num_microbatches, **chunks))
 
@@ -35,14 +35,16 @@ def check_chunks(name: str, num_chunks: int | None = None) -> int:
     if name not in ORDERS:
         raise ScheduleError(
             f"no pipeline order {name!r}; known: {listed(ORDERS)}.{did_you_mean(name, ORDERS)} Register your own with "
-            "@ORDERS.register_module, or give its table: TableSchedule(table=...)."
+            "@ORDERS.register_module, or give its table: TableSchedule(table=...).",
+            code="C051",
         )
     own = chunks_of(name)
     if num_chunks is not None and own not in (None, num_chunks):
         fitting = [other for other in ORDERS if chunks_of(other) in (None, num_chunks)]
         raise ScheduleError(
             f"order {name!r} has {own} chunk(s) per rank, not {num_chunks}. Set num_chunks={own}, or take an order for "
-            f"{num_chunks}: {listed(fitting)}"
+            f"{num_chunks}: {listed(fitting)}",
+            code="C051",
         )
     return num_chunks or own or 2
 
@@ -259,7 +261,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Table:
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
             f"dualpipe_v on {num_ranks} ranks needs at least {2 * num_ranks} micro-batches, not "
-            f"{num_microbatches}. Raise num_microbatches, or use order='zb_v', which takes any number."
+            f"{num_microbatches}. Raise num_microbatches, or use order='zb_v', which takes any number.",
+            code="C051",
         )
     table: Table = {}
     for rank in range(num_ranks):

@@ -69,7 +69,7 @@ class PipelineSchedule(BaseSchedule):
         self.num_microbatches = _num_microbatches(num_microbatches, self._table)
         self.num_chunks = check_chunks(order, num_chunks) if self._table is None else num_chunks
         if loss_reduction not in ("mean", "sum"):
-            raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}")
+            raise ScheduleError(f"loss_reduction is 'mean' or 'sum', not {loss_reduction!r}", code="C051")
         self.order, self.tensor_shape = order, tensor_shape
         self._loss_reduction, self._loss_everywhere = loss_reduction, loss_everywhere
         self._executor: Executor | None = None
@@ -82,7 +82,9 @@ class PipelineSchedule(BaseSchedule):
         table = self._table or make_table(self.order, num_ranks, self.num_microbatches, self.num_chunks)
         facts = check(table, num_microbatches=self.num_microbatches)
         if facts.num_ranks != num_ranks:
-            raise ScheduleError(f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}")
+            raise ScheduleError(
+                f"this table is for {facts.num_ranks} pipeline ranks, and the pipeline has {num_ranks}", code="C051"
+            )
         return table
 
     def stage_ranks(self, num_ranks: int) -> tuple[int, ...]:
@@ -217,7 +219,9 @@ def _num_microbatches(given: int | None, table: Table | None) -> int:
     if table is not None and given is None:
         return check(table).num_microbatches
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MOST_MICROBATCHES:
-        raise ScheduleError(f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}")
+        raise ScheduleError(
+            f"num_microbatches is a whole number from 1 to {_MOST_MICROBATCHES}, not {given!r}", code="C051"
+        )
     return given
 
 
@@ -228,7 +232,8 @@ def _num_arguments(function: Callable[..., Any] | None) -> int:
     parameters = required_arguments(function)
     if len(parameters) not in (1, 2):
         raise ScheduleError(
-            f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments"
+            f"data_process_func takes (batch) or (stage_output, micro_batch), not {len(parameters)} arguments",
+            code="C051",
         )
     return len(parameters)
 

@@ -25,7 +25,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if min(self.forward, self.input, self.weight) <= 0 or self.transfer < 0:
-            raise ScheduleError(f"costs are above 0 (transfer: not below 0), unlike {self}")
+            raise ScheduleError(f"costs are above 0 (transfer: not below 0), unlike {self}", code="C051")
 
     def __call__(self, action: Action) -> float:
         return {

@@ -69,7 +69,9 @@ class SelfAttention(nn.Module):
         unit = width // kv_heads
         if min(here.hidden_sizes(width, "inner", unit)) == 0:
             few = f"heads={heads}" if kv_heads == heads else f"kv_heads={kv_heads}"
-            raise ConfigError(f"{few}: some ranks of {here.inner.hidden} would have none; take fewer ranks")
+            raise ConfigError(
+                f"{few}: some ranks of {here.inner.hidden} would have none; take fewer ranks", code="C032"
+            )
         options: dict[str, Any] = {"arrangement": here, "device": device, "dtype": dtype}
         first, last = (None, None) if source is None else (_joint_projection(source), source.out_proj)
         if kv_heads == heads:

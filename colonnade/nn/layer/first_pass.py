@@ -120,7 +120,8 @@ class FirstPass:
                 raise PlacementError(
                     f"{who} takes an activation that is {_text(wanted)}; it gets what {giver} gives, which is {_text(found)}. "
                     f"After Linear(split='column') comes Linear(split='row'), or it has gather_output=True; "
-                    f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it"
+                    f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it",
+                    code="C033",
                 )
         plain = [self._whole[id(leaf)] for leaf in leaves if id(leaf) in self._whole] if wanted.modes else []
         if plain:
@@ -128,7 +129,8 @@ class FirstPass:
                 f"{who} takes an activation that is {_text(wanted)}, but what it gets was made with {plain[0]!r}, a parameter "
                 f"that is whole on every rank: it has taken a part for the whole, or the result is whole. Use the layer of "
                 f"colonnade.nn in its place, or place() the parameter, or bring a whole result in with partition_input(x); in "
-                f"a plan, give the layer of {plain[0]!r} the style 'replicated_with_grad_allreduce'"
+                f"a plan, give the layer of {plain[0]!r} the style 'replicated_with_grad_allreduce'",
+                code="C033",
             )
 
 
@@ -147,7 +149,8 @@ class _PlainLayer:
                     f"{self._name!r} is a plain {kind}, whole on every rank ({self._parameter!r} is not placed); it gets what "
                     f"{giver} gives, which is {_text(spread)}, and would take a part for the whole. Use the layer of "
                     f"colonnade.nn in its place, or gather_output(x) before it; in a plan, give {self._name!r} the style "
-                    f"'rowwise', or 'replicated_with_grad_allreduce' if it treats each part alike (a norm of each head)"
+                    f"'rowwise', or 'replicated_with_grad_allreduce' if it treats each part alike (a norm of each head)",
+                    code="C033",
                 )
 
 
@@ -182,7 +185,8 @@ def _check_width(who: str, here: Arrangement, x: Tensor, side: Side, features: i
         raise PlacementError(
             f"{who} takes {width} of {features} features here, as its input is {_text(here.side(side))}; it gets "
             f"{x.shape[-1]}. After Linear(split='column') comes Linear(split='row'), or it has gather_output=True; "
-            f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it"
+            f"partition_input(x) and gather_output(x) lead into the split part of a model and out of it",
+            code="C033",
         )
 
 

@@ -101,7 +101,8 @@ def cut(
     if length % unit or (even and (length // unit) % ranks):
         raise PlacementError(
             f"{what} of size {pieces} cannot be cut evenly over the {ranks} ranks of {mode}; "
-            f"choose a size that {ranks} divides, or another tensor size"
+            f"choose a size that {ranks} divides, or another tensor size",
+            code="C032",
         )
     return collectives.split_sizes(length, mode, unit, context=context)
 

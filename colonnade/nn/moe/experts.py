@@ -48,7 +48,8 @@ class Experts(nn.Module):
             raise LayoutError(
                 f"{experts} experts cannot lie evenly on the {scope.expert} ranks of parallel.expert; use a multiple of "
                 f"{scope.expert} experts, or an expert size among "
-                f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}"
+                f"{listed(size for size in range(1, experts + 1) if experts % size == 0)}",
+                code="C032",
             )
         self.hidden, self.inner, self.experts, self.activation = hidden, inner, experts, activation
         self.splits_inner = scope.tensor > 1 and not scope.shares_tokens

@@ -43,7 +43,8 @@ def ulysses_attention(
         if tensor.size(1) % size:
             raise LayoutError(
                 f"ulysses attention: {name} have {tensor.size(1)} heads, which {size} ranks cannot share evenly; use a "
-                f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads"
+                f"multiple of {size} heads, fewer ranks, or ring attention, which splits no heads",
+                code="C032",
             )
     all_lengths = parts_of(q.size(2), lengths, False, context).lengths
     sight, whole = Sight.of(causal, window, documents, sum(all_lengths)), Parts((sum(all_lengths),))

@@ -302,7 +302,8 @@ def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
         raise ConfigError(
             f"zero.replicate={name!r}: no axis beside data whose ranks see distinct data; there are "
             f"{listed(names) or 'none'}. Add one: parallel = dict({name}=dict(size=2, mode='replica'), ...)."
-            f"{did_you_mean(name, names)}"
+            f"{did_you_mean(name, names)}",
+            code="C003",
         )
     return names[name]
 

@@ -120,7 +120,8 @@ class RunOrder:
         except RuntimeError as error:  # they wait for this rank in some collective of the model's own, or are gone
             raise GradientError(
                 f"zero stage 3, step {self._steps + 1}: this rank {event}, where earlier steps have: "
-                f"{self._plan[self._at][0]}, and the others did not come along. {_ADVICE}"
+                f"{self._plan[self._at][0]}, and the others did not come along. {_ADVICE}",
+                code="C070",
             ) from error
         rows = self._receive(self._send(1 + self._at, event.code))
         if len(set(rows)) > 1:
@@ -146,7 +147,8 @@ class RunOrder:
         except RuntimeError as error:
             raise GradientError(
                 f"zero stage 3, step {self._steps + 1}: a rank of {listed(self.ranks)} left before all had compared the "
-                f"modules they run; look at its own output for the cause"
+                f"modules they run; look at its own output for the cause",
+                code="C070",
             ) from error
         return [tuple(row) for row in everyone.tolist()]
 
@@ -168,7 +170,8 @@ class RunOrder:
         raise GradientError(
             f"zero stage 3, step {self._steps + 1}: the ranks {listed(self.ranks)} do not run the same modules in the same "
             f"order, and weights are gathered from all of them at once. First difference: {told}. This step changes no "
-            f"weights. {_ADVICE}"
+            f"weights. {_ADVICE}",
+            code="C070",
         )
 
     def _gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -278,7 +281,8 @@ class Member:
             except Exception as error:
                 raise GradientError(
                     f"zero stage 3: a register_post_accumulate_grad_hook of {self.name} failed ({error}). It is given this "
-                    f"rank's shard, a DTensor, with the final gradient; use register_hook for whole gradients, or stage 2."
+                    f"rank's shard, a DTensor, with the final gradient; use register_hook for whole gradients, or stage 2.",
+                    code="C070",
                 ) from error
 
 
@@ -289,7 +293,7 @@ def _owner(model: nn.Module, path: str, attribute: str, shard: Any) -> nn.Module
             owner = root.get_submodule(path)
             if owner._parameters.get(attribute) is shard:
                 return owner
-    raise GradientError(f"zero stage 3: no module of the model holds {attribute!r} as {path!r}")
+    raise GradientError(f"zero stage 3: no module of the model holds {attribute!r} as {path!r}", code="C070")
 
 
 class Unit:
@@ -373,10 +377,12 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
     except Exception as error:
         raise GradientError(
             f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "
-            f"optimizer that takes DTensors, or zero stage 0."
+            f"optimizer that takes DTensors, or zero stage 0.",
+            code="C070",
         ) from error
     if not far < 0.05:  # some, such as Muon, round to bf16 on the way
         raise GradientError(
             f"zero stage 3: {name} steps otherwise on the shards of a matrix than on the whole (by {far:g}). Use AdamW, SGD "
-            f"or another optimizer that takes DTensors, or zero stage 0."
+            f"or another optimizer that takes DTensors, or zero stage 0.",
+            code="C070",
         )

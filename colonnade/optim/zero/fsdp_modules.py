@@ -25,7 +25,9 @@ def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
             names = [name for name, _ in named]
-            raise ConfigError(f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}")
+            raise ConfigError(
+                f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}", code="C003"
+            )
     return list(reversed(found))
 
 

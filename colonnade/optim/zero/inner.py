@@ -88,12 +88,14 @@ def check_elementwise(optimizer: Optimizer) -> None:
     except Exception as error:
         raise GradientError(
             f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
-            f"Use AdamW, SGD or the like, or zero stage 3 or 0."
+            f"Use AdamW, SGD or the like, or zero stage 3 or 0.",
+            code="C070",
         ) from error
     if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
         raise GradientError(
             f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: it steps otherwise on half of a "
-            f"matrix than on the whole. Use AdamW, SGD or the like, or turn zero off."
+            f"matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
+            code="C070",
         )
 
 

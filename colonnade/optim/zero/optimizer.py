@@ -59,13 +59,14 @@ class ZeroOptimizer(Optimizer):
                 if name is None:
                     raise GradientError(
                         "the optimizer has parameters that are not the model's, so ZeRO does not know how they lie; "
-                        "build it from model.parameters()"
+                        "build it from model.parameters()",
+                        code="C070",
                     )
                 if not parameter.requires_grad:
                     self._frozen.append(parameter)
                     continue
                 if not parameter.is_floating_point():
-                    raise GradientError(f"zero shards real parameters; {name} is {parameter.dtype}")
+                    raise GradientError(f"zero shards real parameters; {name} is {parameter.dtype}", code="C070")
                 labels[id(parameter)] = f" in group {at} of the optimizer"
         settings = self.settings
         sharding = Sharding(
@@ -153,7 +154,7 @@ class ZeroOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step as it is, when the gradients have been summed; `engine.step()` does both, and clips."""
         if closure is not None:
-            raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step")
+            raise GradientError("a sharded optimizer takes no closure: gradients are summed once per step", code="C070")
         for hook in [one for one in self._optimizer_step_pre_hooks.values() if getattr(one, "only_looks", False)]:
             hook(self, (), {})
         self.step_divided(None, None)
@@ -220,7 +221,8 @@ class ZeroOptimizer(Optimizer):
         if [len(group["params"]) for group in saved] != self._sizes:
             raise GradientError(
                 f"the state is of groups of {[len(group['params']) for group in saved]} parameters, but this optimizer "
-                f"has groups of {self._sizes}; make the groups as they were"
+                f"has groups of {self._sizes}; make the groups as they were",
+                code="C070",
             )
         states: dict[int, Mapping[str, Any]] = {}
         for group, theirs in zip(self.param_groups, saved, strict=True):
@@ -237,11 +239,12 @@ class ZeroOptimizer(Optimizer):
             if parameter.grad is not None:
                 raise GradientError(
                     f"{self._names[id(parameter)]!r} was frozen when the optimizer was sharded and has now got a gradient, "
-                    f"which nobody would step on; set requires_grad before initialize()"
+                    f"which nobody would step on; set requires_grad before initialize()",
+                    code="C070",
                 )
         if [len(group["params"]) for group in self.param_groups] != self._sizes:
             raise GradientError(
-                "parameters were added to the optimizer after it was sharded; add them before initialize()"
+                "parameters were added to the optimizer after it was sharded; add them before initialize()", code="C070"
             )
 
 

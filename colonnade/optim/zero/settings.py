@@ -59,11 +59,15 @@ class ZeroSettings:
         for stage, keys in only.items():
             for key in keys:
                 if key in given and self.stage != stage and not (key == "reduce_scatter" and self.reduce_scatter):
-                    raise ConfigError(f"zero.{key}={given[key]!r} is for stage {stage}, not for stage {self.stage}")
+                    raise ConfigError(
+                        f"zero.{key}={given[key]!r} is for stage {stage}, not for stage {self.stage}", code="C003"
+                    )
         if self.stage == 3:
             for key in ("bucket_mb", "gather_ahead"):
                 if key in given:
-                    raise ConfigError(f"zero.{key} is for stages 1 and 2: at stage 3, FSDP2 groups by module")
+                    raise ConfigError(
+                        f"zero.{key} is for stages 1 and 2: at stage 3, FSDP2 groups by module", code="C003"
+                    )
 
 
 def _offload(value: Any) -> bool:
@@ -71,4 +75,4 @@ def _offload(value: Any) -> bool:
         return value
     if value == "cpu":
         return True
-    raise ConfigError(f"zero.offload={value!r}; allowed are True, False and 'cpu'")
+    raise ConfigError(f"zero.offload={value!r}; allowed are True, False and 'cpu'", code="C003")

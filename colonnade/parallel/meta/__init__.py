@@ -88,13 +88,15 @@ def meta_init() -> Iterator[None]:
         if is_lazy(parameter):
             raise PlacementError(
                 f"{name} of {type(module).__name__} gets its shape in the first forward pass, but inside meta_init() it must "
-                f"be known: use the layer that is given its sizes"
+                f"be known: use the layer that is given its sizes",
+                code="C034",
             )
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise PlacementError(
                 f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
                 f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
-                f"nn.Parameter(tensor.expand(...).clone())"
+                f"nn.Parameter(tensor.expand(...).clone())",
+                code="C034",
             )
         parameters.append(parameter)
         tape.owned.add(memory_of(parameter))

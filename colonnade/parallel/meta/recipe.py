@@ -147,7 +147,8 @@ def _sources(start: Start, name: str) -> set[int]:
     if any(entry in start.tape.read_from for entry in entries):
         raise PlacementError(
             f"{name} starts with random numbers that a buffer, or code of the model, has read inside meta_init(); those of "
-            f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside."
+            f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
+            code="C034",
         )
     return {memory_of(entry.outputs[0]) for entry in entries if entry.is_random}
 
@@ -160,7 +161,8 @@ def _own_program(name: str, parameter: nn.Parameter, start: Start, users: Counte
     if not program.steps:
         raise PlacementError(
             f"{name} was never given values inside meta_init(). Initialise it there (torch.nn.init.normal_(parameter), "
-            f"say), or build its module `with torch.device('cpu'):`."
+            f"say), or build its module `with torch.device('cpu'):`.",
+            code="C034",
         )
     moved = program.moved or not start.tensor.is_contiguous()
     if moved and any(users[source] > 1 for source in _sources(start, name)):
@@ -192,7 +194,8 @@ def _refuse_bare(stages: Iterable[nn.Module]) -> None:
                     if isinstance(leaf, Tensor) and leaf.is_meta and not leaf.requires_grad and start_of(leaf) is None:
                         raise PlacementError(
                             f"{f'{name}.{attribute}'.lstrip('.')} holds a tensor without values, as it was built inside "
-                            f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`."
+                            f"meta_init(). Make it a buffer (register_buffer), or build it `with torch.device('cpu'):`.",
+                            code="C034",
                         )
 
 
@@ -201,11 +204,13 @@ def _start_of(parameter: nn.Parameter, name: str) -> Start:
     if start is None:
         raise PlacementError(
             f"{name} is on the meta device, and nothing says which values it starts with: build the model inside "
-            f"`with colonnade.meta_init():`, or on a device that has memory"
+            f"`with colonnade.meta_init():`, or on a device that has memory",
+            code="C034",
         )
     if start.version != parameter._version:
         raise PlacementError(
             f"{name} was changed after meta_init(), on the meta device, where that has no effect: initialise it inside the "
-            f"block, or after initialize()"
+            f"block, or after initialize()",
+            code="C034",
         )
     return start

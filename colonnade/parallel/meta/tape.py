@@ -126,7 +126,8 @@ class Tape(TorchDispatchMode):
         if touched & self.owned and any(entry.is_random for entry in entries):
             raise PlacementError(
                 "inside meta_init() a buffer, or code of the model, needs the values of a parameter, which is drawn only in "
-                "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it."
+                "initialize(). Build this module outside meta_init(), or `with torch.device('cpu')` inside it.",
+                code="C034",
             )
         return self.replay(tensor, self._draw_once).clone()
 

@@ -76,7 +76,7 @@ def parts_of(recording: Recording, firsts: Sequence[int]) -> list[Part]:
     """The stages that begin with these calls."""
     for at in firsts[1:]:
         if why := why_no_cut(recording, at):
-            raise ScheduleError(f"no stage can begin with {recording.calls[at].name!r}: {why}")
+            raise ScheduleError(f"no stage can begin with {recording.calls[at].name!r}: {why}", code="C050")
     names = tuple(call.name for call in recording.calls)
     forms = tuple(call.form for call in recording.calls)
     taken = [tuple(dict.fromkeys(value.number for _, value in _needed(recording, at))) if at else () for at in firsts]

@@ -54,7 +54,8 @@ class OwnForward:
                     if f"{name}.{key}" in self._recording.uses:
                         raise ScheduleError(
                             f"the forward pass of {type(self._model).__name__} uses {key!r}, a buffer of {name!r}, which only one "
-                            f"pipeline stage has; let that layer use it, or give the model a buffer of its own"
+                            f"pipeline stage has; let that layer use it, or give the model a buffer of its own",
+                            code="C050",
                         )
 
     @property
@@ -185,22 +186,26 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
         raise ScheduleError(
             f"a {name} does not say in which order its layers run. Give it a method pipeline_layers() that returns them (or "
             f"their names) in that order, keep its blocks in an nn.ModuleList, or pass an nn.Sequential or a list of your "
-            f"own stages."
+            f"own stages.",
+            code="C050",
         )
     if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
         raise ScheduleError(
-            f"{name} has hooks, which would see the parts of a pipeline stage; remove them, or hook its layers"
+            f"{name} has hooks, which would see the parts of a pipeline stage; remove them, or hook its layers",
+            code="C050",
         )
     for key, value in _config_values(model):
         if "layerdrop" in key and value:
             raise ScheduleError(
                 f"{name}: config.{key}={value} leaves out layers at random, which a pipeline cannot: each rank would leave out "
-                f"others. Set it to 0"
+                f"others. Set it to 0",
+                code="C050",
             )
         if key == "output_router_logits" and value:
             raise ScheduleError(
                 f"{name}: config.output_router_logits=True adds a loss over the routers of all layers, which are in several "
-                f"pipeline stages. Set it to False"
+                f"pipeline stages. Set it to False",
+                code="C050",
             )
 
 
@@ -228,13 +233,15 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
     if not isinstance(inputs, dict) or main not in inputs:
         raise ScheduleError(
             f"a {type(model).__name__} is cut into stages by its forward pass, which takes an input that is not known: pass "
-            f"sample=, the data of a batch (tensors of any values)"
+            f"sample=, the data of a batch (tensors of any values)",
+            code="C050",
         )
     others = [name for name in inspect.signature(model.forward).parameters if name.startswith(_OF_OTHER_KINDS)]
     if main == "input_ids" and others:
         raise ScheduleError(
             f"a {type(model).__name__} takes {others[0]!r} beside {main!r}, and calls other layers with it than without: pass "
-            f"sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split"
+            f"sample=, a batch with the inputs of your run (tensors of any values), to parallelize or split",
+            code="C050",
         )
     return lambda function: function(**inputs)
 

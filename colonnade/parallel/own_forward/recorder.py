@@ -87,7 +87,8 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
         where = f"{'in' if recorder.inside else 'after'} {last!r}" if last else "before its first layer"
         raise ScheduleError(
             f"the forward pass of {type(model).__name__} cannot be followed without its weights, so it cannot be cut into "
-            f"pipeline stages: {where} came {type(error).__name__}: {error}"
+            f"pipeline stages: {where} came {type(error).__name__}: {error}",
+            code="C050",
         ) from error
     finally:
         WATCHER.reset(token)
@@ -207,7 +208,9 @@ class _Recorder(TorchDispatchMode):
             if (value := self.value_of(leaf)) is not None:
                 call.inputs[keystr(path)] = value
             elif not isinstance(leaf, (*_PLAIN, Tensor)) and self._hides_value(leaf):
-                raise ScheduleError(f"{name!r} is given a {type(leaf).__name__}, which cannot go from stage to stage")
+                raise ScheduleError(
+                    f"{name!r} is given a {type(leaf).__name__}, which cannot go from stage to stage", code="C050"
+                )
         self.calls.append(call)
         self.inside = True
         result = own(*args, **kwargs)
@@ -226,7 +229,8 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(leaf, _PLAIN):
                 raise ScheduleError(
                     f"{name!r} returns a {type(leaf).__name__}, which cannot go from stage to stage: tensors, numbers, strings "
-                    f"and None can"
+                    f"and None can",
+                    code="C050",
                 )
             return leaf
         with self._fakes:

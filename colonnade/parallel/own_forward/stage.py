@@ -26,7 +26,7 @@ class Absent:
         return self._no_call() if watcher is None else watcher.call(self._unit, self._no_call, args, kwargs)
 
     def _no_call(self, *args: Any, **kwargs: Any) -> Any:
-        raise ScheduleError(f"{self._unit!r} is in another pipeline stage, and cannot be called here")
+        raise ScheduleError(f"{self._unit!r} is in another pipeline stage, and cannot be called here", code="C050")
 
     def __getattr__(self, name: str) -> Any:
         """What forward passes read off their layers (`layer.attention_type`, the dtype of a weight)."""
@@ -65,7 +65,7 @@ class Run:
         part, at = self._part, self._at
         self._at += 1
         if at >= len(part.names) or part.names[at] != name:
-            raise ScheduleError(_other_order(part, at, name))
+            raise ScheduleError(_other_order(part, at, name), code="C050")
         form = part.forms[at]
         if form is None:
             return self._run(own, args, kwargs)
@@ -157,7 +157,7 @@ class ModelStage(nn.Module):
             WATCHER.reset(token)
         if part.stop < len(part.names):
             raise ScheduleError(
-                f"the forward pass ended without a call of {part.names[part.stop]!r}, which was to come"
+                f"the forward pass ended without a call of {part.names[part.stop]!r}, which was to come", code="C050"
             )
         return result_of(result)
 
@@ -185,7 +185,8 @@ def no_generate(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     """Stands in the place of transformers' `generate`, which would call the whole model."""
     raise ScheduleError(
         "generate() needs all stages of the model, and a pipeline has them on several ranks: call engine.save_pretrained(folder) "
-        "on every rank, and generate with transformers' from_pretrained(folder) in one process"
+        "on every rank, and generate with transformers' from_pretrained(folder) in one process",
+        code="C050",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colonnade.trainer.hooks.average import EMAHook
 from colonnade.trainer.hooks.base import BaseHook
 from colonnade.trainer.hooks.checkpoint import LoadCheckpointHook, SaveCheckpointHook
 from colonnade.trainer.hooks.log import (
@@ -12,6 +13,7 @@ from colonnade.trainer.hooks.log import (
     LogTimingByEpochHook,
     MemoryHook,
 )
+from colonnade.trainer.hooks.look import EvaluateHook, LRFinderHook, ProfilerHook
 from colonnade.trainer.hooks.metrics import (
     AccuracyHook,
     GradientNormHook,
@@ -28,9 +30,12 @@ __all__ = [
     "AccuracyHook",
     "BaseHook",
     "CsvHook",
+    "EMAHook",
     "EarlyStopHook",
+    "EvaluateHook",
     "GradientNormHook",
     "JsonlHook",
+    "LRFinderHook",
     "LRSchedulerHook",
     "LoadCheckpointHook",
     "LogByEpochHook",
@@ -41,6 +46,7 @@ __all__ = [
     "LossHook",
     "MemoryHook",
     "MetricHook",
+    "ProfilerHook",
     "ProgressHook",
     "SaveCheckpointHook",
     "StopOnSignal",

@@ -88,5 +88,5 @@ class BaseHook:
 def checked_interval(interval: int) -> int:
     """How often a hook acts: every so many epochs or steps."""
     if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-        raise ConfigError(f"interval is a whole number of epochs or steps from 1 on, not {interval!r}")
+        raise ConfigError(f"interval is a whole number of epochs or steps from 1 on, not {interval!r}", code="C092")
     return interval

@@ -38,13 +38,13 @@ class SaveCheckpointHook(BaseHook):
     ) -> None:
         super().__init__(priority)
         self.interval, self.folder, self.by_epoch = checked_interval(interval), Path(folder), by_epoch
-        self._model, self._keep, self._background = model, keep, background
+        self._model, self.keep, self.background = model, keep, background
         self._manager: CheckpointManager | None = None
         self._saved: int | None = None
 
     def before_train(self, trainer: Trainer) -> None:
         self._saved = trainer.cur_step
-        self._manager = CheckpointManager(self.folder, trainer.context, self._keep, self._background)
+        self._manager = CheckpointManager(self.folder, trainer.context, self.keep, self.background)
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
         if not self.by_epoch and trainer.step_done and trainer.cur_step % self.interval == 0:

@@ -98,7 +98,10 @@ class HookList:
 
     def _fail(self, hook: BaseHook, point: str, error: Exception) -> None:
         where = f"epoch {self._trainer.cur_epoch}, step {self._trainer.cur_step}"
-        told = HookError(f"hook {type(hook).__name__} failed in {point} ({where}): {type(error).__name__}: {error}")
+        told = HookError(
+            f"hook {type(hook).__name__} failed in {point} ({where}): {type(error).__name__}: {error}",
+            code=None if getattr(error, "code", None) else "C091",
+        )
         told.__cause__ = error
         self.hold(told)
         for calls in self._calls.values():
@@ -110,15 +113,17 @@ def build_hook(hook: HookLike) -> BaseHook:
     if isinstance(hook, Mapping):
         settings = dict(hook)
         if "type" not in settings:
-            raise ConfigError(f"a hook of a config is dict(type='LossHook', ...), not {dict(hook)!r}")
+            raise ConfigError(f"a hook of a config is dict(type='LossHook', ...), not {dict(hook)!r}", code="C092")
         name = settings.pop("type")
         try:
             hook = HOOKS.get_module(name)(**settings)
         except TypeError as error:
-            raise ConfigError(f"hook {name} could not be built with {settings or 'no arguments'}: {error}") from error
+            raise ConfigError(
+                f"hook {name} could not be built with {settings or 'no arguments'}: {error}", code="C092"
+            ) from error
     if not isinstance(hook, BaseHook):
         raise ConfigError(
-            f"a hook inherits BaseHook, or is dict(type='LossHook', ...); this is a {type(hook).__name__}"
+            f"a hook inherits BaseHook, or is dict(type='LossHook', ...); this is a {type(hook).__name__}", code="C092"
         )
     return hook
 

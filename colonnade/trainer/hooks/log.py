@@ -86,7 +86,7 @@ class LogTimingByEpochHook(LogByEpochHook):
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         trainer.timer = trainer.timer or self._given
         if trainer.timer is None:
-            raise ConfigError("LogTimingByEpochHook needs a timer: Trainer(engine, timer=MultiTimer())")
+            raise ConfigError("LogTimingByEpochHook needs a timer: Trainer(engine, timer=MultiTimer())", code="C092")
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         self._log(trainer, "Train")

@@ -92,7 +92,9 @@ class LossHook(_Measures):
 class _NeedsOutput(_Measures):
     def before_train(self, trainer: Trainer) -> None:
         if not trainer.returns_output:
-            raise ConfigError(f"{type(self).__name__} needs outputs and labels: leave return_output_label=True")
+            raise ConfigError(
+                f"{type(self).__name__} needs outputs and labels: leave return_output_label=True", code="C092"
+            )
 
     before_test = before_train
 
@@ -205,7 +207,8 @@ class GradientNormHook(BaseHook):
         if not trainer.engine.may_skip:
             raise ConfigError(
                 "GradientNormHook reads the norms that clipping computes; set clip_grad_norm in the config, to infinity "
-                "if nothing is to be clipped"
+                "if nothing is to be clipped",
+                code="C092",
             )
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:

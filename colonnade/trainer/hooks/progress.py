@@ -20,6 +20,9 @@ _LINES_PER_EPOCH = 10
 _SECONDS_PER_LINE = 5.0
 """Where the length of an epoch is not known."""
 _SECONDS_PER_DRAWING = 0.5
+_LEAST_BAR = 9
+_VALUE = 9
+"""As wide as a number gets in four digits: 1.234e-05."""
 
 
 @HOOKS.register_module
@@ -43,9 +46,10 @@ class ProgressHook(BaseHook):
         width = int(told) if told.isdigit() else None
         self._draws = stream.isatty() or width is not None
         console = Console(file=stream, force_terminal=self._draws, width=width)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[numbers]}"))
+        columns = (TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[numbers]}"))
         # Without a terminal it still keeps the speed and the time that is left.
-        self._progress = Progress(*columns, console=console, auto_refresh=False, disable=not self._draws)
+        self._progress = Progress(*columns, console=console, auto_refresh=False, disable=not self._draws, expand=True)
+        self._width = console.width if self._draws else None
         self._progress.start()
         self._task = self._progress.add_task("", numbers="", total=None, completed=trainer.cur_step)
         self._out = stream
@@ -59,7 +63,9 @@ class ProgressHook(BaseHook):
             return
         self._last = time.monotonic()
         task = self._progress.tasks[0]
-        place, numbers = _place(trainer, record), _numbers(record, task.speed, task.time_remaining)
+        place = _place(trainer, record)
+        room = self._width - len(place) - _LEAST_BAR - 2 if self._width is not None else None
+        numbers = _numbers(record, task.speed, task.time_remaining, room)
         if self._draws:
             self._progress.update(self._task, description=place, numbers=numbers, refresh=True)
         else:
@@ -80,13 +86,26 @@ class ProgressHook(BaseHook):
 
 
 def _place(trainer: Trainer, record: StepRecord) -> str:
-    epochs = f"/{trainer.max_epochs}" if trainer.max_epochs is not None else ""
-    steps = f"/{trainer.total_steps}" if trainer.total_steps is not None else ""
-    return f"epoch {record.epoch + 1}{epochs}  step {record.step}{steps}"
+    """Where it is; always as wide, where the end is known."""
+    return f"epoch {_of(record.epoch + 1, trainer.max_epochs)}  step {_of(record.step, trainer.total_steps)}"
 
 
-def _numbers(record: StepRecord, speed: float | None, left: float | None) -> str:
-    known = (("loss", record.loss), ("lr", record.lr), ("norm", record.grad_norm))
-    parts = [f"{name} {value:.4g}" for name, value in known if value is not None]
-    parts.append(f"{record.samples * (speed or 1 / record.seconds):.4g} samples/s")
-    return "  ".join([*parts, f"left {timedelta(seconds=int(left))}"] if left is not None else parts)
+def _of(number: int, last: int | None) -> str:
+    return f"{number}" if last is None else f"{number:>{len(str(last))}}/{last}"
+
+
+def _numbers(record: StepRecord, speed: float | None, left: float | None, room: int | None) -> str:
+    """What is known, as plain words; with `room`, as much of it as fits there in columns that keep their width."""
+    rate = f"{record.samples * (speed or 1 / record.seconds):.4g}"
+    known = {name: getattr(record, field) for name, field in (("loss", "loss"), ("lr", "lr"), ("norm", "grad_norm"))}
+    texts = {name: f"{value:.4g}" for name, value in known.items() if value is not None}
+    if room is not None:
+        texts, rate = {name: text.ljust(_VALUE) for name, text in texts.items()}, rate.rjust(_VALUE)
+    parts = {name: f"{name} {text}" for name, text in texts.items()} | {"rate": f"{rate} samples/s"}
+    if left is not None or room is not None:
+        parts["left"] = f"left {timedelta(seconds=int(left)) if left is not None else '-:--:--'}"
+    shown: list[str] = []
+    for name in ("loss", "left", "norm", "rate", "lr"):  # those that matter most
+        if name in parts and (room is None or len("  ".join(parts[each] for each in [*shown, name])) <= room):
+            shown.append(name)
+    return "  ".join(text for name, text in parts.items() if name in shown)

@@ -31,7 +31,7 @@ class StopOnSignal(BaseHook):
     def before_train(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "StopOnSignal works in the main thread only: Python delivers signals there; call fit there"
+                "StopOnSignal works in the main thread only: Python delivers signals there; call fit there", code="C092"
             )
         self._trainer = trainer
         for number in self._signals:
@@ -74,7 +74,8 @@ class EarlyStopHook(BaseHook):
         super().__init__(priority)
         if mode not in (None, "min", "max") or on not in ("test", "train") or patience < 0:
             raise ConfigError(
-                f"EarlyStopHook: mode={mode!r} is min or max, on={on!r} is test or train, patience from 0 on"
+                f"EarlyStopHook: mode={mode!r} is min or max, on={on!r} is test or train, patience from 0 on",
+                code="C092",
             )
         self.metric, self.patience, self.min_delta, self.mode, self.on = metric, patience, min_delta, mode, on
         self.best: float | None = None
@@ -98,7 +99,9 @@ class EarlyStopHook(BaseHook):
         metrics = trainer.states["metrics"][self.on]
         if self.metric not in metrics:
             hint = did_you_mean(self.metric, metrics)
-            raise ConfigError(f"there is no {self.on} metric {self.metric!r}; there are {listed(metrics)}.{hint}")
+            raise ConfigError(
+                f"there is no {self.on} metric {self.metric!r}; there are {listed(metrics)}.{hint}", code="C092"
+            )
         value = metrics[self.metric].get_accumulated_value()
         if self._is_better(value, metrics[self.metric].higher_is_better):
             self.best, self.waited = value, 0

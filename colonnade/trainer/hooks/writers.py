@@ -109,7 +109,9 @@ class CsvHook(_Lines):
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
         expected = _row(["step", "epoch", *self._columns])
         if lines and lines[0] != expected:
-            raise ConfigError(f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path")
+            raise ConfigError(
+                f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path", code="C092"
+            )
         rows = [line for line in lines[1:] if line.endswith("\n") and line.partition(",")[0].isdigit()]
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
@@ -171,7 +173,8 @@ class _Tracker(BaseHook, ABC):
         except ImportError as error:
             raise ConfigError(
                 f"{type(self).__name__} needs {self.needs}, which is not installed here ({error}): "
-                f"pip install {self.needs}, or use JsonlHook, which needs nothing"
+                f"pip install {self.needs}, or use JsonlHook, which needs nothing",
+                code="C024",
             ) from error
 
 
@@ -225,6 +228,8 @@ def _is_behind(line: str, trainer: Trainer) -> bool:
         return False
     if kind == "step":
         return bool(step <= trainer.cur_step)
+    if kind == "test" and epoch == trainer.cur_epoch:  # an EvaluateHook's; that of the whole epoch is made again
+        return bool(step < trainer.cur_step + (not trainer.epoch_done))
     return bool(epoch < trainer.cur_epoch + (kind == "train" and trainer.epoch_done))
 
 

@@ -73,7 +73,9 @@ def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Cal
 def plant(engine: Engine, name: str) -> None:
     """Plant a mistake; where no rank has a place for it, every rank says so. Collective over the world."""
     if name not in MISTAKES:
-        raise ParityError(f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}")
+        raise ParityError(
+            f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}", code="C100"
+        )
     found = torch.tensor([int(MISTAKES[name].plant(engine))], device=message_device(engine.context.device))
     if engine.context.world_size > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -345,6 +347,7 @@ def known(names: str | None) -> Mapping[str, Mistake]:
     for name in chosen:
         if name not in MISTAKES:
             raise ParityError(
-                f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}"
+                f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
+                code="C100",
             )
     return {name: MISTAKES[name] for name in chosen}

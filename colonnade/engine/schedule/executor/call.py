@@ -28,7 +28,8 @@ def call_module(stage: int, module: nn.Module, inputs: Any, micro_batch: MicroBa
             raise ScheduleError(
                 f"stage {stage} cannot take what stage {stage - 1} gives: {reason}\n"
                 f"  stage {stage - 1} gives: {format_value(inputs)}\n"
-                f"  stage {stage} takes: {format_signature(module)}"
+                f"  stage {stage} takes: {format_signature(module)}",
+                code="C053",
             ) from error
         raise
 

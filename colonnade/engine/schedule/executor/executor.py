@@ -210,7 +210,7 @@ class Executor:
 
     def _agree_on_batch(self, mine: Exception | None, error: Exception, clean: bool = False) -> Exception:
         """What this rank raises, where some rank has no batch; `mine`: why this one has none."""
-        told = ScheduleError(_ENDED) if isinstance(mine, StopIteration) else mine
+        told = ScheduleError(_ENDED, code="C054") if isinstance(mine, StopIteration) else mine
         self._refusals += 1
         try:
             key = f"no batch/{'-'.join(map(str, self.ranks))}/{self._number}/{self._refusals}"
@@ -251,13 +251,18 @@ class Executor:
         if self._failure:  # messages of that step are still under way, and would be taken for those of this one
             raise ScheduleError(
                 f"this pipeline stopped in an earlier step ({self._failure}) and cannot go on. Build a new engine in new "
-                f"processes, and load the last checkpoint."
+                f"processes, and load the last checkpoint.",
+                code="C054",
             )
         expected = self.facts.num_microbatches
         if len(micro_batches) != expected:
-            raise ScheduleError(f"the table is for {expected} micro-batches, but {len(micro_batches)} were given")
+            raise ScheduleError(
+                f"the table is for {expected} micro-batches, but {len(micro_batches)} were given", code="C051"
+            )
         if self.has_last_stage and self.loss_fn is None and not forward_only:
-            raise ScheduleError("training needs a loss function on the rank of the last stage; pass loss_fn")
+            raise ScheduleError(
+                "training needs a loss function on the rank of the last stage; pass loss_fn", code="C051"
+            )
 
     def _common_facts(self) -> Facts:
         """The facts of a table that every rank can run and that is the same on all; else an error on all."""
@@ -271,11 +276,12 @@ class Executor:
             everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:
-                problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]))
+                problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]), code="C051")
             if problem is None and len({digest for digest, _ in everyone}) > 1:
                 problem = ScheduleError(
                     f"the ranks {listed(self.ranks)} of this pipeline have different tables of actions; "
-                    "give all of them the same table, order and number of micro-batches"
+                    "give all of them the same table, order and number of micro-batches",
+                    code="C051",
                 )
         if problem is not None:
             raise problem
@@ -285,12 +291,15 @@ class Executor:
         """The facts of a table that this rank can run."""
         facts = check(self.table)
         if facts.num_ranks != len(self.ranks):
-            raise ScheduleError(f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self.ranks)}")
+            raise ScheduleError(
+                f"a table for {facts.num_ranks} ranks cannot run on a pipeline of {len(self.ranks)}", code="C051"
+            )
         stages = facts.stages_of(self.rank)
         if len(stages) != len(self.chunks):
             raise ScheduleError(
                 f"this table gives pipeline rank {self.rank} the stages {listed(stages)}, but {len(self.chunks)} "
-                "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks."
+                "stage module(s) are here. Give a module for each (nn.ModuleList), or change num_chunks.",
+                code="C051",
             )
         return facts
 

@@ -43,7 +43,8 @@ def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
     if rows < count:
         raise ScheduleError(
             f"a batch of {rows} rows cannot be cut into {count} micro-batches. Set num_microbatches to "
-            f"{rows} or less, use larger batches, or set drop_last=True on the data loader."
+            f"{rows} or less, use larger batches, or set drop_last=True on the data loader.",
+            code="C052",
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
     pieces = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
@@ -82,12 +83,13 @@ def _rows(data: Any, label: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim()
     }
     if not sizes:
-        raise ScheduleError("the batch holds no tensor with rows (dimension 0), so it cannot be cut")
+        raise ScheduleError("the batch holds no tensor with rows (dimension 0), so it cannot be cut", code="C052")
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{name} has {size}" for name, size in sizes.items())
         raise ScheduleError(
             "the tensors of a batch are cut on dimension 0 and must have the same number of rows there: "
-            f"{found}. What belongs to all rows is better a buffer of the model, or given as a non-tensor."
+            f"{found}. What belongs to all rows is better a buffer of the model, or given as a non-tensor.",
+            code="C052",
         )
     return next(iter(sizes.values()))
 

@@ -152,7 +152,8 @@ class Step:
         if fed is not None and here is not None and fed != here:
             raise ScheduleError(
                 f"micro-batch {micro_batch.index} has {fed} rows on the first stage of the pipeline and {here} on the last, "
-                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {FEED_ALIKE}"
+                f"so the labels belong to other rows: all ranks of a pipeline must be given the same batches. {FEED_ALIKE}",
+                code="C052",
             )
 
     def _check_shape(self, stage: int, output: Any) -> None:
@@ -161,7 +162,8 @@ class Step:
         if expected is not None and found != expected:
             raise ScheduleError(
                 f"tensor_shape={expected} was promised for what goes from stage to stage, but stage {stage} "
-                f"gave {found}. Correct it, or leave tensor_shape out: shapes are sent along and may vary."
+                f"gave {found}. Correct it, or leave tensor_shape out: shapes are sent along and may vary.",
+                code="C052",
             )
 
     def _backward(self, action: Action) -> None:

@@ -341,7 +341,9 @@ class Link:
         try:
             yield
         except RuntimeError as error:
-            raise ScheduleError(f"the transfer {key} with rank {self._peer} did not end: {error}") from error
+            raise ScheduleError(
+                f"the transfer {key} with rank {self._peer} did not end: {error}", code="C043"
+            ) from error
 
 
 def _receive(wire: Wire, layout: tuple[Meta, ...], tag: int) -> tuple[list[Tensor], Pending]:

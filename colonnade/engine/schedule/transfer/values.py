@@ -97,7 +97,8 @@ def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
         return {"dict": [[_key(key, name), _encode(item, f"{name}[{key!r}]", tensors)] for key, item in value.items()]}
     raise ScheduleError(
         f"{name} is a {type(value).__name__}, which cannot go from stage to stage. Use tensors, numbers, "
-        "strings, None, and plain tuples, lists and dicts of them."
+        "strings, None, and plain tuples, lists and dicts of them.",
+        code="C053",
     )
 
 
@@ -119,7 +120,8 @@ def _key(key: Any, name: str) -> Any:
     if type(key) not in _PLAIN:
         raise ScheduleError(
             f"{name} has the key {key!r}, a {type(key).__name__}; use strings or numbers as keys of what "
-            "goes from stage to stage"
+            "goes from stage to stage",
+            code="C053",
         )
     return key
 
@@ -128,7 +130,8 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
     if type(tensor) not in _TENSORS or tensor.layout != torch.strided or tensor.is_quantized:
         raise ScheduleError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors go "
-            "from stage to stage. Convert it in the stage (a DTensor: to_local())."
+            "from stage to stage. Convert it in the stage (a DTensor: to_local()).",
+            code="C053",
         )
 
 

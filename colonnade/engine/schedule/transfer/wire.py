@@ -27,7 +27,8 @@ class Wire:
         if self.device.type not in backends:
             raise ScheduleError(
                 f"the process group for transfers moves {listed(backends)} memory, but {self.device.type} must "
-                f"be moved too. Create it with backend='{with_cpu(group)}'."
+                f"be moved too. Create it with backend='{with_cpu(group)}'.",
+                code="C051",
             )
         self.one_queue = backends[self.device.type] != "gloo"
         """Whether what is sent and received, of every tag, shares one queue."""
@@ -58,8 +59,15 @@ class Wire:
 
 
 def with_cpu(group: dist.ProcessGroup | None) -> str:
-    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need."""
-    return ",".join(f"{kind}:{backend}" for kind, backend in ({"cpu": "gloo"} | backends_of(group)).items())
+    """The backends of the group and, if it has none for CPU memory, gloo: what transfers need.
+
+    One that does for all devices goes by its plain name: of "cpu:gloo,cuda:gloo" torch makes a group without a default
+    where a plugin is registered (its own fake one is), which warns when it is destroyed.
+    """
+    backends = {"cpu": "gloo"} | backends_of(group)
+    if len(set(backends.values())) == 1:
+        return backends["cpu"]
+    return ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
 
 
 def wait(pending: Pending, at_most: timedelta | None = None) -> None:
@@ -70,5 +78,7 @@ def wait(pending: Pending, at_most: timedelta | None = None) -> None:
 
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise ScheduleError("this rank is not in the pipeline's process group; pass the group that it is in")
+        raise ScheduleError(
+            "this rank is not in the pipeline's process group; pass the group that it is in", code="C051"
+        )
     return work
