@@ -20,9 +20,11 @@ from colonnade.trainer.hooks.metrics import (
     MetricHook,
     ThroughputHook,
 )
+from colonnade.trainer.hooks.profiler import ProfilerHook
 from colonnade.trainer.hooks.progress import ProgressHook
 from colonnade.trainer.hooks.stop import EarlyStopHook, StopOnSignal
-from colonnade.trainer.hooks.writers import CsvHook, JsonlHook, TensorBoardHook, WandbHook
+from colonnade.trainer.hooks.trackers import MLflowHook, TensorBoardHook, WandbHook
+from colonnade.trainer.hooks.writers import CsvHook, JsonlHook
 
 __all__ = [
     "AccuracyHook",
@@ -39,8 +41,10 @@ __all__ = [
     "LogMetricByStepHook",
     "LogTimingByEpochHook",
     "LossHook",
+    "MLflowHook",
     "MemoryHook",
     "MetricHook",
+    "ProfilerHook",
     "ProgressHook",
     "SaveCheckpointHook",
     "StopOnSignal",
