@@ -40,6 +40,8 @@ class Hardware:
     network_latency: float
     overlap: float = 1.0
     """The part of a collective that may run behind computation and costs no time there: 1 with engines of its own."""
+    at_once: int = 0
+    """How many devices of a node compute at full speed at once, where they share cores; 0: all."""
     backend: str = "nccl"
     device: str = "cuda"
     source: str = ""
