@@ -47,11 +47,14 @@ def roles(config: Config, world_size: int, build: BuildModel | None, context: Pa
     of groups that others are in. Without `build`, the model is one parameter of each kind of placement.
     """
     layout = build_layout(config, world_size)
-    for rank in _firsts(layout):
+    for rank in first_ranks(layout):
         context.simulate(config, world_size, rank)
         try:
             stage = stage_of(context.layout, rank)
-            yield Role(rank, stage, _one_of_each(context.layout, rank) if build is None else _model(build, context))
+            if build is None:
+                yield Role(rank, stage, _one_of_each(context.layout, rank))
+            else:
+                yield Role(rank, stage, own_stages(built(build, context), context))
         finally:
             context.destroy()
 
@@ -71,7 +74,7 @@ def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
     return sorted(rank for stage in stages for rank in islice(ranks(stage), RANKS_LOOKED_AT))
 
 
-def _firsts(layout: Layout) -> list[int]:
+def first_ranks(layout: Layout) -> list[int]:
     """The first rank of each kind."""
     if layout.is_regular:
         return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
@@ -82,10 +85,11 @@ def _firsts(layout: Layout) -> list[int]:
     return list(kinds.values())
 
 
-def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
+def called(function: Callable[..., Any], context: ParallelContext, what: str = "model") -> Any:
+    """What a user's function returns that takes `config` and `context`, or none of them."""
     offered = {"config": context.config, "context": context}
     try:
-        wanted: Mapping[str, inspect.Parameter] = inspect.signature(build).parameters
+        wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
     except (TypeError, ValueError):
         wanted = {}
     missing = [
@@ -95,12 +99,17 @@ def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
     ]
     if missing:
         raise ConfigError(
-            f"the model's function needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or "
-            f"with `config` and `context` alone, that returns the model"
+            f"the {what}'s function needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or "
+            f"with `config` and `context` alone, that returns the {what}"
         )
+    return function(**{name: value for name, value in offered.items() if name in wanted})
+
+
+def built(build: BuildModel, context: ParallelContext) -> Any:
+    """The model of the rank that `context` is, or all its stages, on the meta device."""
     try:
         with meta_init():
-            built = build(**{name: value for name, value in offered.items() if name in wanted})
+            model = called(build, context)
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -109,17 +118,18 @@ def _model(build: BuildModel, context: ParallelContext) -> nn.Module:
             f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
             f"communicate or read files into parameters"
         ) from error
-    if isinstance(built, Split):
-        built = _own_stages(built, context)
-    if not isinstance(built, nn.Module):
+    if not isinstance(model, (nn.Module, Split)):
         raise ConfigError(
-            f"the model's function returned a {type(built).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
+            f"the model's function returned a {type(model).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
         )
-    return built
+    return model
 
 
-def _own_stages(stages: Split, context: ParallelContext) -> nn.Module:
-    schedule = build_schedule(context)
+def own_stages(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
+    """What the rank that `context` is has of a model."""
+    if isinstance(model, nn.Module):
+        return model
+    stages, schedule = model, build_schedule(context)
     if not isinstance(schedule, PipelineSchedule):
         raise ConfigError(
             f"the model is split into {len(stages)} stages, but the config has no pipeline; add parallel=dict(pipeline="
