@@ -36,7 +36,7 @@ def report(
 
         serve(runs, port, typer.echo)
         return
-    from colonnade.report.run_page import write_run_page
+    from colonnade.report.page_of_run import write_run_page
     from colonnade.report.runs import find_log
 
     log = find_log(runs[0])

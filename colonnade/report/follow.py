@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.report.run_page import run_page
+from colonnade.report.page_of_run import run_page
 from colonnade.report.shell import page
 
 SECONDS = 5

@@ -66,12 +66,6 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def key(names: Sequence[str]) -> str:
-    """Which colour is what."""
-    parts = [f'<span><i class="swatch" style="background:var(--c{at % 8})"></i>{escape(name)}</span>' for at, name in enumerate(names)]
-    return f'<div class="key">{"".join(parts)}</div>'
-
-
 def size(count: float) -> str:
     """Bytes for people."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

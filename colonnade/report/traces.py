@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from colonnade.errors import ConfigError
@@ -17,22 +18,23 @@ NAME = "trace-rank-{:05d}.json"
 def merge_traces(folder: str | Path, out: str | Path) -> Path:
     """Join `trace-rank-*.json` of a folder into `out` (gzipped if it ends in .gz): a process for each rank, in order.
 
-    Times of a trace begin at a moment of its own machine. Each rank has noted the time of its clock when all ranks had just
-    met, so the differences between their clocks are known, and taken out.
+    Times of a trace are those of its own machine's clock. Each rank has noted them at moments that were the same for all
+    (ends of barriers), so how much the clocks differ is known, and taken out.
     """
     files = sorted(Path(folder).glob("trace-rank-*.json"))
     if not files:
         raise ConfigError(f"{folder} has no trace-rank-*.json; a ProfilerHook(folder) in the hooks of fit writes them")
     events: list[dict[str, Any]] = []
-    met = None
+    met: list[float] | None = None
     for file in files:
         trace = json.loads(file.read_text(encoding="utf-8"))
         found = re.search(r"(\d+)\.json$", file.name)
         rank, facts = int(found[1]) if found else 0, trace.get("colonnade", {})
         base = trace.get("baseTimeNanoseconds", 0) / 1000
-        here = facts.get("met_us", base)
+        here = facts.get("met_us") or [0.0]
         met = here if met is None else met
-        events += _of_rank(trace["traceEvents"], rank, facts.get("place", ""), base - here + met)
+        ahead = median(mine - first for mine, first in zip(here, met, strict=False))
+        events += _of_rank(trace["traceEvents"], rank, facts.get("place", ""), base - ahead)
     first = min((event["ts"] for event in events if "ts" in event), default=0.0)
     for event in events:
         if "ts" in event:

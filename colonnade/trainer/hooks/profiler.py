@@ -21,6 +21,9 @@ from colonnade.trainer.hooks.base import BaseHook
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
+_MEETINGS = 9
+"""How often the ranks meet to compare their clocks; the median counts, so a rank that is held up once does no harm."""
+
 
 @HOOKS.register_module
 class ProfilerHook(BaseHook):
@@ -36,7 +39,7 @@ class ProfilerHook(BaseHook):
         self.folder, self._steps, self._skip, self._memory = Path(folder), steps, skip, memory
         self._profile: Any = None
         self._seen = 0
-        self._met = 0.0
+        self._met: list[float] = []
 
     def before_train(self, trainer: Trainer) -> None:
         self._seen = 0
@@ -86,18 +89,11 @@ class ProfilerHook(BaseHook):
         trainer.logger.info(f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them")
 
 
-def _meet(trainer: Trainer) -> float:
-    """The time of this rank's clock, in microseconds, at a moment that is the same for all: the end of a barrier. Collective.
-
-    Of a few barriers the shortest counts: in it nobody was held up.
-    """
-    if alone(trainer.context):
-        return time.time_ns() / 1000
-    group = trainer.context.get_group(ParallelMode.GLOBAL)
-    best, moment = float("inf"), 0.0
-    for _ in range(5):
-        begun = time.perf_counter()
-        dist.barrier(group=group)
-        spent = time.perf_counter() - begun
-        best, moment = (spent, time.time_ns() / 1000) if spent < best else (best, moment)
-    return moment
+def _meet(trainer: Trainer) -> list[float]:
+    """The times of this rank's clock, in microseconds, at a few moments that are the same for all: ends of barriers. Collective."""
+    moments = []
+    for _ in range(_MEETINGS):
+        if not alone(trainer.context):
+            dist.barrier(group=trainer.context.get_group(ParallelMode.GLOBAL))
+        moments.append(time.time_ns() / 1000)
+    return moments
