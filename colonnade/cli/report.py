@@ -12,8 +12,12 @@ from colonnade.errors import ConfigError
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or logs (*.jsonl); with --trace: of traces.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; else beside the first log.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Serve the page on this machine while the run goes on.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write; else beside the first log.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Serve the page on this machine while the run goes on.")
+    ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --follow: the port; 0: any that is free.")] = 8484,
     trace: Annotated[
         bool, typer.Option("--trace", help="Join what a ProfilerHook wrote on each rank into one file for Perfetto.")

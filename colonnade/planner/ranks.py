@@ -20,8 +20,8 @@ from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
 from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.optim.zero.fsdp import shard_model
 from colonnade.nn.activations import ActivationSettings
+from colonnade.optim.zero.fsdp import shard_model
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.schedules import build_schedule
@@ -114,9 +114,7 @@ class _Planning:
                 schedule.stage_ranks(stages) if piped else (0,),
             )
             whole = built(self.job.build, self.context)
-            self.criterion = self.precision.around(
-                self.job.loss(whole, self.context, kinds.notes), torch.device("cpu")
-            )
+            self.criterion = self.precision.around(self.job.loss(whole, self.context, kinds.notes), torch.device("cpu"))
             with self.fake:
                 kinds.data = tree_map_only(Tensor, _faked, self.job.data(self.context))
         return kinds, whole
@@ -246,5 +244,3 @@ def samples_of(data: Any) -> tuple[int, int]:
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
     return len(tensors[0]), tokens
-
-

@@ -49,7 +49,8 @@ def _scale(left: float, top: float, width: float, low: str, high: str) -> list[s
     """What the colours mean."""
     parts = [f'<text x="{left}" y="{top + 22}">{low}</text>']
     parts += [
-        f'<rect x="{left + 60 + at * 6}" y="{top + 11}" width="6.3" height="12" fill="{shade(at / 39)}"/>' for at in range(40)
+        f'<rect x="{left + 60 + at * 6}" y="{top + 11}" width="6.3" height="12" fill="{shade(at / 39)}"/>'
+        for at in range(40)
     ]
     parts.append(f'<text x="{left + 310}" y="{top + 22}">{high}</text>')
     parts.append(f'<text x="{width}" y="{top + 22}" text-anchor="end">step</text>')

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any, Literal
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f")
@@ -59,7 +60,9 @@ def line_chart(
         x_value_formatter=lambda at: f"{x} {at:,.0f}" if not standalone else f"{at:,.0f}",
         xrange=(min(steps), max(max(steps), min(steps) + 1)),
     )
-    chart.x_labels = [{"value": at, "label": f"{at:,.0f}"} for at in round_numbers(min(steps), max(steps)) if at % 1 == 0]
+    chart.x_labels = [
+        {"value": at, "label": f"{at:,.0f}"} for at in round_numbers(min(steps), max(steps)) if at % 1 == 0
+    ]
     ticks = decades(min(values), max(values)) if logarithmic else round_numbers(min(values), max(values))
     chart.y_labels = [{"value": place(value), "label": number(value)} for value in ticks]
     for one, points in shown:
@@ -95,7 +98,9 @@ def stacked_chart(
     return _rendered(chart, [Series(name, ()) for name in names], False)
 
 
-def bar_chart(names: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]], *, x: str, standalone: bool = False) -> str:
+def bar_chart(
+    names: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]], *, x: str, standalone: bool = False
+) -> str:
     """Horizontal bars of several parts: `rows` are (label, a value for each name)."""
     import pygal
 
@@ -112,7 +117,7 @@ def thinned(points: Points, join: Callable[[list[float]], float], most: int = MO
     if len(points) <= most:
         return list(points)
     edges = [round(at * len(points) / most) for at in range(most + 1)]
-    groups = [points[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    groups = [points[begin:end] for begin, end in pairwise(edges)]
     return [(group[-1][0], join([value for _, value in group])) for group in groups if group]
 
 
@@ -189,7 +194,9 @@ def _rendered(chart: Any, series: Sequence[Series], standalone: bool) -> str:
     text = re.sub(r"(\d\.\d)\d+(?=[ \")])", r"\1", text)
     for at, one in enumerate(series):
         color = at if one.color is None else one.color
-        text = text.replace(f'class="series serie-{at} color-{at}"', f'class="series serie-{at} is-{one.kind} color-{color}"')
+        text = text.replace(
+            f'class="series serie-{at} color-{at}"', f'class="series serie-{at} is-{one.kind} color-{color}"'
+        )
         text = text.replace(f'class="color-{at} reactive"', f'class="color-{color} reactive"')
     if standalone:
         return text

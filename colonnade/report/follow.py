@@ -50,7 +50,9 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Page)
     except OSError as error:
-        raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0") from None
+        raise ConfigError(
+            f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0"
+        ) from None
 
 
 def _page(sources: Sequence[str | Path]) -> str:

@@ -30,7 +30,9 @@ def plan_page(values: Values) -> str:
     if plan is None:
         return page("No layout fits", [_hardware_line(values)], parts)
     title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
-    line = f"{plan['totals']['world_size']:,} ranks · {plan['totals']['parameters']:,} parameters · {_hardware_line(plan)}"
+    line = (
+        f"{plan['totals']['world_size']:,} ranks · {plan['totals']['parameters']:,} parameters · {_hardware_line(plan)}"
+    )
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
     script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
     return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
@@ -96,7 +98,9 @@ def _cards(plan: Values) -> list[str]:
     notes = "".join(f"<p>{escape(note)}</p>" for note in plan["notes"])
     config = json.dumps(plan["config"], indent=2)
     model = "\n".join(f"{name} = {value}" for name, value in plan["hardware"].items())
-    made.append(folded("Config, model of the hardware, notes", f"{notes}<pre>{escape(config)}</pre><pre>{escape(model)}</pre>"))
+    made.append(
+        folded("Config, model of the hardware, notes", f"{notes}<pre>{escape(config)}</pre><pre>{escape(model)}</pre>")
+    )
     return made
 
 
@@ -166,12 +170,17 @@ def _ledger(plan: Values) -> str:
         shards = placement.strip("{}") or "whole on every rank"
         body.append(
             f'<tr><td class="name">{escape(name)}</td><td class="number">{any_line["elements"]:,}</td>'
-            f'<td>{", ".join(map(str, any_line["stages"]))}</td><td>{escape(shards)}</td>{cells}</tr>'
+            f"<td>{', '.join(map(str, any_line['stages']))}</td><td>{escape(shards)}</td>{cells}</tr>"
         )
     left = f"the first {MOST_ROWS} of {len(rows)} kinds of parameters; " * (len(rows) > MOST_ROWS)
-    heads = f"<tr><th>parameters</th><th class=\"number\">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>"
+    heads = f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>'
     made = f'<div class="scroll" data-hints><table><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
-    return card("Ledger", made, f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor", wide=True)
+    return card(
+        "Ledger",
+        made,
+        f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor",
+        wide=True,
+    )
 
 
 def _owed(line: Values | None, number: int) -> str:
@@ -215,7 +224,9 @@ def _groups(plan: Values) -> str:
             mode["data"],
             "inside a node" if mode["link"] == "node" else "between nodes",
             "yes" if mode["communicator"] else "no",
-            ", ".join(map(str, mode["groups"][0][:8])) + (" …" if len(mode["groups"][0]) > 8 else "") if mode["groups"] else "",
+            ", ".join(map(str, mode["groups"][0][:8])) + (" …" if len(mode["groups"][0]) > 8 else "")
+            if mode["groups"]
+            else "",
         )
         for mode in plan["modes"]
     ]
@@ -242,9 +253,13 @@ def _search(search: Values) -> str:
     cut = [(row(0, one)[1], one["reason"]) for one in search["cut"][:MOST_ROWS]]
     parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6)) if fitting else '<p class="empty">no layout fits</p>']
     if cut:
-        parts.append(f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>")
+        parts.append(
+            f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>"
+        )
     if search["config"]:
-        parts.append(f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>")
+        parts.append(
+            f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
+        )
     if search["verify"]:
         parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
     note = f"{len(search['fitting'])} layouts of {search['world_size']:,} ranks fit, fastest first"
@@ -287,14 +302,21 @@ def _shards(one: Values) -> str:
 
 def _compact(timeline: Values) -> dict[str, Any]:
     scale = _PARTS / timeline["makespan"] if timeline["makespan"] else 0.0
-    rows = [[[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row] for row in timeline["rows"]]
+    rows = [
+        [[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row]
+        for row in timeline["rows"]
+    ]
     return {"rows": rows, "parts": _PARTS, "makespan": seconds(timeline["makespan"])}
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
     """At most so many, evenly, with the first and the last."""
-    return list(items) if len(items) <= most else [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+    return (
+        list(items) if len(items) <= most else [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+    )
 
 
 def _unit(largest: float) -> tuple[float, str]:
-    return next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= unit), (1.0, "bytes"))
+    return next(
+        ((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= unit), (1.0, "bytes")
+    )

@@ -53,7 +53,12 @@ def _heading(run: Run) -> str:
         return run.layout()
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.starts[0]["time"]))
     count = facts["world_size"]
-    parts = [run.layout(), f"{count} rank{'s' * (count > 1)}", facts["device"], f"{facts['parameters']:,} parameters on rank 0"]
+    parts = [
+        run.layout(),
+        f"{count} rank{'s' * (count > 1)}",
+        facts["device"],
+        f"{facts['parameters']:,} parameters on rank 0",
+    ]
     parts.append(f"begun {began}, Colonnade {facts['colonnade']}, torch {facts['torch']}")
     return " · ".join(parts)
 
@@ -101,7 +106,9 @@ def _compared(runs: list[Run]) -> str:
 def _charts(runs: list[Run]) -> list[str]:
     several = len(runs) > 1
     made = [card("Loss", _loss_chart(runs, several), _thinning(runs))]
-    made.append(card("Gradient norm, before clipping", _norm_chart(runs, several), "the largest of the steps at a point"))
+    made.append(
+        card("Gradient norm, before clipping", _norm_chart(runs, several), "the largest of the steps at a point")
+    )
     made.append(card("Learning rate", _each(runs, "lr", "learning rate")))
     rates = [Series(run.name, thinned(_throughput(run), fmean)) for run in runs]
     made.append(card("Throughput", line_chart(rates, y="samples/s"), "of all ranks together"))
@@ -118,14 +125,18 @@ def _loss_chart(runs: list[Run], several: bool) -> str:
         name = run.name if several else "training"
         series.append(Series(name, thinned(run.column("loss"), fmean), color=at if several else 0))
         if tested := run.test("Loss"):
-            series.append(Series(f"{name}, test data" if several else "test data", tested, "dots", at if several else 1))
+            series.append(
+                Series(f"{name}, test data" if several else "test data", tested, "dots", at if several else 1)
+            )
     return line_chart(series, y="loss")
 
 
 def _norm_chart(runs: list[Run], several: bool) -> str:
     series: list[Series] = []
     for at, run in enumerate(runs):
-        series.append(Series(run.name if several else "norm", thinned(run.column("grad_norm"), max), color=at if several else 0))
+        series.append(
+            Series(run.name if several else "norm", thinned(run.column("grad_norm"), max), color=at if several else 0)
+        )
         if several:
             continue
         clipped, skipped = _marked(run, "clipped"), _marked(run, "skipped")
@@ -165,13 +176,22 @@ def _layers(run: Run, several: bool) -> list[str]:
     """The norm of each layer over time."""
     names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
     if len(names) < 2:
-        note = 'not measured: clip_grad_norm=dict(max_norm=..., per="layer") in the config and a GradientNormHook give it'
+        note = (
+            'not measured: clip_grad_norm=dict(max_norm=..., per="layer") in the config and a GradientNormHook give it'
+        )
         return [] if several else [card(title, "", note, wide=True)]
-    shown = [names[round(at * (len(names) - 1) / (MOST_LAYERS - 1))] for at in range(MOST_LAYERS)] if len(names) > MOST_LAYERS else names
+    shown = (
+        [names[round(at * (len(names) - 1) / (MOST_LAYERS - 1))] for at in range(MOST_LAYERS)]
+        if len(names) > MOST_LAYERS
+        else names
+    )
     columns = [thinned(run.column(f"grad_norm/{name}"), max, MOST_COLUMNS) for name in shown]
     steps = [at for at, _ in columns[0]]
     values = [[dict(column).get(at) for at in steps] for column in columns]
-    note = f"{len(shown)} of {len(names)} layers; " * (len(shown) < len(names)) + "logarithmic, the largest of the steps in a cell"
+    note = (
+        f"{len(shown)} of {len(names)} layers; " * (len(shown) < len(names))
+        + "logarithmic, the largest of the steps in a cell"
+    )
     return [card(title, f'<div class="scroll">{heat_map(shown, steps, values)}</div>', note, wide=True)]
 
 

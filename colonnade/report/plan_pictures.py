@@ -32,7 +32,9 @@ def mesh_svg(plan: Values) -> str:
             first = _first(mode, rank)
             color = COLORS[numbers.setdefault(first, len(numbers)) % 7] if first is not None else "#ddd"
             x, y = left + rank % columns * cell, top + rank // columns * cell
-            parts.append(f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="{color}"><title>rank {rank}</title></rect>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="{color}"><title>rank {rank}</title></rect>'
+            )
     height = math.ceil(len(modes) / across) * tall + 30
     if count < world:
         parts.append(_text(12, height - 8, f"the first {count} of {world:,} ranks"))
@@ -71,10 +73,14 @@ def timeline_svg(plan: Values) -> str:
         parts.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{line - 2}" fill="#f0f0f0"/>')
         for kind, _, micro, start, end in row:
             x, width = left + start * scale, (end - start) * scale
-            parts.append(f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{line - 2}" fill="{colors[kind]}"/>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{line - 2}" fill="{colors[kind]}"/>'
+            )
             if width > 14:
                 parts.append(_text(x + width / 2, y + 15, str(micro), "middle", "#fff"))
-    head = f"{timeline['schedule']}: forward blue, backward orange, weight part green; ranks wait {timeline['bubble']:.1%}"
+    head = (
+        f"{timeline['schedule']}: forward blue, backward orange, weight part green; ranks wait {timeline['bubble']:.1%}"
+    )
     return _whole(left + wide + 12, 42 + len(timeline["rows"]) * line, [_text(left, 18, head), *parts])
 
 

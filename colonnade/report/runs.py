@@ -37,7 +37,9 @@ class Run:
         """What has a gradient norm of its own, in the order of their numbers."""
         names = {name: None for line in self.steps for name in line if name.startswith("grad_norm/")}
         found = [name.removeprefix("grad_norm/") for name in names]
-        return sorted(found, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")])
+        return sorted(
+            found, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+        )
 
     def layout(self) -> str:
         """The sizes of the modes, as `data 2 x pipeline 2`."""
@@ -67,9 +69,15 @@ def find_log(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ConfigError(f"{path} is neither a folder of a run nor a log; give what JsonlHook(path) was given, or its folder")
+        raise ConfigError(
+            f"{path} is neither a folder of a run nor a log; give what JsonlHook(path) was given, or its folder"
+        )
     found = sorted(path.glob("*.jsonl")) or sorted(path.glob("*/*.jsonl"))
     if len(found) != 1:
-        what = f"several logs ({', '.join(str(each.relative_to(path)) for each in found[:8])})" if found else "no log (*.jsonl)"
+        what = (
+            f"several logs ({', '.join(str(each.relative_to(path)) for each in found[:8])})"
+            if found
+            else "no log (*.jsonl)"
+        )
         raise ConfigError(f"{path} has {what}; give the path of one: JsonlHook(path) in the hooks of fit writes it")
     return found[0]

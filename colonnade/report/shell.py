@@ -53,7 +53,9 @@ def folded(title: str, content: str) -> str:
     return f'<details class="card wide"><summary>{escape(title)}</summary>{content}</details>'
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()) -> str:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
+) -> str:
     """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width."""
 
     def kind(at: int) -> str:

@@ -23,7 +23,14 @@ FACTS = {
     "clip": 1.0,
     "config": {"clip_grad_norm": 1.0, "NAME": "<b>mine</b>"},
     "ledger": [
-        {"pattern": "*.weight", "count": 2, "mode": "DATA", "ranks": [0, 2], "divisor": 2.0, "done_by": "DataParallelGradientHandler"}
+        {
+            "pattern": "*.weight",
+            "count": 2,
+            "mode": "DATA",
+            "ranks": [0, 2],
+            "divisor": 2.0,
+            "done_by": "DataParallelGradientHandler",
+        }
     ],
     "made_again": 0,
 }
@@ -32,8 +39,19 @@ FACTS = {
 def step(number: int, **values: Any) -> dict[str, Any]:
     """A step that takes 0.5 s of which 0.25 s are forward; steps 3, 13, 23, ... are clipped."""
     norm = 2.5 if number % 10 == 3 else 0.5
-    line = {"kind": "step", "step": number, "epoch": 0, "loss": 3 * math.exp(-number / 50), "lr": 1e-3, "grad_norm": norm}
-    line |= {"samples": 8, "seconds": 0.5, **{f"time/{phase}": 0.25 if phase == "forward" else 0.01 for phase in PHASES}}
+    line = {
+        "kind": "step",
+        "step": number,
+        "epoch": 0,
+        "loss": 3 * math.exp(-number / 50),
+        "lr": 1e-3,
+        "grad_norm": norm,
+    }
+    line |= {
+        "samples": 8,
+        "seconds": 0.5,
+        **{f"time/{phase}": 0.25 if phase == "forward" else 0.01 for phase in PHASES},
+    }
     line |= {"clipped": 1.0} if norm > 1 else {}
     line |= {f"grad_norm/blocks.{layer}": 0.1 * (layer + 1) for layer in range(12)}
     return {**line, **values}

@@ -52,7 +52,10 @@ def open_page(browser, pages):
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None)
+        page.on(
+            "request",
+            lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None,
+        )
         page.goto(pages[name])
         return page
 
@@ -79,7 +82,9 @@ def test_it_opens_and_nothing_is_wider_than_the_screen(open_page, name, width, s
         ".map(each => parseFloat(getComputedStyle(each).fontSize) * each.ownerSVGElement.getBoundingClientRect().width / 560)"
     )
     assert all(size > 8 for size in small)  # pixels that a label is high
-    back, ink = page.evaluate("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
+    back, ink = page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
     assert (_light(back) > _light(ink)) == (scheme == "light")
 
 
@@ -154,7 +159,9 @@ def test_a_rank_of_a_hundred_thousand_is_found_quickly(open_page):
     page = open_page("large")
     page.get_by_label("rank").fill("102399")
     assert "data 799, pipeline 15, tensor 7" in page.locator("#mesh-words").inner_text()
-    spent = page.evaluate("() => { const begun = performance.now(); document.dispatchEvent(new Event('themechange')); return performance.now() - begun; }")
+    spent = page.evaluate(
+        "() => { const begun = performance.now(); document.dispatchEvent(new Event('themechange')); return performance.now() - begun; }"
+    )
     assert spent < 2000
 
 

@@ -44,7 +44,8 @@ def test_few_points_are_no_problem(points):
 
 def test_a_level_goes_across_and_kinds_are_told_apart():
     text = line_chart(
-        [Series("a", [(0, 1.0), (9, 2.0)]), Series("l", [(0, 1.5)], "level", 7), Series("m", [(4, 1.2)], "dots", 1)], y="y"
+        [Series("a", [(0, 1.0), (9, 2.0)]), Series("l", [(0, 1.5)], "level", 7), Series("m", [(4, 1.2)], "dots", 1)],
+        y="y",
     )
     assert [told for *_, told in dots(text)] == ["step 0: 1", "step 9: 2", "step 0: 1.5", "step 9: 1.5", "step 4: 1.2"]
     for kind, color in (("line", 0), ("level", 7), ("dots", 1)):

@@ -75,7 +75,9 @@ def test_what_is_no_run_is_said(tmp_path):
 
 
 def test_a_log_of_steps_alone_has_a_page(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"kind": "step", "step": 1, "epoch": 0, "loss": 1.0, "samples": 8, "seconds": 2.0}\n')
+    (tmp_path / "log.jsonl").write_text(
+        '{"kind": "step", "step": 1, "epoch": 0, "loss": 1.0, "samples": 8, "seconds": 2.0}\n'
+    )
     text = run_page([tmp_path])
     assert "this log has no times" in text
     assert "nothing was measured" in text

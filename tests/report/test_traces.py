@@ -20,7 +20,11 @@ def write_trace(folder, rank: int, clock: float) -> None:
         {"ph": "X", "name": "work", "pid": 77, "tid": 1, "ts": 100.0, "dur": 50.0},
         {"ph": "s", "name": "arrow", "pid": 77, "tid": 1, "ts": 100.0, "id": 3},
     ]
-    trace = {"baseTimeNanoseconds": begun * 1000, "traceEvents": events, "colonnade": {"rank": rank, "met_us": met, "place": f"data {rank}"}}
+    trace = {
+        "baseTimeNanoseconds": begun * 1000,
+        "traceEvents": events,
+        "colonnade": {"rank": rank, "met_us": met, "place": f"data {rank}"},
+    }
     (folder / f"trace-rank-{rank:05d}.json").write_text(json.dumps(trace))
 
 

@@ -19,7 +19,9 @@ def train(hook: Any) -> list[float]:
     losses: list[float] = []
     hook_of_losses = LossHook()
     hook_of_losses.on_record = lambda trainer, record: losses.append(record.loss)  # type: ignore[method-assign]
-    trainer.fit(cut(range(16), 4), epochs=1, test_dataloader=cut(range(16), 16), hooks=[LossHook(), hook_of_losses, hook])
+    trainer.fit(
+        cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=[LossHook(), hook_of_losses, hook]
+    )
     return losses
 
 
@@ -67,7 +69,9 @@ def wandb_history(log: Path) -> list[dict[str, float]]:
         record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item})
+            rows.append(
+                {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            )
     return rows
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import combinations
 from math import isclose, prod
@@ -34,7 +36,8 @@ class LedgerRow(NamedTuple):
     waived: bool = False
 
 
-class LedgerPattern(NamedTuple):
+@dataclass(frozen=True)
+class LedgerPattern:
     """A sum that `count` parameters owe alike; numbers in their names are stars."""
 
     pattern: str
@@ -62,12 +65,15 @@ class Ledger:
 
     def by_pattern(self) -> list[LedgerPattern]:
         """The rows, those of parameters that are alike as one."""
-        counts: dict[tuple[str, str, tuple[int, ...], float, str], int] = {}
+        counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
         for row in self.rows:
             who = "waived" if row.waived else row.done_by or "NOBODY"
             key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, who)
-            counts[key] = counts.get(key, 0) + 1
-        return [LedgerPattern(pattern, count, *rest) for (pattern, *rest), count in counts.items()]
+            counts[key] += 1
+        return [
+            LedgerPattern(pattern, count, mode, ranks, divisor, who)
+            for (pattern, mode, ranks, divisor, who), count in counts.items()
+        ]
 
     def to_json(self) -> str:
         """All rows as a JSON list."""
@@ -77,8 +83,9 @@ class Ledger:
         if not self.rows:
             return "ledger: no gradient owes a reduction on this rank"
         lines = [("parameters", "n", "over", "ranks", "divided by", "done by")]
-        for pattern, count, mode, ranks, divisor, who in self.by_pattern():
-            lines.append((pattern, str(count), mode, _short(ranks), f"{divisor:g}", who))
+        for row in self.by_pattern():
+            count, divisor = str(row.count), f"{row.divisor:g}"
+            lines.append((row.pattern, count, row.mode, _short(row.ranks), divisor, row.done_by))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines

@@ -32,7 +32,9 @@ class ProfilerHook(BaseHook):
     `colonnade report --trace FOLDER` joins them into one file for Perfetto, on one clock. Steps that are traced are slower.
     """
 
-    def __init__(self, folder: str | Path, steps: int = 3, skip: int = 5, memory: bool = False, priority: int = 900) -> None:
+    def __init__(
+        self, folder: str | Path, steps: int = 3, skip: int = 5, memory: bool = False, priority: int = 900
+    ) -> None:
         super().__init__(priority)
         if steps < 1 or skip < 0:
             raise ConfigError(f"ProfilerHook: steps={steps} is from 1 on, skip={skip} from 0 on")
@@ -59,7 +61,9 @@ class ProfilerHook(BaseHook):
         if self._profile is not None:
             self._end(trainer)
         elif self._seen < self._skip:
-            trainer.logger.warning(f"ProfilerHook: the run had {self._seen} steps, and the first {self._skip} are not traced")
+            trainer.logger.warning(
+                f"ProfilerHook: the run had {self._seen} steps, and the first {self._skip} are not traced"
+            )
 
     def close(self) -> None:
         if self._profile is not None:  # after an error
@@ -86,7 +90,9 @@ class ProfilerHook(BaseHook):
         trace = json.loads(path.read_text(encoding="utf-8"))
         trace["colonnade"] = {"rank": rank, "met_us": self._met, "place": place}
         path.write_text(json.dumps(trace), encoding="utf-8")
-        trainer.logger.info(f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them")
+        trainer.logger.info(
+            f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
+        )
 
 
 def _meet(trainer: Trainer) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
         "memory": {kind: getattr(held, kind).formula or 0 for kind in ("parameters", "gradients", "state")},
         "clip": _clip_level(context.config.get("clip_grad_norm")),
         "config": json.loads(json.dumps(context.config, default=str), parse_constant=str),
-        "ledger": [row._asdict() for row in engine.ledger().by_pattern()],
+        "ledger": [asdict(row) for row in engine.ledger().by_pattern()],
     }
 
 
@@ -48,8 +49,7 @@ def flat_config(config: Mapping[str, Any], under: str = "") -> dict[str, Any]:
 def _clip_level(setting: Any) -> float | None:
     """The one norm that gradients are clipped to, if there is one."""
     level = setting.get("max_norm") if isinstance(setting, Mapping) and not setting.get("method") else setting
-    finite = isinstance(level, (int, float)) and 0 < level < float("inf")
-    return float(level) if finite else None
+    return float(level) if isinstance(level, (int, float)) and 0 < level < float("inf") else None
 
 
 def _device_name(device: torch.device) -> str:
