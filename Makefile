@@ -10,7 +10,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long mutants release-check bench check fast lint types layers clean
+.PHONY: help setup demo test long browser mutants release-check bench check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,8 +28,15 @@ demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeli
 test: check  ## everything: `make check`, then the slow tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"
 
-long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
+long: $(VENV)/.long  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
+
+browser: $(VENV)/.long  ## of these, those that open pages in Chromium (Debian's package, or CHROMIUM=path)
+	$(BIN)/python -m pytest -q -rs tests/report/test_browser.py
+
+$(VENV)/.long: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,long]'
+	touch $(VENV)/.long
 
 mutants: $(READY)  ## change the package at random and see which changes no test notices: COUNT=50 SEED=0 JOBS=2
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

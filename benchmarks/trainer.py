@@ -75,7 +75,9 @@ def by_trainer() -> Callable[[str], float]:
             hooks.LRSchedulerHook(scheduler, by_epoch=False),
             hooks.ThroughputHook(),
             hooks.GradientNormHook(),
-            hooks.JsonlHook(folder / f"{trainer.cur_epoch}.jsonl"),
+            hooks.JsonlHook(
+                folder / f"{trainer.cur_epoch}.jsonl", report=False
+            ),  # a page is made once a run, not in a step
             ProgressHook(screen),
         ]
         trainer.fit(batches, epochs=trainer.cur_epoch + 1, hooks=watching)

@@ -82,12 +82,14 @@ trainer.hooks.metrics.LRSchedulerHook: store_lr_in_state=True priority=1
 trainer.hooks.metrics.LossHook: priority=0
 trainer.hooks.metrics.MetricHook: priority=0
 trainer.hooks.metrics.ThroughputHook: ignored_steps=0 tflop_per_step=0.0 priority=2
+trainer.hooks.profiler.ProfilerHook: steps=3 skip=5 memory=False priority=900
 trainer.hooks.stop.EarlyStopHook: metric='Loss' patience=3 min_delta=0.0 on='test' priority=20
 trainer.hooks.stop.StopOnSignal: priority=10
+trainer.hooks.trackers.MLflowHook: interval=1 priority=10
+trainer.hooks.trackers.TensorBoardHook: interval=1 priority=10
+trainer.hooks.trackers.WandbHook: interval=1 priority=10
 trainer.hooks.writers.CsvHook: priority=10
-trainer.hooks.writers.JsonlHook: priority=10
-trainer.hooks.writers.TensorBoardHook: interval=1 priority=10
-trainer.hooks.writers.WandbHook: interval=1 priority=10
+trainer.hooks.writers.JsonlHook: priority=10 report=True
 trainer.metrics.MeanMetric: higher_is_better=False
 trainer.trainer.Trainer.evaluate: return_output_label=True
 trainer.trainer.Trainer.fit: test_interval=1 display_progress=False return_output_label=True

@@ -13,6 +13,7 @@ from colonnade.cli.demo import demo
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
+from colonnade.cli.report import report
 from colonnade.cli.run import our_name, run
 from colonnade.cli.verify import verify
 from colonnade.version import __version__
@@ -25,6 +26,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "new": new,
     "verify": verify,
     "explain": explain,
+    "report": report,
 }
 """Each is a function whose docstring is its help."""
 

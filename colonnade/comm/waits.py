@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from colonnade.comm.phases import PhaseClock
 from colonnade.comm.torch_versions import default_store
 from colonnade.errors import listed
 
@@ -40,17 +41,19 @@ class _Place(NamedTuple):
 class _During:
     """A context manager by hand: every step enters a few."""
 
-    __slots__ = ("_before", "_waits", "_what")
+    __slots__ = ("_before", "_phase", "_waits", "_what")
 
-    def __init__(self, waits: WaitWatch, what: str) -> None:
-        self._waits, self._what, self._before = waits, what, OUTSIDE
+    def __init__(self, waits: WaitWatch, what: str, phase: str | None) -> None:
+        self._waits, self._what, self._phase, self._before = waits, what, phase, OUTSIDE
 
     def __enter__(self) -> None:
         self._before = self._waits._place[0]
         self._waits.at(self._what)
+        self._phase = self._waits.enter(self._phase)
 
     def __exit__(self, *_: object) -> None:
         self._waits.at(self._before)
+        self._waits.enter(self._phase)
 
 
 class WaitWatch:
@@ -64,6 +67,8 @@ class WaitWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
+        self.clock: PhaseClock | None = None
+        """Adds up how long each phase of a step takes, where somebody wants to know."""
         self.more: Callable[[], Any] | None = None
         """Gives what a rank that stands still tells the others beside its place, as a value for JSON."""
 
@@ -81,9 +86,13 @@ class WaitWatch:
         self.step = 0 if self.step is None else self.step + 1
         self.at(OUTSIDE)
 
-    def during(self, what: str) -> _During:
-        """`with` this, the rank is here, and then again where it was."""
-        return _During(self, what)
+    def during(self, what: str, phase: str | None = None) -> _During:
+        """`with` this, the rank is here, and then again where it was; the time counts as that of `phase`."""
+        return _During(self, what, phase)
+
+    def enter(self, phase: str | None) -> str | None:
+        """Go to a phase of `comm.phases`, if time is kept; returns the one before, None where nothing has changed."""
+        return self.clock.enter(phase) if self.clock is not None and phase is not None else None
 
     def open(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
         """Begin to watch in a world that has just come up."""

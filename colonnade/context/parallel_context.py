@@ -66,6 +66,8 @@ class ParallelContext:
     seed: int
     virtual_pipeline_parallel_size: int | None
     virtual_pipeline_parallel_rank: int | None
+    is_simulated: bool
+    """Whether there are no other processes: what depends on other ranks' data is assumed to be spread evenly."""
     _launched: bool
     _timeout: timedelta | None
     _groups: ProcessGroups | NoGroups | None
@@ -136,10 +138,17 @@ class ParallelContext:
         for hook in launch_hooks:
             hook.after_groups(self, groups)
 
-    def simulate(self, config: Config | dict[str, Any] | str | Path, world_size: int, rank: int) -> None:
+    def simulate(
+        self,
+        config: Config | dict[str, Any] | str | Path,
+        world_size: int,
+        rank: int,
+        groups: ProcessGroups | None = None,
+    ) -> None:
         """Be one rank of a world that is not there: it has all sizes, ranks and streams, and no process group.
 
-        Models can be built in it, and plans made; nothing can communicate. Ends with `destroy()`, as a real one does.
+        Models can be built in it, and plans made; nothing can communicate, but where `groups` are given that do as if.
+        Ends with `destroy()`, as a real one does.
         """
         if self._launched:
             raise ContextError("this context has joined a world; simulate another with a ParallelContext of its own")
@@ -148,7 +157,9 @@ class ParallelContext:
         self._build = run_initializers(self.config, world_size, rank)
         self._build.refuse_waiting()
         self._layout = Layout(self._axes, self._build.groups)
-        self._rank, self.world_size, self._launched, self._groups = rank, world_size, True, NoGroups()
+        self._rank, self.world_size, self._launched = rank, world_size, True
+        self._groups = groups if groups is not None else NoGroups()
+        self.is_simulated = True
         self.set_seed(int(self.config.get("seed") or 0))
 
     def destroy(self) -> None:
@@ -323,7 +334,7 @@ class ParallelContext:
         self.virtual_pipeline_parallel_size = None
         self.virtual_pipeline_parallel_rank = None
         self._rank = 0
-        self._launched = False
+        self._launched = self.is_simulated = False
         self._owns_world = False
         self._groups = None
         self._timeout = None

@@ -60,8 +60,7 @@ class Engine(WholeWeights):
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
-        # Whether a forward pass has a loss: by the criterion, or by a model that has been trained on its own.
-        self.gives_loss = criterion is not None or own_loss is not None
+        self.gives_loss = criterion is not None or own_loss is not None  # or the model has been trained on its own
         schedule.pre_processing(self)
         context.waits.end_step()
 
@@ -71,7 +70,7 @@ class Engine(WholeWeights):
         """The model's forward pass. One that makes its own loss takes a batch as one argument too: engine(batch)."""
         if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
             self.same_batch.see((args, kwargs))
-        with self.context.waits.during("in the forward pass"):
+        with self.context.waits.during("in the forward pass", "forward"):
             return self._forward(*args, **kwargs)
 
     def zero_grad(self) -> None:
@@ -147,7 +146,7 @@ class Engine(WholeWeights):
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
         self._schedule.loss_count = None
-        with self.context.waits.during("in the passes of the schedule"):
+        with self.context.waits.during("in the passes of the schedule", "forward"):
             result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
         if not kwargs.get("forward_only", False):
             self.gives_loss = True
@@ -244,6 +243,11 @@ class Engine(WholeWeights):
         return self._stepper.skips.last
 
     @property
+    def clip_divisor(self) -> Tensor | None:
+        """What the last step's gradient was divided by to clip it, at most: 1 if it was not; None if clipping is off."""
+        return self._stepper.last.divisor.amax() if self._stepper.last is not None else None
+
+    @property
     def last_skip_flag(self) -> HostCopy | None:
         """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
         return HostCopy(torch.ones(())) if self._failed else self._stepper.skips.flag
@@ -300,7 +304,7 @@ class Engine(WholeWeights):
     def _watched_pass(self) -> Iterator[None]:
         """A backward pass: one that fails leaves the step to `zero_grad`, one that ends is told of."""
         try:
-            with self.context.waits.during("in the backward pass"):
+            with self.context.waits.during("in the backward pass", "backward"):
                 yield
         except BaseException:
             self._failed = True
@@ -309,11 +313,11 @@ class Engine(WholeWeights):
 
     def _give_up_step(self) -> None:
         """Take part in the others' step with nothing, and have all ranks drop it."""
-        told = {rank for ranks in self._sync.synchroniser.groups for rank in ranks}
-        others = set(range(self.context.world_size)) - told
+        others = sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
         if others:
             raise GradientError(
-                f"backward failed on this rank, and no gradient is summed with ranks {listed(sorted(others))}, so ranks {listed(sorted(others))} would not hear of it and would step; end the run, and resume from a checkpoint",
+                f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
+                f"{listed(others)} would not hear of it and would step; end the run, and resume from a checkpoint",
                 code="C046",
             )
         for parameter in self._model.parameters():
@@ -386,7 +390,7 @@ class Engine(WholeWeights):
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
         self._book.set_scale(self._sync, self._stepper.scaler)
-        with self.context.waits.during("summing the gradients"):
+        with self.context.waits.during("summing the gradients", "communication"):
             self._sync.finish()
         self._book.refuse_two_forms()
         self.observers.reduced(self._sync.scale)

@@ -25,7 +25,7 @@ class Slots:
 
 def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:
     """Give every parameter its slot, by its label. Collective over the world."""
-    mine = {name: (settings.group_of(name), _label(name, settings.per)) for name in names}
+    mine = {name: (settings.group_of(name), label_of(name, settings.per)) for name in names}
     texts = gather_texts(json.dumps(sorted(set(mine.values()))), context.device)
     everyone = sorted({(int(group), str(label)) for text in texts for group, label in json.loads(text)})
     _check_groups(settings, {group for group, _ in everyone}, names)
@@ -48,7 +48,7 @@ def _names(keys: Sequence[tuple[int, str]], groups: Sequence[str]) -> tuple[str,
     )
 
 
-def _label(name: str, per: Per) -> str:
+def label_of(name: str, per: Per) -> str:
     """The part of a parameter's name that names its slot: nothing, its layer, or all of it."""
     if per == "parameter":
         return name

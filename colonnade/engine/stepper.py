@@ -85,17 +85,21 @@ class Stepper:
     def step(self) -> None:
         """Measure, decide, step. No host synchronisation, but where a step may be dropped by an optimizer that
         cannot drop it on the device."""
+        during = self._context.waits.during
         if self.policy is None:
             verdict = self._verdict()
             self.skips.last, self.skips.flag = False, None
             if verdict is not None:
                 self.skips.note(verdict)
-            self._stepped.step_divided(None, verdict)
+            with during("in the step of the optimizer", "optimizer"):
+                self._stepped.step_divided(None, verdict)
             return
-        self.last = self._decide(self.policy)
+        with during("measuring the norm", "clip"):
+            self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
         divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
-        self._stepped.step_divided(divisor, self.last.found_inf)
+        with during("in the step of the optimizer", "optimizer"):
+            self._stepped.step_divided(divisor, self.last.found_inf)
         if self.scaler is not None:
             self.scaler.update(self.last.nonfinite)  # a spike that is dropped says nothing about the scale
 

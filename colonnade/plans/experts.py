@@ -180,7 +180,7 @@ def _all_exchanged(self: Any, before: Any, rows: Tensor) -> Tensor:
     """The same where every expert is given every token: rows by expert, as many for each."""
     scope, experts = self.mixture.scope, self.mixture.experts
     traffic = Traffic(torch.full((experts,), len(rows) // experts, device=rows.device), scope.expert, scope.context)
-    send, receive = traffic.sizes()
+    send, receive = traffic.sizes(len(rows))
     there = all_to_all(rows, _EXPERT, send, receive, context=scope.context)
     made = traffic.by_expert(there, lambda by_expert, counts: _here(self, before, by_expert))
     return all_to_all(made, _EXPERT, receive, send, context=scope.context)

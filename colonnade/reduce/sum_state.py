@@ -62,10 +62,8 @@ class SumState:
         for storage in self._storages.values():
             storage.clear()
         self._kinds = [(one.dtype, one.device) for one in self.sum.parameters]
-        members: dict[Kind, list[int]] = {}
-        for position in reversed(range(len(self._kinds))):
-            if self.active[position] and position not in self._sparse:
-                members.setdefault(self._kinds[position], []).append(position)
+        inside = [active and at not in self._sparse for at, active in enumerate(self.active)]
+        members = by_kind(self._kinds, inside)
         self._outside = [i for i, active in enumerate(self.active) if not active or i in self._sparse]
         for kind in sorted(members, key=str):
             if kind not in self._storages:
@@ -201,3 +199,12 @@ class SumState:
 
 def _anywhere_active(reports: Sequence[bytes]) -> list[bool]:
     return [not all(note & FROZEN for note in notes) for notes in zip(*reports, strict=True)]
+
+
+def by_kind(kinds: Sequence[Kind], inside: Sequence[bool]) -> dict[Kind, list[int]]:
+    """The positions of the parameters that go into buckets, by kind, in the reverse of the model's order: as backward goes."""
+    members: dict[Kind, list[int]] = {}
+    for position in reversed(range(len(kinds))):
+        if inside[position]:
+            members.setdefault(kinds[position], []).append(position)
+    return members

@@ -186,7 +186,7 @@ class Loop:
         if stepped:
             trainer._cur_step += 1
             trainer._place = self.feed.after(trainer._place, self._engine.accumulation)
-            trainer._book.end_step(trainer.cur_step, trainer.cur_epoch, self._rate(), self._engine.grad_norm)
+            trainer._book.end_step(trainer.cur_step, trainer.cur_epoch, self._engine)
         self._hooks.call("after_train_iter", output, label, loss)
         if stepped:
             self._between_steps()
@@ -223,9 +223,16 @@ class Loop:
 
     def _fetched(self, then: Any) -> Iterator[Any]:
         """The batches of the loader; its error is held, and looks like its end."""
-        trainer = self._trainer
+        trainer, clock = self._trainer, self._trainer.clock
         try:
-            yield from self.feed.open(trainer.cur_epoch, trainer._place, then)
+            batches = self.feed.open(trainer.cur_epoch, trainer._place, then)
+            while True:
+                before = clock.enter("data")
+                batch = next(batches, NO_BATCH)
+                clock.enter(before)
+                if batch is NO_BATCH:
+                    return
+                yield batch
         except Exception as error:
             told = TrainerError(
                 f"the training data loader failed in epoch {trainer.cur_epoch}, after step {trainer.cur_step}: "
@@ -311,10 +318,6 @@ class Loop:
             self._trainer.agree()
         except ColonnadeError as error:
             raise _Agreed(error) from None
-
-    def _rate(self) -> Tensor | float | None:
-        groups = self._engine.optimizer.param_groups
-        return groups[0].get("lr") if groups else None
 
 
 class _Agreed(Exception):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from colonnade.comm.host_copy import HostCopy
+from colonnade.comm.phases import PhaseClock, PhaseTimes
+from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
 
 Weight = tuple[Tensor | None, Tensor | float]
@@ -38,7 +40,8 @@ class StepRecord:
 
     `loss` is the mean over everything that all ranks learnt from, None where no rank has told its loss; `lr` the
     rate the step was made with; `grad_norm` the norm before clipping, None without clipping. `samples` counts the
-    rows of all ranks; `weight` is how much this loss counts in a mean over steps.
+    rows of all ranks; `weight` is how much this loss counts in a mean over steps. `times` says where the time of the
+    step went on this rank, in seconds by phase (`colonnade.comm.phases`).
     """
 
     step: int
@@ -49,16 +52,21 @@ class StepRecord:
     samples: int
     seconds: float
     weight: float = 0.0
+    clipped: bool = False
+    skipped: bool = False
+    times: dict[str, float] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float]:
         """Everything that can be plotted, by name."""
         known = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm}
         seen = {name: value for name, value in known.items() if value is not None}
-        return {**seen, "samples": self.samples, "seconds": self.seconds, **self.values}
+        marks = {name: 1.0 for name in ("clipped", "skipped") if getattr(self, name)}
+        times = {f"time/{phase}": seconds for phase, seconds in self.times.items()}
+        return {**seen, "samples": self.samples, "seconds": self.seconds, **marks, **times, **self.values}
 
 
-_LOSS, _WEIGHT, _NORM, _LR = " loss", " weight", " norm", " lr"
+_LOSS, _WEIGHT, _NORM, _LR, _DIVISOR = " loss", " weight", " norm", " lr", " divisor"
 """The names of a draft's own numbers. They begin with a blank, which no hook's name does."""
 
 
@@ -74,7 +82,10 @@ class Draft:
         samples: int,
         tensors: Mapping[str, Tensor],
         values: dict[str, float],
+        skipped: HostCopy | None = None,
+        times: PhaseTimes | None = None,
     ) -> None:
+        self._skipped, self._times = skipped, times
         self._place, self._samples, self._names, self._values = place, samples, list(tensors), values
         if tensors:
             device = next((value.device for value in tensors.values() if value.device.type != "cpu"), None)
@@ -100,6 +111,9 @@ class Draft:
             samples=int(samples),
             seconds=seconds,
             weight=weight,
+            clipped=told.get(_DIVISOR, 1.0) > 1.0,
+            skipped=self._skipped is not None and self._skipped.read() > 0,
+            times=self._times.read() if self._times is not None else {},
             values={name: value for name, value in told.items() if not name.startswith(" ")},
         )
 
@@ -118,14 +132,18 @@ class RecordBook:
     _tensors: dict[str, Tensor]
     _values: dict[str, float]
     _place: tuple[int, int, float] | None
+    _skipped: HostCopy | None
+    _times: PhaseTimes | None
 
-    def __init__(self) -> None:
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
         self.restart()
         self._clear()
 
     def restart(self) -> None:
         """The time of the next step begins now."""
         self._since = time.perf_counter()
+        self._clock.restart()
 
     def add_pass(self, total: Tensor | None, weight: Tensor | float, samples: int) -> None:
         """One batch has been learnt from: the sum of its loss over what it weighs, if this rank has it."""
@@ -142,21 +160,29 @@ class RecordBook:
             else:
                 self._values[name] = float(value)
 
-    def end_step(self, step: int, epoch: int, lr: Tensor | float | None, norm: Tensor | None) -> None:
-        """The step has been made; hooks may still add to it."""
+    def end_step(self, step: int, epoch: int, engine: Engine) -> None:
+        """The engine has made a step; hooks may still add to it."""
         now = time.perf_counter()
         self._place = (step, epoch, now - self._since)
         self._since = now
-        self.add({name: value for name, value in ((_LR, lr), (_NORM, norm)) if value is not None})
-        self.add({_WEIGHT: self._weight})
+        self._times, self._skipped = self._clock.end_step(), engine.last_skip_flag
+        groups = engine.optimizer.param_groups
+        told = {
+            _LR: groups[0].get("lr") if groups else None,
+            _NORM: engine.grad_norm,
+            _DIVISOR: engine.clip_divisor,
+            _WEIGHT: self._weight,
+        }
+        self.add({name: value for name, value in told.items() if value is not None})
 
     def draft(self) -> Draft | None:
         """The step on its way to the host, if one has ended since the last draft; the book is empty after it."""
         if self._place is None:
             return None
-        draft = Draft(self._place, self._samples, self._tensors, self._values)
+        draft = Draft(self._place, self._samples, self._tensors, self._values, self._skipped, self._times)
         self._clear()
         return draft
 
     def _clear(self) -> None:
         self._samples, self._weight, self._tensors, self._values, self._place = 0, 0.0, {}, {}, None
+        self._skipped, self._times = None, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.checkpoint.random_state import random_state
 from colonnade.comm.messages import agreed_errors
+from colonnade.comm.phases import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.base import BaseSchedule
@@ -74,7 +75,9 @@ class Trainer:
         self._place = Place()
         self._hooks = HookList(self, [])
         self._exchange = Exchange(self.context)
-        self._book = RecordBook()
+        self.clock = PhaseClock(self.context.device)
+        """Where the time of the step that is being made goes."""
+        self._book = RecordBook(self.clock)
         self._loop: Loop | None = None
         self._wants_stop = ""
         self._wants_exit = False
@@ -260,9 +263,11 @@ class Trainer:
         self.failed = self.stopping = self._wants_exit = False
         self._wants_stop = self.stop_reason = ""
         self._loop = loop
+        self.context.waits.clock = self.clock
         try:
             loop.run()
         finally:
+            self.context.waits.clock = None
             self._hooks.close()
             self._loop = None
 

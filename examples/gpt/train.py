@@ -4,7 +4,7 @@ colonnade run --nproc 4 train.py                        # 2 replicas of a pipeli
 colonnade run --nproc 4 --max-restarts 3 train.py       # comes back from its last checkpoint when a rank dies
 colonnade run --nproc 2 train.py --fresh                # one pipeline; begins anew
 
-Checkpoint, log and picture of the run go to output/ beside this file. Start it again and it goes on.
+Checkpoint, log and page of the run go to output/ beside this file. Start it again and it goes on.
 """
 
 import shutil
@@ -20,7 +20,6 @@ from colonnade.checkpoint import export_full
 from colonnade.core import global_context as gpc
 from colonnade.logging import get_dist_logger
 from colonnade.nn.lr_scheduler import CosineAnnealingLR
-from colonnade.report import draw_run
 from colonnade.trainer import Trainer, hooks
 from colonnade.utils import get_dataloader
 
@@ -34,7 +33,7 @@ def next_character_loss(logits, following):
 
 def main():
     parser = colonnade.get_default_parser()
-    parser.add_argument("--output", type=Path, default=HERE / "output", help="where checkpoints, log and picture go")
+    parser.add_argument("--output", type=Path, default=HERE / "output", help="where checkpoints, log and page go")
     parser.add_argument("--steps", type=int, help="how long to train, instead of the config's STEPS")
     parser.add_argument("--fresh", action="store_true", help="forget the checkpoints in the output folder")
     options = parser.parse_args()
@@ -83,16 +82,15 @@ def finish(output, alphabet, sizes, logger):
     """In one process, with plain torch: what the model writes, and where everything is."""
     from safetensors.torch import load_file
 
-    weights, picture = output / "model.safetensors", output / "run.svg"
+    weights = output / "model.safetensors"
     export_full(output / "checkpoints", weights)
-    draw_run(output / "log.jsonl", picture)
     model = gpt(*sizes)
     model.load_state_dict(load_file(weights), strict=False)
     prompt = [alphabet.index(character) for character in "The "]
     written = "".join(alphabet[number] for number in continued(model, prompt, 160, sizes[-1]))
     logger.info("what it writes after so short a time:\n    " + written.replace("\n", "\n    "))
     logger.info(f"checkpoints {output / 'checkpoints'} (colonnade ckpt ls), one file for plain torch {weights}")
-    logger.info(f"log {output / 'log.jsonl'}, picture of the run {picture}")
+    logger.info(f"log {output / 'log.jsonl'}, page of the run {output / 'log.html'}")
 
 
 if __name__ == "__main__":

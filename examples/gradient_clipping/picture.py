@@ -1,14 +1,19 @@
 """The gradient norm over time as a picture: where it was clipped, and to what."""
 
-from colonnade.report import Chart
+from colonnade.report import Series, line_chart
 
 
 def draw(before, after, limit):
-    """Norms before clipping as a line, clipped steps as dots with a bar down to the norm after it."""
+    """Norms before clipping as a line; of clipped steps also what they were before, and after it."""
     clipped = [(step, norm) for step, norm in enumerate(before) if norm > limit]
-    chart = Chart("Norm of the whole gradient", logarithmic=True, height=420)
-    chart.line("before clipping", list(enumerate(before))).level(f"clip_grad_norm = {limit:g}", limit)
-    chart.dots(f"clipped step ({len(clipped)}), bar down to the norm after", clipped)
-    for step, norm in clipped:
-        chart.bar(step, norm, after[step])
-    return chart.svg()
+    return line_chart(
+        [
+            Series("before clipping", list(enumerate(before))),
+            Series(f"clip_grad_norm = {limit:g}", [(0, limit)], "level", color=7),
+            Series(f"clipped ({len(clipped)})", clipped, "dots", color=1),
+            Series("after", [(step, after[step]) for step, _ in clipped], "dots", color=2),
+        ],
+        y="norm of the whole gradient",
+        logarithmic=True,
+        standalone=True,
+    )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.trainer import StepRecord
-from colonnade.trainer.hooks import CsvHook, JsonlHook, TensorBoardHook, WandbHook
+from colonnade.trainer import BaseHook, StepRecord
+from colonnade.trainer.hooks import CsvHook, GradientNormHook, JsonlHook, LossHook
+from tests.trainer.runs import cut, make_trainer
 
 
 def trainer(step: int = 0, epoch: int = 0, rank: int = 0, epoch_done: bool = False) -> Any:
@@ -27,27 +30,68 @@ def record(step: int, epoch: int = 0, **values: float) -> StepRecord:
     return StepRecord(step, epoch, 0.25, None, None, 8, 2.0, values=values)
 
 
-def test_lines_of_steps_epochs_and_evaluations(tmp_path):
-    hook = JsonlHook(tmp_path / "new" / "run.jsonl")
-    hook.before_train(trainer())
-    hook.on_record(trainer(), record(1, extra=3.0))
-    assert len(hook.path.read_text().splitlines()) == 1  # at once
-    hook.after_train_epoch(trainer(1, 0))
-    hook.after_test_epoch(trainer(1, 1))
-    hook.close()
-    hook.on_record(trainer(), record(2))  # nothing after its end
-    assert [json.loads(line) for line in hook.path.read_text().splitlines()] == [
-        {"kind": "step", "step": 1, "epoch": 0, "loss": 0.25, "samples": 8, "seconds": 2.0, "extra": 3.0},
-        {"kind": "train", "step": 1, "epoch": 0, "Loss": 0.5},
-        {"kind": "test", "step": 1, "epoch": 1, "Loss": None},
-    ]
+class Spoil(BaseHook):
+    """Makes the gradient of the second step infinite, and warns."""
+
+    def before_train_iter(self, trainer):
+        weight = trainer.engine.model[0].weight
+        if trainer.cur_step == 1:
+            trainer.logger.warning("about to spoil")
+            self._was = weight.detach().clone()
+            weight.data[0, 0] = math.inf
+        elif trainer.cur_step == 2:
+            weight.data.copy_(self._was)
+
+
+def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]
+
+
+def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "per": "layer"}, "NAME": "mine"}, lr=0.1)
+    hooks = [LossHook(), GradientNormHook(), Spoil(), JsonlHook(path)]
+    trainer.fit(cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=hooks)
+    (begun,) = lines_of(path, "run")
+    assert begun["layout"] == {}
+    assert begun["clip"] == 0.01
+    assert begun["config"]["NAME"] == "mine"
+    assert begun["parameters"] == sum(each.numel() for each in trainer.engine.model.parameters())
+    steps = lines_of(path, "step")
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line.get("clipped", 0) for line in steps] == [1, 0, 1, 1]
+    assert [line.get("skipped", 0) for line in steps] == [0, 1, 0, 0]
+    assert steps[1]["grad_norm"] is None
+    assert steps[0]["memory"] > 1
+    assert steps[0]["grad_norm/0"] > 0
+    for line in steps:
+        times = {name: value for name, value in line.items() if name.startswith("time/")}
+        assert {"time/data", "time/forward", "time/backward", "time/clip", "time/optimizer"} <= times.keys()
+        assert sum(times.values()) == pytest.approx(line["seconds"], rel=0.2, abs=0.01)
+    told = [line["text"] for line in lines_of(path, "event")]
+    assert told[0] == "about to spoil"
+    assert any("step dropped" in text for text in told)
+    assert [line["Loss"] for line in lines_of(path, "test")] == [trainer.metric_values("test")["Loss"]]
+    text = path.with_suffix(".html").read_text()
+    assert "clipped (3 of 4)" in text
+    assert "skipped (1)" in text
 
 
 def test_other_ranks_write_nothing(tmp_path):
     hook = JsonlHook(tmp_path / "run.jsonl")
     hook.before_train(trainer(rank=1))
     hook.on_record(trainer(), record(1))
-    assert not hook.path.exists()
+    hook.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written_does_not_fail_the_run(tmp_path, caplog):
+    (tmp_path / "log.html").mkdir()
+    trainer = make_trainer({})
+    with caplog.at_level("WARNING", logger="colonnade"):
+        trainer.fit(cut(range(8), 8), epochs=1, hooks=[JsonlHook(tmp_path / "log.jsonl")])
+    assert "the page of the run was not written: IsADirectoryError" in caplog.text
+    assert trainer.cur_step == 2
 
 
 def test_a_run_that_begins_anew_puts_older_files_aside(tmp_path):
@@ -87,81 +131,19 @@ def test_a_resumed_table_goes_on_after_the_steps_that_stay(tmp_path):
 
 @pytest.mark.parametrize(("epoch_done", "trains"), [(False, [0]), (True, [0, 1])])
 def test_of_resumed_lines_those_stay_that_are_not_written_again(tmp_path, epoch_done, trains):
-    path = tmp_path / "run.jsonl"
-    lines = [{"kind": "step", "step": step, "epoch": step // 2} for step in range(5)]
+    lines = [{"kind": kind, "step": step, "epoch": step // 2} for step in range(5) for kind in ("step", "event")]
     lines += [{"kind": kind, "step": 9, "epoch": epoch} for kind in ("train", "test") for epoch in range(3)]
-    path.write_text("\n".join(map(json.dumps, lines)) + '\n"text"\n{"kind": 1}\nnothing\n' + json.dumps(lines[0]))
-    hook = JsonlHook(path)
-    hook.before_train(trainer(step=3, epoch=1, epoch_done=epoch_done))
-    hook.close()
-    left = [json.loads(line) for line in path.read_text().splitlines()]
+    lines += [{"kind": "run", "step": step, "epoch": 0} for step in (0, 4)]
+    texts = [json.dumps(line) + "\n" for line in lines] + [
+        '"text"\n',
+        '{"kind": 1}\n',
+        "nothing\n",
+        json.dumps(lines[0]),
+    ]
+    hook = JsonlHook(tmp_path / "run.jsonl")
+    left = [json.loads(line) for line in hook.kept(texts, trainer(step=3, epoch=1, epoch_done=epoch_done))]
     assert [line["step"] for line in left if line["kind"] == "step"] == [0, 1, 2, 3]
+    assert [line["step"] for line in left if line["kind"] == "event"] == [0, 1, 2, 3]
     assert [line["epoch"] for line in left if line["kind"] == "train"] == trains
     assert [line["epoch"] for line in left if line["kind"] == "test"] == [0]
-
-
-class Tracker:
-    """Stands for a package, what it opens, and what it is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.ended = 0
-
-    def SummaryWriter(self, folder: str) -> Tracker:
-        self.sent.append(folder)
-        return self
-
-    def init(self, **options: Any) -> Tracker:
-        self.sent.append(options)
-        return self
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.sent.append((name, value, step))
-
-    def log(self, numbers: dict[str, float]) -> None:
-        self.sent.append(numbers)
-
-    def close(self) -> None:
-        self.ended += 1
-
-    finish = close
-
-
-def run(hook: Any, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> Tracker:
-    tracker = Tracker()
-    monkeypatch.setattr(type(hook), "_import", lambda self: tracker)
-    hook.after_hook_is_attached(trainer())
-    hook.before_train(trainer(rank=rank))
-    for step in (1, 2):
-        hook.on_record(trainer(), record(step))
-    hook.after_train_epoch(trainer(2))
-    hook.after_test_epoch(trainer(2))
-    hook.close()
-    hook.close()
-    return tracker
-
-
-def test_trackers_get_every_so_many_steps_and_the_metrics(monkeypatch, tmp_path):
-    board = run(TensorBoardHook(tmp_path, interval=2), monkeypatch)
-    assert board.sent[0] == str(tmp_path)
-    assert board.sent[1:5] == [
-        ("step/loss", 0.25, 2),
-        ("step/samples", 8, 2),
-        ("step/seconds", 2.0, 2),
-        ("train/Loss", 0.5, 2),
-    ]
-    assert board.sent[5][::2] == ("test/Loss", 2)
-    assert board.ended == 1
-    bias = run(WandbHook("mine", name="first"), monkeypatch)
-    assert bias.sent[0] == {"project": "mine", "name": "first"}
-    assert bias.sent[1] == {"step/loss": 0.25, "step/samples": 8, "step/seconds": 2.0, "step": 1}
-    assert len(bias.sent) == 5
-    assert bias.ended == 1
-
-
-def test_a_tracker_runs_on_rank_0_and_one_that_is_not_installed_is_named(monkeypatch, tmp_path):
-    assert run(WandbHook("mine"), monkeypatch, rank=1).sent == []
-    monkeypatch.undo()
-    monkeypatch.setattr(WandbHook, "package", "no_such_package")
-    with pytest.raises(ConfigError, match=r"WandbHook needs wandb, which is not installed .* pip install wandb"):
-        WandbHook("mine").after_hook_is_attached(trainer())
+    assert [line["step"] for line in left if line["kind"] == "run"] == [0, 4]

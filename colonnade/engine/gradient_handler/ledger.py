@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import combinations
 from math import isclose, prod
@@ -34,6 +36,18 @@ class LedgerRow(NamedTuple):
     waived: bool = False
 
 
+@dataclass(frozen=True)
+class LedgerPattern:
+    """A sum that `count` parameters owe alike; numbers in their names are stars."""
+
+    pattern: str
+    count: int
+    mode: str
+    ranks: tuple[int, ...]
+    divisor: float
+    done_by: str
+
+
 class Ledger:
     """The rows, for people (`print`) and for programs (`to_json`)."""
 
@@ -49,6 +63,18 @@ class Ledger:
         found = [row.done_by or done.get((row.parameter, row.mode)) for row in self.rows]
         return Ledger([row._replace(done_by=who) for row, who in zip(self.rows, found, strict=True)])
 
+    def by_pattern(self) -> list[LedgerPattern]:
+        """The rows, those of parameters that are alike as one."""
+        counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
+        for row in self.rows:
+            who = "waived" if row.waived else row.done_by or "NOBODY"
+            key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, who)
+            counts[key] += 1
+        return [
+            LedgerPattern(pattern, count, mode, ranks, divisor, who)
+            for (pattern, mode, ranks, divisor, who), count in counts.items()
+        ]
+
     def to_json(self) -> str:
         """All rows as a JSON list."""
         return json.dumps([row._asdict() for row in self.rows], indent=1)
@@ -57,8 +83,9 @@ class Ledger:
         if not self.rows:
             return "ledger: no gradient owes a reduction on this rank"
         lines = [("parameters", "n", "over", "ranks", "divided by", "done by")]
-        for (pattern, mode, ranks, divisor, who), count in _by_pattern(self.rows).items():
-            lines.append((pattern, str(count), mode, _short(ranks), f"{divisor:g}", who))
+        for row in self.by_pattern():
+            count, divisor = str(row.count), f"{row.divisor:g}"
+            lines.append((row.pattern, count, row.mode, _short(row.ranks), divisor, row.done_by))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
@@ -165,15 +192,6 @@ def _by_kind(problems: list[str]) -> list[str]:
         first.setdefault(key, problem)
         counts[key] = counts.get(key, 0) + 1
     return [text + (f" (and {counts[key] - 1} alike)" if counts[key] > 1 else "") for key, text in first.items()]
-
-
-def _by_pattern(rows: Sequence[LedgerRow]) -> dict[tuple[str, str, tuple[int, ...], float, str], int]:
-    gathered: dict[tuple[str, str, tuple[int, ...], float, str], int] = {}
-    for row in rows:
-        who = "waived" if row.waived else row.done_by or "NOBODY"
-        key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, who)
-        gathered[key] = gathered.get(key, 0) + 1
-    return gathered
 
 
 def _short(ranks: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from colonnade.engine.gradient_handler.probe import probe
 from colonnade.errors import ConfigError, GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.scaled_step import scale_all
-from colonnade.reduce.plan import Plan, Shards, group_plans, make_sums
+from colonnade.reduce.plan import Grouped, Plan, Shards, group_plans, make_sums
 from colonnade.reduce.records import Demand, Reduction, read_demands
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.registry import GRADIENT_HANDLER
@@ -131,42 +132,73 @@ def build_sync(
     `bucket_all`: gradients that owe no reduction lie in flat buckets too, for a flat optimizer step. `shards`: what is
     to be sharded over the ranks that share it.
     """
-    options = dict(options)
-    waive = options.pop("waive", None) or ()
-    waive = (waive,) if isinstance(waive, str) else waive
-    automatic = options.pop("automatic", True)
-    rank = context.get_global_rank()
-    demands = read_demands(model, context.layout, rank)
+    waive = _waived(options)
+    demands = read_demands(model, context.layout, context.get_global_rank())
     mine = [handler for handler, _ in handlers]
     covered = [
         (one, probe(one, demands, context, lambda name: is_waived(name, waive)) if said is None else said)
         for one, said in handlers
     ]
     with agreed_errors(context.device):
-        entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
-        ledger = match(demands, entries, context.layout, rank, waive)
-        attached, ledger = attach_automatic(ledger, model, optimizer) if automatic else ([], ledger)
-        require_complete(ledger)
-        if shards is not None:
-            _refuse_by_hand(covered, shards)
-        for handler in attached:
-            handler.attach(context)
-        planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [
-            (one, one.plan_for(demands)) for one in attached
-        ]
-        planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
-        plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
-        unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
-        if shards is not None and not bucket_all:
-            unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
-        grouped = group_plans(plans, context, options, unsummed, shards)
-    get_dist_logger().info(describe(attached, mine))
-    sums = make_sums(grouped, context, shards)
+        found = plan_sync(model, optimizer, context, covered, options, bucket_all, shards)
+    get_dist_logger().info(describe(found.attached, mine))
+    sums = make_sums(found.grouped, context, shards)
     with agreed_errors(context.device):
         synchroniser = Synchroniser(sums, log=get_dist_logger().info)
-    for planner, _ in planned:
+    for planner in found.planners:
         planner.use(synchroniser)
-    return GradientSync([*attached, *mine], synchroniser, ledger, _loose(demands, covered, synchroniser))
+    return GradientSync([*found.attached, *mine], synchroniser, found.ledger, _loose(demands, covered, synchroniser))
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """What is summed on this rank, over which ranks and by whom: the ledger, handlers that came by themselves, all that
+    say what they sum, and the parameters of each sum."""
+
+    ledger: Ledger
+    attached: list[PlannedGradientHandler]
+    planners: list[PlannedGradientHandler]
+    grouped: Grouped
+
+
+def plan_sync(
+    model: nn.Module,
+    optimizer: Any,
+    context: ParallelContext,
+    covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]],
+    options: Mapping[str, Any],
+    bucket_all: bool = False,
+    shards: Shards | None = None,
+) -> SyncPlan:
+    """Match what the named handlers do (`covered`) with what is owed, and attach the rest. Needs no process group.
+
+    `options`, `bucket_all` and `shards` as of `build_sync`.
+    """
+    rank = context.get_global_rank()
+    demands = read_demands(model, context.layout, rank)
+    entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
+    ledger = match(demands, entries, context.layout, rank, _waived(options))
+    attached, ledger = attach_automatic(ledger, model, optimizer) if options.get("automatic", True) else ([], ledger)
+    require_complete(ledger)
+    if shards is not None:
+        _refuse_by_hand(covered, shards)
+    for handler in attached:
+        handler.attach(context)
+    planned: list[tuple[PlannedGradientHandler, list[Reduction]]] = [(one, one.plan_for(demands)) for one in attached]
+    planned += [(handler, found) for handler, found in covered if isinstance(handler, PlannedGradientHandler)]
+    plans = [Plan(type(handler).__name__, found, handler.options) for handler, found in planned]
+    unsummed = [(demand.name, demand.parameter) for demand in demands] if bucket_all or shards is not None else []
+    if shards is not None and not bucket_all:
+        unsummed = [(name, parameter) for name, parameter in unsummed if id(parameter) in shards.labels]
+    transport = {key: value for key, value in options.items() if key not in ("waive", "automatic")}
+    grouped = group_plans(plans, context, transport, unsummed, shards)
+    return SyncPlan(ledger, attached, [handler for handler, _ in planned], grouped)
+
+
+def _waived(options: Mapping[str, Any]) -> Sequence[str]:
+    """Names of parameters that nobody need synchronise, as patterns."""
+    waive = options.get("waive") or ()
+    return (waive,) if isinstance(waive, str) else waive
 
 
 def _refuse_by_hand(covered: Sequence[tuple[BaseGradientHandler, list[Reduction]]], shards: Shards) -> None:

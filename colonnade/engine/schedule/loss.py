@@ -17,6 +17,7 @@ from torch import Tensor
 from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.blocks import to_device
+from colonnade.parallel.placement import is_dtensor
 
 Count = Tensor | int | float
 
@@ -50,7 +51,7 @@ def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
 
 def _counted_mean(mean: Tensor) -> tuple[Tensor, Tensor] | None:
     """(sum, count) of a mean that torch's cross-entropy or NLL loss has just made; None for any other."""
-    node = _nll_node(mean.grad_fn) if type(mean) is Tensor else None
+    node = _nll_node(mean.grad_fn) if not is_dtensor(mean) else None
     if node is None:
         return None
     weights = node._saved_total_weight

@@ -121,6 +121,7 @@ class PipelineSchedule(BaseSchedule):
             loss_form=partial(LossForm, self._loss_everywhere, self._loss_reduction == "mean"),
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
+            waits=context.waits,
         )
         ends = self._executor.has_first_stage or self._executor.has_last_stage
         self.uses_batch = ends or self._stage_data_func is not None

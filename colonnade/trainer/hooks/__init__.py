@@ -22,9 +22,11 @@ from colonnade.trainer.hooks.metrics import (
     MetricHook,
     ThroughputHook,
 )
+from colonnade.trainer.hooks.profiler import ProfilerHook
 from colonnade.trainer.hooks.progress import ProgressHook
 from colonnade.trainer.hooks.stop import EarlyStopHook, StopOnSignal
-from colonnade.trainer.hooks.writers import CsvHook, JsonlHook, TensorBoardHook, WandbHook
+from colonnade.trainer.hooks.trackers import MLflowHook, TensorBoardHook, WandbHook
+from colonnade.trainer.hooks.writers import CsvHook, JsonlHook
 
 __all__ = [
     "AccuracyHook",
@@ -44,6 +46,7 @@ __all__ = [
     "LogMetricByStepHook",
     "LogTimingByEpochHook",
     "LossHook",
+    "MLflowHook",
     "MemoryHook",
     "MetricHook",
     "ProfilerHook",

@@ -117,7 +117,7 @@ class MemoryHook(LogByEpochHook):
             torch.cuda.reset_peak_memory_stats(trainer.context.device)
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        peaks = gather_json(_peak(trainer.context.device), trainer.context)
+        peaks = gather_json(peak_memory(trainer.context.device), trainer.context)
         trainer.states["memory"] = {"peak": max(peaks), "rank": peaks.index(max(peaks))}
 
 
@@ -135,7 +135,8 @@ def _told(numbers: dict[str, float]) -> str:
     return ", ".join(f"{name} = {value:.5g}" for name, value in numbers.items())
 
 
-def _peak(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> float:
+    """MB of this rank: on CUDA the peak of the allocator since its last reset, elsewhere that of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,23 +1,31 @@
-"""Hooks that write the numbers of a run: to files, one flushed line each, and to trackers. Rank 0 writes."""
+"""Hooks that write the numbers of a run to files, one flushed line each. Rank 0 writes."""
 
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
+import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torch import Tensor
+
 from colonnade.errors import ConfigError
+from colonnade.logging import get_dist_logger
 from colonnade.registry import HOOKS
-from colonnade.trainer.hooks.base import BaseHook, checked_interval
+from colonnade.trainer.hooks.base import BaseHook
+from colonnade.trainer.hooks.log import peak_memory
+from colonnade.trainer.hooks.run_facts import run_facts
 
 if TYPE_CHECKING:
     from colonnade.trainer.records import StepRecord
     from colonnade.trainer.trainer import Trainer
+
+_SECONDS_PER_MEMORY = 1.0
 
 
 class _Lines(BaseHook, ABC):
@@ -68,11 +76,38 @@ class _Lines(BaseHook, ABC):
 class JsonlHook(_Lines):
     """One JSON object a line: every step's record, and the metrics of every epoch and evaluation.
 
-    Lines have `kind` (step, train or test), `step` and `epoch`; what is not finite is null.
+    Lines have `kind`, `step` and `epoch`; what is not finite is null. Kinds: `step`; `train` and `test`, the metrics of an epoch
+    and of an evaluation; `run`, what the run is, at its start and where it was resumed; `event`, a warning. Once in a while
+    a step has `memory`, the peak so far of rank 0 in MB. With `report`, the page of the run is written beside the file when
+    the run ends (`colonnade report`); if that fails, it is a line in the log.
     """
+
+    def __init__(self, path: str | Path, priority: int = 10, *, report: bool = True) -> None:
+        super().__init__(path, priority)
+        self._report, self._measured, self._warnings = report, 0.0, _Warnings(self)
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._warnings.trainer = trainer
+        super().before_train(trainer)
+        if self._file is not None:
+            self._put("run", trainer.cur_step, trainer.cur_epoch, {**run_facts(trainer), "made_again": self._cut})
+            logging.getLogger("colonnade").addHandler(self._warnings)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        now = time.monotonic()
+        if self._file is not None and trainer.step_done and now - self._measured > _SECONDS_PER_MEMORY:
+            self._measured = now
+            trainer.log({"memory": peak_memory(trainer.context.device)})
 
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         self._put("step", record.step, record.epoch, record.numbers())
+
+    def close(self) -> None:
+        logging.getLogger("colonnade").removeHandler(self._warnings)
+        written = self._file is not None
+        super().close()
+        if written and self._report:
+            self._write_report()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         self._put("train", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("train"))
@@ -81,11 +116,45 @@ class JsonlHook(_Lines):
         self._put("test", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("test"))
 
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
-        return [line for line in lines if line.endswith("\n") and _is_behind(line, trainer)]
+        kept = [line for line in lines if line.endswith("\n") and _is_behind(line, trainer)]
+        self._cut = sum('"kind": "step"' in line for line in lines) - sum('"kind": "step"' in line for line in kept)
+        return kept
 
-    def _put(self, kind: str, step: int, epoch: int, numbers: dict[str, float]) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n")
+    _cut = 0
+    """How many steps of an older file this run makes again."""
+
+    def _put(self, kind: str, step: int, epoch: int, values: dict[str, Any]) -> None:
+        told = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+        self.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **told}) + "\n")
+
+    def _write_report(self) -> None:
+        try:
+            from colonnade.report import write_run_page
+
+            write_run_page([self.path], self.path.with_suffix(".html"))
+        except Exception as error:  # the run is done: a page is no reason to fail it
+            get_dist_logger().warning(f"the page of the run was not written: {type(error).__name__}: {error}")
+
+
+class _Warnings(logging.Handler):
+    """Puts the warnings of this rank into the log as events, with the step they came in."""
+
+    def __init__(self, hook: JsonlHook) -> None:
+        super().__init__(logging.WARNING)
+        self._hook = hook
+        self.trainer: Trainer | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.trainer is not None:
+            self._hook._put(
+                "event",
+                self.trainer.cur_step,
+                self.trainer.cur_epoch,
+                {"time": record.created, "level": record.levelname.lower(), "text": record.getMessage()},
+            )
 
 
 @HOOKS.register_module
@@ -116,109 +185,6 @@ class CsvHook(_Lines):
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
 
-class _Tracker(BaseHook, ABC):
-    """Sends the numbers of every `interval`-th step, and the metrics of every epoch and evaluation."""
-
-    package = ""
-    needs = ""
-    """What to install when the package is missing."""
-
-    def __init__(self, interval: int = 1, priority: int = 10) -> None:
-        super().__init__(priority)
-        self.interval = checked_interval(interval)
-        self._writer: Any = None
-
-    @abstractmethod
-    def open(self, package: Any) -> Any:
-        """What to write to, on rank 0."""
-
-    @abstractmethod
-    def send(self, numbers: dict[str, float], step: int) -> None:
-        """Give numbers to the tracker."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Nothing more will be sent."""
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self.end()
-            self._writer = None
-
-    def after_hook_is_attached(self, trainer: Trainer) -> None:
-        self._import()
-
-    def before_train(self, trainer: Trainer) -> None:
-        if trainer.context.get_global_rank() == 0:
-            self._writer = self.open(self._import())
-
-    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
-        if self._writer is not None and record.step % self.interval == 0:
-            self.send({f"step/{name}": value for name, value in record.numbers().items()}, record.step)
-
-    def after_train_epoch(self, trainer: Trainer) -> None:
-        self._send_metrics(trainer, "train")
-
-    def after_test_epoch(self, trainer: Trainer) -> None:
-        self._send_metrics(trainer, "test")
-
-    def _send_metrics(self, trainer: Trainer, kind: str) -> None:
-        if self._writer is not None:
-            metrics = trainer.metric_values(kind).items()
-            self.send({f"{kind}/{name}": value for name, value in metrics}, trainer.cur_step)
-
-    def _import(self) -> Any:
-        try:
-            return importlib.import_module(self.package)
-        except ImportError as error:
-            raise ConfigError(
-                f"{type(self).__name__} needs {self.needs}, which is not installed here ({error}): "
-                f"pip install {self.needs}, or use JsonlHook, which needs nothing",
-                code="C024",
-            ) from error
-
-
-@HOOKS.register_module
-class TensorBoardHook(_Tracker):
-    """Writes to TensorBoard's files in `folder`."""
-
-    package, needs = "torch.utils.tensorboard", "tensorboard"
-
-    def __init__(self, folder: str | Path, interval: int = 1, priority: int = 10) -> None:
-        super().__init__(interval, priority)
-        self.folder = Path(folder)
-
-    def open(self, package: Any) -> Any:
-        return package.SummaryWriter(str(self.folder))
-
-    def send(self, numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
-
-    def end(self) -> None:
-        self._writer.close()
-
-
-@HOOKS.register_module
-class WandbHook(_Tracker):
-    """Sends to Weights & Biases; other arguments are those of `wandb.init`."""
-
-    package = needs = "wandb"
-
-    def __init__(self, project: str, interval: int = 1, priority: int = 10, **options: Any) -> None:
-        super().__init__(interval, priority)
-        self._options = {"project": project, **options}
-
-    def open(self, package: Any) -> Any:
-        return package.init(**self._options)
-
-    def send(self, numbers: dict[str, float], step: int) -> None:
-        self._writer.log({**numbers, "step": step})
-
-    def end(self) -> None:
-        self._writer.finish()
-
-
 def _is_behind(line: str, trainer: Trainer) -> bool:
     """Whether a line is of something that the trainer will not do again."""
     try:
@@ -226,7 +192,9 @@ def _is_behind(line: str, trainer: Trainer) -> bool:
         kind, step, epoch = entry["kind"], entry["step"], entry["epoch"]
     except (ValueError, KeyError, TypeError):
         return False
-    if kind == "step":
+    if kind == "run":
+        return True
+    if kind in ("step", "event"):
         return bool(step <= trainer.cur_step)
     if kind == "test" and epoch == trainer.cur_epoch:  # an EvaluateHook's; that of the whole epoch is made again
         return bool(step < trainer.cur_step + (not trainer.epoch_done))

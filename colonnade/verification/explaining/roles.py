@@ -50,7 +50,7 @@ def roles(config: Config, world_size: int, build: BuildModel | None, context: Pa
     """
     layout = build_layout(config, world_size)
     splits: dict[Any, Split] = {}
-    for rank in _firsts(layout):
+    for rank in first_ranks(layout):
         context.simulate(config, world_size, rank)
         try:
             stage = stage_of(context.layout, rank)
@@ -74,7 +74,7 @@ def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
     return sorted(rank for stage in stages for rank in islice(ranks(stage), RANKS_LOOKED_AT))
 
 
-def _firsts(layout: Layout) -> list[int]:
+def first_ranks(layout: Layout) -> list[int]:
     """The first rank of each kind."""
     if layout.is_regular:
         return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
@@ -91,23 +91,18 @@ def _inside(layout: Layout, rank: int) -> tuple[ParallelMode, ...]:
 def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]) -> nn.Module:
     """What a rank would train. `splits`: the split models so far, by the modes of the ranks that they were built for."""
     inside = _inside(context.layout, context.get_global_rank())
-    built = splits[inside] if inside in splits else _built(build, context)
-    if isinstance(built, Split):
-        if built.whole is not None and not (built.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
-            splits[inside] = built  # FSDP2 would cut what stages share a second time
-        built = _own_stages(built, context)
-    if not isinstance(built, nn.Module):
-        raise ConfigError(
-            f"the model's function returned a {type(built).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
-        )
-    return built
+    model = splits[inside] if inside in splits else built(build, context)
+    whole = isinstance(model, Split) and model.whole is not None
+    if whole and not (model.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
+        splits[inside] = model  # FSDP2 would cut what stages share a second time
+    return own_stages(model, context)
 
 
-def _built(build: BuildModel, context: ParallelContext) -> Any:
-    """What the user's function returns, on the meta device."""
+def built(build: BuildModel, context: ParallelContext) -> Any:
+    """The model of the rank that `context` is, or all its stages, on the meta device."""
     try:
         with meta_init():
-            return call_given(build, {"config": context.config, "context": context}, "the model's function")
+            model = call_given(build, {"config": context.config, "context": context}, "the model's function")
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -116,10 +111,18 @@ def _built(build: BuildModel, context: ParallelContext) -> Any:
             f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
             f"communicate or read files into parameters"
         ) from error
+    if not isinstance(model, (nn.Module, Split)):
+        raise ConfigError(
+            f"the model's function returned a {type(model).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
+        )
+    return model
 
 
-def _own_stages(stages: Split, context: ParallelContext) -> nn.Module:
-    schedule = build_schedule(context)
+def own_stages(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
+    """What the rank that `context` is has of a model."""
+    if isinstance(model, nn.Module):
+        return model
+    stages, schedule = model, build_schedule(context)
     if not isinstance(schedule, PipelineSchedule):
         raise ConfigError(
             f"the model is split into {len(stages)} stages, but the config has no pipeline; add parallel=dict(pipeline="

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.messages import error_of, gather_json, note_of, share_texts
+from colonnade.comm.waits import WaitWatch
 from colonnade.engine.schedule.actions import COMPUTE, Action, Kind, Table, format_rows, only_forward
 from colonnade.engine.schedule.check import Facts, check
 from colonnade.engine.schedule.executor.backward import RunBackward, run_backward
@@ -67,7 +68,7 @@ class Executor:
     Without it `group` is used, and TORCH_DISTRIBUTED_DEBUG=DETAIL then takes the transfers, of which ranks
     have different numbers, for a mismatch. `down_group`: one more for the device's memory that goes to a lower rank,
     so that both directions move at once over backends with a queue (NCCL). `forward`, `loss_fn(output, label)` and `backward` say how work
-    is done; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
+    is done; `waits` keeps the time of each phase; `loss_form` makes what holds the losses of training, and of evaluation, to one form. Creating one is collective over the group: all ranks must
     have the same table, and a fault on one is an error on all.
     """
 
@@ -85,6 +86,7 @@ class Executor:
     loss_form: Callable[[], LossForm] = LossForm
     backward: RunBackward = run_backward
     tensor_shape: Sequence[int] | None = None
+    waits: WaitWatch = field(default_factory=WaitWatch)
 
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}

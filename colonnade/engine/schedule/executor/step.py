@@ -30,6 +30,14 @@ LossFunction: TypeAlias = Callable[[Any, Any], Any]
 ForwardHook: TypeAlias = Callable[[int, nn.Module, Any, MicroBatch], Any]
 """How a stage is called: (stage, module, inputs, micro-batch) -> output. It may set the label of the micro-batch."""
 
+_PHASES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward",
+    Kind.WEIGHT: "backward",
+}
+"""Where the time of an action counts; that of the others is communication."""
+
 
 @dataclass
 class _Graph:
@@ -84,7 +92,9 @@ class Step:
             Kind.SENT_FORWARD: self._sent,
             Kind.SENT_BACKWARD: self._sent,
         }
+        enter = self.executor.waits.enter
         for self.at, action in enumerate(program):
+            enter(_PHASES.get(action.kind, "communication"))
             do[action.kind](action)
             if action.kind in COMPUTE:
                 self.executed.append(action)
@@ -231,7 +241,10 @@ class Step:
         key = action._replace(kind=kind)
         if key in self._inbox:
             return self._inbox.pop(key)
-        return self.executor.link_over(key).take(key)
+        before = self.executor.waits.enter("communication")
+        taken = self.executor.link_over(key).take(key)
+        self.executor.waits.enter(before)
+        return taken
 
     def _send(self, action: Action) -> None:
         value = self._outbox.pop(action) if action.micro_batch != CONFIRMS else describe(None, "nothing")

@@ -1,0 +1,230 @@
+"""The sums of gradients of one rank, planned: handlers, ledger and buckets as `initialize` makes them, on memory that is not there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.comm.memory import Memory
+from colonnade.comm.rank_group import RankGroup
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.ledger import Ledger, match
+from colonnade.engine.gradient_handler.sync import SyncPlan, build_gradient_handler, plan_sync
+from colonnade.errors import ColonnadeError
+from colonnade.optim.bucket_step import wants_flat
+from colonnade.optim.zero.inner import state_dtypes
+from colonnade.optim.zero.optimizer import ZeroOptimizer
+from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.parallel.dtensor import local_part
+from colonnade.planner.recorder import Call, Recorder
+from colonnade.reduce.bucket import Bucket
+from colonnade.reduce.gather import send_slice
+from colonnade.reduce.plan import Shards, make_sums
+from colonnade.reduce.records import Sum, read_demands
+from colonnade.reduce.storage import BucketStorage
+from colonnade.reduce.sum_state import by_kind
+from colonnade.reduce.transports import Transport
+from colonnade.reduce.transports.collective import Collective, DeviceCollective
+from colonnade.reduce.transports.local import Local
+
+NOTE_BYTES = 16
+"""What each rank of a group says of its gradients at every step, where the host waits for sums: the step and a digest."""
+
+
+@dataclass(frozen=True)
+class BucketCalls:
+    """The collectives of one bucket, and whether they may start in backward."""
+
+    calls: tuple[Call, ...]
+    early: bool
+    numel: int
+
+
+@dataclass
+class GradientPlan:
+    """What one rank sums and holds. `buckets` in the order in which they start; `gathers` bring parameters back (ZeRO)."""
+
+    ledger: Ledger
+    buckets: list[BucketCalls] = field(default_factory=list)
+    gathers: list[Call] = field(default_factory=list)
+    notes: list[Call] = field(default_factory=list)
+    parameters: int = 0
+    gradients: int = 0
+    turns: int = 0
+    largest: int = 0
+    state: int = 0
+    host: int = 0
+    stepped: int = 0
+    """Bytes that the optimizer's step reads and writes."""
+
+
+class _Queued(DeviceCollective):
+    """The sums of NCCL as they are issued, without a stream."""
+
+    __init__ = Collective.__init__
+    start = Collective.start
+    finish = Collective.finish
+
+
+class _Storage(BucketStorage):
+    """Buckets of a transport that is known beforehand."""
+
+    def __init__(self, *parts: Any, transport: type[Transport]) -> None:
+        super().__init__(*parts)
+        self._planned = Local if self._group.alone else transport
+
+    def _transport(self, shared: bool) -> type[Transport]:
+        return self._planned
+
+
+def plan_gradients(
+    model: nn.Module,
+    optimizer: Any,
+    zero: ZeroSettings,
+    context: ParallelContext,
+    fake: Any,
+    device: str,
+    notes: dict[str, None],
+    problems: dict[str, None],
+) -> GradientPlan:
+    """The sums that this rank's part of a model needs; what `initialize` would refuse goes into `problems`."""
+    shards, sharded = None, zero.stage in (1, 2)
+    stepper = optimizer
+    if sharded:
+        stepper = ZeroOptimizer(optimizer, model, zero, context.config.get("flat_step"))
+        shards = stepper.shards_of(pipeline=context.pipeline_parallel_size > 1)
+    try:
+        found = _synchronised(model, stepper, context, device, shards, notes)
+    except ColonnadeError as error:
+        problems[str(error)] = None
+        demands = read_demands(model, context.layout, context.get_global_rank())
+        return GradientPlan(match(demands, [], context.layout, context.get_global_rank()))
+    sums = make_sums(found.grouped, context, shards)
+    sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
+    plan = GradientPlan(found.ledger)
+    states = {
+        dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
+    }
+    with fake, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that memory which is not there is asked for its address
+        laid_out = _lay_out(sums, plan, device)
+    for bucket in laid_out:
+        _hold(bucket, plan, states)
+    inside = {id(parameter) for one in sums for parameter in one.parameters}
+    _hold_rest([p for p in model.parameters() if id(p) not in inside], plan, states, optimizer_everywhere=not sharded)
+    return plan
+
+
+def _synchronised(
+    model: nn.Module,
+    optimizer: Any,
+    context: ParallelContext,
+    device: str,
+    shards: Shards | None,
+    notes: dict[str, None],
+) -> SyncPlan:
+    config = context.config
+    covered = []
+    for entry in config.get("gradient_handler") or config.get("gradient_handlers") or ():
+        handler = build_gradient_handler(entry, model, optimizer)
+        handler.attach(context)
+        said = handler.covers()
+        if said is None:
+            notes[
+                f"{type(handler).__name__} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
+                f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
+            ] = None
+            continue
+        covered.append((handler, said))
+    flat = shards is None and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
+    everywhere = flat and not (device == "cuda" and not config.get("graph_step"))
+    return plan_sync(model, optimizer, context, covered, dict(config.get("sync") or {}), everywhere, shards)
+
+
+def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucket]:
+    """Buckets of all sums, with the calls that each makes."""
+    kind = _Queued if device == "cuda" else Collective
+    made: list[tuple[float, Bucket, BucketCalls]] = []
+    groups: dict[tuple[int, ...], RankGroup] = {}
+    for one in sums:
+        group = groups.setdefault(one.ranks, RankGroup(one.ranks, one.group))
+        kinds = [(parameter.dtype, torch.device("cpu")) for parameter in one.parameters]
+        members = by_kind(kinds, [parameter.requires_grad for parameter in one.parameters])
+        total, done = sum(local_part(p).numel() for p in one.parameters) or 1, 0
+        for each in sorted(members, key=str):
+            for bucket in _Storage(one, group, *each, transport=kind).lay_out(members[each]):
+                done += bucket.numel
+                made.append((done / total, bucket, _calls(bucket, group, plan)))
+    made.sort(key=lambda entry: entry[:1])
+    last = {entry[1].sum.ranks: entry[1] for entry in made}
+    for _, bucket, calls in made:
+        early = calls.early and last[bucket.sum.ranks] is not bucket  # the last one waits for the end of backward
+        if calls.calls:
+            plan.buckets.append(BucketCalls(calls.calls, early, calls.numel))
+    if kind is Collective:
+        plan.notes = [Call("all_gather", NOTE_BYTES * len(ranks), ranks) for ranks in sorted(groups) if len(ranks) > 1]
+    return [bucket for _, bucket, _ in made]
+
+
+def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
+    with Recorder() as recorder:
+        bucket.transport.start()
+        bucket.transport.finish(1.0)
+        calls = recorder.take().calls
+        if bucket.is_sharded:
+            memory: Memory = bucket.buffers[0].memory
+            work = send_slice(group, memory, bucket.own)
+            if work is not None:
+                work.wait()
+            plan.gathers += recorder.take().calls
+    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel)
+
+
+def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[torch.dtype, ...]]) -> None:
+    """What a bucket keeps: gradients, and of what this rank owns the optimizer's state."""
+    dtype = bucket.layout.dtype
+    size = bucket.numel * dtype.itemsize
+    parameters = size if bucket.is_sharded else sum(local_part(p).nbytes for p in bucket.parameters)
+    plan.parameters += parameters
+    plan.largest = max(plan.largest, size)
+    if bucket.keeps_gradients:
+        plan.gradients += size
+    else:
+        plan.turns = max(plan.turns, len(bucket.buffers) * size)
+    owned, elements = dtype, sum(local_part(p).numel() for p in bucket.parameters)
+    master = apart = 0
+    sharding = bucket.sum.sharding
+    if bucket.shard is not None and sharding is not None:
+        owned, elements = bucket.shard.flat.dtype, sum(span.numel for span in bucket.spans)
+        master = bucket.shard.flat.nbytes if owned is not dtype or sharding.device is not None else 0
+        apart = bucket.shard.flat.nbytes if not sharding.keep_whole or owned is not dtype or sharding.device else 0
+    state = sum(elements * each.itemsize for each in states[owned])
+    if sharding is not None and sharding.device is not None:
+        plan.host += state + master + apart
+    else:
+        plan.state += state + master
+        plan.gradients += apart
+    plan.stepped += 2 * state + 3 * elements * owned.itemsize
+
+
+def _hold_rest(
+    parameters: Sequence[Tensor],
+    plan: GradientPlan,
+    states: dict[torch.dtype, tuple[torch.dtype, ...]],
+    optimizer_everywhere: bool,
+) -> None:
+    """Parameters that lie in no bucket: their gradients are where autograd puts them."""
+    for parameter in parameters:
+        local = local_part(parameter)
+        plan.parameters += local.nbytes
+        if not parameter.requires_grad:
+            continue
+        plan.gradients += local.nbytes
+        state = sum(local.numel() * each.itemsize for each in states[parameter.dtype]) if optimizer_everywhere else 0
+        plan.state += state
+        plan.stepped += 2 * state + 3 * local.nbytes

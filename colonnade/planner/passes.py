@@ -1,0 +1,157 @@
+"""One micro-batch through one stage, forward and backward, on fake tensors: what is computed, sent and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colonnade.engine.schedule.executor.backward import StageInput, backward_input
+from colonnade.engine.schedule.executor.call import call_module
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.non_pipeline import call_criterion
+from colonnade.engine.schedule.transfer.values import HEADER_BYTES, payload_bytes
+from colonnade.planner.recorder import Cost, Recorder
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """What a micro-batch costs on a stage. `kept`: bytes from forward to backward; `extra`: the most for a moment beyond
+    that, in forward and in backward. `output`: what goes to the next stage; `counted`: the loss is (sum, count)."""
+
+    forward: Cost
+    backward: Cost
+    input_part: float
+    """The part of backward that the stage before waits for, where the two are apart."""
+    kept: int
+    extra: tuple[int, int]
+    output: Any
+    sent: int
+    """Bytes of the message to the next stage, and of the gradient back."""
+    returned: int
+    counted: bool
+
+
+def fake_module(module: nn.Module, device: str = "cpu") -> None:
+    """Give every parameter and buffer of a module memory that is not there; to be called in a fake mode."""
+    places = [(each, name, p) for each in module.modules() for name, p in each._parameters.items() if p is not None]
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device))
+    first: dict[int, nn.Parameter] = {}
+    for each, name, old in places:  # what was one parameter in several places stays one
+        made = each._parameters[name]
+        assert made is not None
+        each._parameters[name] = first.setdefault(id(old), made)
+
+
+def run_stage(
+    stage: int,
+    module: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Any,
+    criterion: Any,
+    recorder: Recorder,
+    apart: bool,
+) -> StagePass:
+    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)  # gradients lie in buckets, which are counted elsewhere
+    part = 0.5
+    if apart and stage > 0:
+        part = _input_part(stage, module, micro_batch, inputs, criterion, recorder)
+    graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
+    before, forward = recorder.live, recorder.take()
+    recorder.start_peak()
+    with recorder:
+        torch.autograd.backward(graph.roots, graph.gradients)
+    backward, extra = recorder.take(), recorder.peak - before
+    returned = [each.grad for each in graph.inputs if each.grad is not None]
+    return StagePass(
+        forward=forward,
+        backward=backward,
+        input_part=part,
+        kept=graph.kept,
+        extra=(graph.extra, extra),
+        output=graph.output,
+        sent=HEADER_BYTES + payload_bytes(_tensors(graph.output)),
+        returned=HEADER_BYTES + payload_bytes(returned),
+        counted=graph.counted,
+    )
+
+
+@dataclass
+class _Graph:
+    roots: list[Tensor]
+    gradients: list[Tensor]
+    inputs: list[StageInput]
+    output: Any
+    kept: int
+    extra: int
+    counted: bool
+
+
+def _forward(
+    stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: Recorder
+) -> _Graph:
+    given = tree_map_only(Tensor, lambda each: each.detach(), inputs)
+    entered = [StageInput(each) for each in _tensors(given) if stage > 0 and each.is_floating_point()]
+    recorder.take()
+    before = recorder.live
+    recorder.start_peak()
+    with recorder:
+        output = call_module(stage, module, given, micro_batch)
+        counted = False
+        roots = [each for each in _tensors(output) if each.requires_grad]
+        if criterion is not None:
+            loss, count = split_loss(call_criterion(criterion, output, micro_batch.label))
+            roots, counted = [loss] if loss.requires_grad else [], count is not None
+            output = None
+    kept = recorder.live - before + sum(_bytes(each) for each in _tensors(given))
+    gradients = [torch.empty_like(each) for each in roots]
+    found = tree_map_only(Tensor, lambda each: torch.empty_like(each), output)
+    return _Graph(roots, gradients, entered, found, kept, recorder.peak - recorder.live, counted)
+
+
+def _input_part(
+    stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: Recorder
+) -> float:
+    """The part of the backward pass that gives the gradient of the inputs."""
+    graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
+    recorder.take()
+    try:
+        with recorder:
+            _, work = backward_input(graph.roots, graph.gradients, graph.inputs)
+            first = recorder.take().seconds
+            work.run(_accumulate, last=True)
+            second = recorder.take().seconds
+    except RuntimeError:  # it cannot be done in parts: all of it is done with the inputs
+        return 1.0
+    return first / (first + second) if first + second else 0.5
+
+
+def _accumulate(edges: Any, gradients: Any, inputs: Any = None, last: bool = False) -> None:
+    torch.autograd.backward(edges, gradients, inputs=inputs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """All of them as one."""
+    return Cost(
+        sum(cost.seconds for cost in costs),
+        sum(cost.flops for cost in costs),
+        sum(cost.moved for cost in costs),
+        sum(cost.operators for cost in costs),
+        [call for cost in costs for call in cost.calls],
+    )

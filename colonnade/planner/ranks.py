@@ -1,0 +1,246 @@
+"""What the ranks of a world have and do, planned once for each kind: stages, passes, sums of gradients."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from colonnade.config import Config
+from colonnade.context.build import build_layout
+from colonnade.context.layout import Layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.precision import Precision
+from colonnade.engine.schedule.actions import Kind, Table
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.nn.activations import ActivationSettings
+from colonnade.optim.zero.fsdp import shard_model
+from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.parallel.placement import Placement, logical_shape, placement_of
+from colonnade.parallel.schedules import build_schedule
+from colonnade.parallel.split import Split
+from colonnade.parallel.stages import take_stages
+from colonnade.planner.clock import Clock
+from colonnade.planner.fake import fake_rank
+from colonnade.planner.gradients import GradientPlan, plan_gradients
+from colonnade.planner.job import Job
+from colonnade.planner.passes import StagePass, fake_module, run_stage
+from colonnade.planner.recorder import Recorder
+from colonnade.verification.explaining.roles import built, first_ranks, stage_of
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter that a kind of rank has: elements there, and of the whole."""
+
+    name: str
+    elements: int
+    whole: int
+    placement: Placement
+
+
+@dataclass
+class Kinds:
+    """The kinds of ranks of a world, one for each pipeline rank (more where some ranks are in no group of a mode).
+
+    `of_rank`: first rank of a kind -> what it has. `passes`: by stage. `table`: the order of passes; None without a pipeline.
+    """
+
+    layout: Layout
+    table: Table | None
+    num_microbatches: int
+    schedule: str
+    stage_ranks: tuple[int, ...]
+    models: dict[int, nn.Module] = field(default_factory=dict)
+    gradients: dict[int, GradientPlan] = field(default_factory=dict)
+    passes: dict[int, StagePass] = field(default_factory=dict)
+    parameters: dict[int, list[Held]] = field(default_factory=dict)
+    data: Any = None
+    notes: dict[str, None] = field(default_factory=dict)
+    problems: dict[str, None] = field(default_factory=dict)
+
+
+def plan_ranks(config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> Kinds:
+    """Build the model on the meta device, plan the sums of each kind of rank, and run each kind of stage on fake tensors."""
+    return _Planning(config, world_size, job, clock, context).run()
+
+
+class _Planning:
+    def __init__(self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> None:
+        self.config, self.world_size, self.job, self.clock, self.context = config, world_size, job, clock, context
+        self.layout = build_layout(config, world_size)
+        self.firsts = first_ranks(self.layout)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.precision = Precision.read(config)
+        self.zero = replace(
+            ZeroSettings.read(config.get("zero")),
+            master_weights=self.precision.master_weights,
+            gather_dtype=self.precision.dtype,
+        )
+        self.passes: dict[Any, StagePass] = {}
+        self.sums: dict[Any, GradientPlan] = {}
+
+    def run(self) -> Kinds:
+        kinds, whole = self._start()
+        for rank in self.firsts:
+            kinds.models[rank] = self._model(rank, whole, kinds)
+        for rank in self.firsts if self.zero.stage != 3 else ():
+            key = (_signature(kinds.models[rank]), self._inside(rank))
+            if key not in self.sums:
+                with fake_rank(self.config, self.world_size, rank, self.context):
+                    self.sums[key] = self._gradients(kinds.models[rank], kinds)
+            kinds.gradients[rank] = self.sums[key]
+        self._run_stages(kinds)
+        return kinds
+
+    def _start(self) -> tuple[Kinds, Any]:
+        """The schedule, and the model where one build has all stages."""
+        with fake_rank(self.config, self.world_size, self.firsts[0], self.context):
+            schedule = build_schedule(self.context)
+            piped = isinstance(schedule, PipelineSchedule)
+            stages = self.context.pipeline_parallel_size
+            kinds = Kinds(
+                self.layout,
+                schedule.table(stages) if piped else None,
+                schedule.num_microbatches if piped else 1,
+                type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
+                schedule.stage_ranks(stages) if piped else (0,),
+            )
+            whole = built(self.job.build, self.context)
+            self.criterion = self.precision.around(self.job.loss(whole, self.context, kinds.notes), torch.device("cpu"))
+            with self.fake:
+                kinds.data = tree_map_only(Tensor, _faked, self.job.data(self.context))
+        return kinds, whole
+
+    def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
+        """What this rank has of the model, as `initialize` changes it before it runs."""
+        at = stage_of(self.layout, rank)
+        if isinstance(whole, Split):
+            model, parts = take_stages(whole, kinds.stage_ranks, at), list(whole)
+        elif rank == self.firsts[0]:
+            model, parts = whole, [whole]
+        else:  # the user's function makes the stage of the rank that asks
+            with fake_rank(self.config, self.world_size, rank, self.context):
+                model = built(self.job.build, self.context)
+            parts = [model]
+        complete = len(parts) > 1 or len(kinds.stage_ranks) == 1
+        ActivationSettings.read(self.config.get("activation_checkpoint")).apply(model, parts, complete)
+        self.precision.apply(model, torch.device("cpu"), self.zero.stage)
+        kinds.parameters[rank] = [self._held(rank, name, p) for name, p in model.named_parameters()]
+        return model
+
+    def _held(self, rank: int, name: str, parameter: nn.Parameter) -> Held:
+        placement = placement_of(parameter)
+        inside = [mode for mode in placement.modes if self.layout.has(mode, rank)]
+        sizes = {mode: len(self.layout.group_of(mode, rank)) for mode in inside}
+        return Held(name, parameter.numel(), prod(logical_shape(parameter, placement, sizes)), placement)
+
+    def _gradients(self, model: nn.Module, kinds: Kinds) -> GradientPlan:
+        optimizer = self.job.stepper(model, kinds.notes)
+        device = self.clock.hardware.device
+        return plan_gradients(model, optimizer, self.zero, self.context, self.fake, device, kinds.notes, kinds.problems)
+
+    # -- passes -------------------------------------------------------------------------------------------
+
+    def _run_stages(self, kinds: Kinds) -> None:
+        """Stage after stage, since each takes what the one before gives; one of a kind is run."""
+        with self.fake:
+            first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
+        apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
+        value, last = first.data, len(kinds.stage_ranks) - 1
+        modules = self._modules(kinds)
+        for stage, (rank, module) in enumerate(modules):
+            key = (_signature(module), self._inside(rank), stage == 0, stage == last, _form(value))
+            if key not in self.passes:
+                criterion = self.criterion if stage == last else None
+                self.passes[key], summed = self._run(stage, rank, module, first, value, criterion, apart, kinds)
+                self.sums[key] = summed
+            kinds.passes[stage] = self.passes[key]
+            if self.zero.stage == 3:
+                kinds.gradients[rank] = _joined(kinds.gradients.get(rank), self.sums[key])
+            value = self.passes[key].output
+
+    def _modules(self, kinds: Kinds) -> list[tuple[int, nn.Module]]:
+        """For each stage, the first rank that has it, and the stage."""
+        found = []
+        for stage, home in enumerate(kinds.stage_ranks):
+            rank = next(rank for rank in self.firsts if stage_of(self.layout, rank) == home)
+            model = kinds.models[rank]
+            mine = [at for at, other in enumerate(kinds.stage_ranks) if other == home]
+            chunk = model[mine.index(stage)] if isinstance(model, nn.ModuleList) and len(mine) > 1 else model
+            found.append((rank, chunk))
+        return found
+
+    def _run(
+        self,
+        stage: int,
+        rank: int,
+        module: nn.Module,
+        micro_batch: MicroBatch,
+        value: Any,
+        criterion: Any,
+        apart: bool,
+        kinds: Kinds,
+    ) -> tuple[StagePass, Any]:
+        recorder = Recorder(self.clock.operator, memory=True)
+        with fake_rank(self.config, self.world_size, rank, self.context):
+            summed = None
+            if self.zero.stage == 3:
+                shard_model(module, self.context, self.zero)
+                summed = self._gradients(module, kinds)
+            with self.fake:
+                fake_module(module)
+                found = run_stage(stage, module, micro_batch, value, criterion, recorder, apart)
+        return found, summed
+
+    def _inside(self, rank: int) -> tuple[Any, ...]:
+        """The modes that a rank is in, and the links of their groups: what else tells two kinds of ranks apart."""
+        modes = [mode for mode in self.layout.modes if self.layout.has(mode, rank)]
+        return tuple((mode.name, len(self.layout.group_of(mode, rank))) for mode in modes)
+
+
+def _signature(module: nn.Module) -> Any:
+    """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
+    layers = tuple(type(each).__name__ for each in module.modules())
+    parameters = tuple(
+        (re.sub(r"\d+", "*", name), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
+        for name, p in module.named_parameters()
+    )
+    return layers, parameters
+
+
+def _form(value: Any) -> str:
+    return str(tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), value))
+
+
+def _faked(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
+    """The sums of several stages of one rank."""
+    if one is None:
+        return other
+    numbers = ("parameters", "gradients", "turns", "state", "host", "stepped")
+    return replace(
+        one,
+        ledger=replace(one.ledger, rows=[*one.ledger.rows, *other.ledger.rows]),
+        buckets=one.buckets + other.buckets,
+        notes=one.notes or other.notes,
+        largest=max(one.largest, other.largest),
+        **{name: getattr(one, name) + getattr(other, name) for name in numbers},
+    )
+
+
+def samples_of(data: Any) -> tuple[int, int]:
+    """(rows, tokens) of what a rank gets for a pass; tokens are integers of two dimensions."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
+    tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
+    return len(tensors[0]), tokens

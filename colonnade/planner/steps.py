@@ -1,0 +1,310 @@
+"""One step in time and memory: the table of passes with their costs, what overlaps, and the fullest moment of each rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from colonnade.config import Config
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.precision import Precision
+from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, Action, Kind, Table
+from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
+from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.transfer.plan import add_transfers
+from colonnade.engine.schedule.transfer.values import HEADER_BYTES
+from colonnade.engine.slots import label_of
+from colonnade.optim.clip_settings import ClipSettings
+from colonnade.planner.clock import Clock
+from colonnade.planner.gradients import GradientPlan
+from colonnade.planner.ranks import Kinds
+from colonnade.planner.recorder import Call
+from colonnade.planner.records import Collective, Interval, Memory, RankClass, Timeline, When, Work
+from colonnade.verification.explaining.roles import stage_of
+
+COUNT_BYTES = 16
+"""What ranks add up where losses are (sum, count): two numbers in float64."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Parts of a step: of the slowest rank's way through it. `step` is all of them together."""
+
+    step: float
+    compute: float
+    exposed: float
+    bubble: float
+    optimizer: float
+
+
+class Steps:
+    """Puts the passes of all stages into the order of the schedule, and everything else of a step around them."""
+
+    def __init__(self, kinds: Kinds, clock: Clock, config: Config) -> None:
+        self.kinds, self.clock = kinds, clock
+        self.accumulation = int(config.get("gradient_accumulation") or 1)
+        self.table: Table = kinds.table or {0: [Action(0, Kind.FORWARD, 0), Action(0, Kind.BACKWARD, 0)]}
+        self._precision = Precision.read(config)
+        self._clip = ClipSettings.read(config.get("clip_grad_norm"))
+        self._world = tuple(range(kinds.layout.world_size))
+        self._on_cpu = clock.hardware.device == "cpu"
+        first = next(iter(kinds.models.values()))
+        own = next((p.dtype for p in first.parameters() if p.is_floating_point()), torch.float32)
+        self.peak_flops = clock.peak(self._precision.dtype or own)
+
+    # -- time ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> dict[int, list[TimedAction]]:
+        """When each pipeline rank does what, in one run of the schedule."""
+        return replay(self.table, self._cost, self._transfer).rows
+
+    @cached_property
+    def makespan(self) -> float:
+        return max(row[-1].end for row in self.rows.values())
+
+    def timeline(self) -> Timeline:
+        """The picture of it."""
+        work = sum(timed.end - timed.start for row in self.rows.values() for timed in row)
+        rows = tuple(
+            tuple(Interval(t.action.kind.value, t.action.stage, t.action.micro_batch, t.start, t.end) for t in row)
+            for _, row in sorted(self.rows.items())
+        )
+        bubble = 1 - work / (self.makespan * len(rows))
+        return Timeline(
+            self.kinds.schedule, self.kinds.num_microbatches, rows, self.makespan, bubble, simulate(self.table).bubble
+        )
+
+    def times(self) -> Times:
+        """The parts of a step. Where ranks share cores, no less than all work over the cores."""
+        slowest, ends = 0.0, {}
+        for rank, gradients in self.kinds.gradients.items():
+            ends[rank] = self._row(rank)[-1].end + self._exposed(gradients, rank)
+        rank = max(ends, key=lambda each: ends[each])
+        gradients, row = self.kinds.gradients[rank], self._row(rank)
+        slowest = ends[rank] + (self.accumulation - 1) * self.makespan
+        busy = sum(timed.end - timed.start for timed in row) * self.accumulation
+        passes = [self.kinds.passes[timed.action.stage] for timed in row if timed.action.kind is Kind.FORWARD]
+        inline = sum(self._calls_time(one.forward.calls) + self._calls_time(one.backward.calls) for one in passes)
+        after = sum(call.exposed for call in self._after(gradients, rank))
+        exposed = inline * self.accumulation + self._exposed(gradients, rank) + after
+        optimizer = self._optimizer(gradients)
+        step = self._on_shared_cores(slowest) + after + optimizer
+        compute = busy - inline * self.accumulation
+        return Times(step, compute, exposed, max(0.0, step - compute - exposed - optimizer), optimizer)
+
+    def _on_shared_cores(self, seconds: float) -> float:
+        """The passes of a step, where devices of a node are really a few cores."""
+        cores, layout = self.clock.hardware.at_once, self.kinds.layout
+        ranks = min(self.clock.hardware.devices_per_node, layout.world_size)
+        if not cores or ranks <= cores:
+            return seconds
+        work = sum(t.end - t.start for row in self.rows.values() for t in row) * self.accumulation
+        return max(seconds, work / len(self.rows) * ranks / cores)
+
+    def _cost(self, action: Action) -> float:
+        one = self.kinds.passes[action.stage]
+        forward = one.forward.seconds + self._calls_time(one.forward.calls)
+        backward = one.backward.seconds + self._calls_time(one.backward.calls)
+        return {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward,
+            Kind.INPUT: backward * one.input_part,
+            Kind.WEIGHT: backward * (1 - one.input_part),
+        }[action.kind] or 1e-9
+
+    @cached_property
+    def _transfer(self) -> float:
+        """The time of a message from one stage to the next, the slowest of them."""
+        if len(self.table) == 1:
+            return 0.0
+        ranks = self._pipeline_ranks(self._first_rank(0))
+        return max(
+            self.clock.collective("send", max(one.sent, one.returned), (ranks[at], ranks[at + 1]))
+            for one in self.kinds.passes.values()
+            for at in range(len(ranks) - 1)
+        )
+
+    def _exposed(self, gradients: GradientPlan, rank: int) -> float:
+        """What the sums of gradients take beyond the end of backward: early ones run beside the last pass."""
+        last = next((t for t in reversed(self._row(rank)) if t.action.kind is not Kind.FORWARD), None)
+        length = 0.0 if last is None else last.end - last.start
+        total = sum(bucket.numel for bucket in gradients.buckets) or 1
+        overlap, done, free, hidden = self.clock.hardware.overlap, 0, 0.0, 0.0
+        for bucket in gradients.buckets:
+            done += bucket.numel
+            seconds = self._calls_time(bucket.calls)
+            start = max(free, length * done / total if bucket.early else length)
+            free = start + seconds
+            hidden += max(0.0, min(free, length) - start)
+        return max(0.0, free - length) + hidden * (1 - overlap)
+
+    def _optimizer(self, gradients: GradientPlan) -> float:
+        """Clipping reads gradients once, the step reads and writes parameters, gradients and state."""
+        measured = gradients.gradients if self._clip is not None else 0
+        return (gradients.stepped + measured) / self.clock.hardware.memory_bandwidth
+
+    def _calls_time(self, calls: Iterable[Call]) -> float:
+        return sum(self.clock.collective(call.op, call.bytes, call.ranks) for call in calls)
+
+    # -- kinds of ranks -----------------------------------------------------------------------------------
+
+    def classes(self) -> Iterator[RankClass]:
+        """Every kind of rank."""
+        layout = self.kinds.layout
+        stages = len(self.table)
+        for rank, gradients in self.kinds.gradients.items():
+            at = stage_of(layout, rank)
+            mine = tuple(stage for stage, home in enumerate(self.kinds.stage_ranks) if home == at)
+            alike = sum(stage_of(layout, other) == at for other in self.kinds.gradients)
+            yield RankClass(
+                name=f"stage {at}" if stages > 1 else "every rank",
+                rank=rank,
+                count=layout.world_size // stages // alike,
+                pipeline_rank=at,
+                stages=mine,
+                parameters=sum(held.elements for held in self.kinds.parameters[rank]),
+                memory=self._memory(gradients, at),
+                collectives=tuple(self._collectives(gradients, rank)),
+                work=tuple(self._work(stage) for stage in mine),
+                step_seconds=self._optimizer(gradients),
+                live=max(live_counts(self.table[at]), default=0.0),
+            )
+
+    def flops(self, one: RankClass) -> float:
+        """Of one rank of a kind, in a step."""
+        return sum(work.flops for work in one.work) * self.kinds.num_microbatches * self.accumulation
+
+    def _work(self, stage: int) -> Work:
+        one = self.kinds.passes[stage]
+        backward = self._cost(Action(stage, Kind.BACKWARD, 0))
+        return Work(
+            stage=stage,
+            forward=self._cost(Action(stage, Kind.FORWARD, 0)),
+            backward_input=backward * one.input_part,
+            backward_weight=backward * (1 - one.input_part),
+            flops=one.forward.flops + one.backward.flops,
+            moved=one.forward.moved + one.backward.moved,
+            kept=one.kept,
+            peak=max(one.extra),
+            output=max(0, one.sent - HEADER_BYTES),
+        )
+
+    def _memory(self, gradients: GradientPlan, at: int) -> Memory:
+        # On a device a full bucket is filled at once, from gradients that autograd has made.
+        moved = 0 if self._on_cpu else gradients.largest
+        return Memory(
+            parameters=gradients.parameters,
+            gradients=gradients.gradients,
+            state=gradients.state,
+            activations=self._activations(at),
+            communication=gradients.turns + moved,
+            host=gradients.host,
+        )
+
+    def _activations(self, at: int) -> int:
+        """The fullest moment: what all micro-batches under way keep, and what the running pass needs beside."""
+        passes, live, most = self.kinds.passes, 0, 0
+        for action in self.table[at]:
+            one = passes[action.stage]
+            if action.kind is Kind.FORWARD:
+                live += one.kept
+            most = max(most, live + one.extra[action.kind is not Kind.FORWARD])
+            if action.kind in ENDS_MICRO_BATCH:
+                live -= one.kept
+        return most
+
+    # -- collectives --------------------------------------------------------------------------------------
+
+    def _collectives(self, gradients: GradientPlan, rank: int) -> Iterator[Collective]:
+        at = stage_of(self.kinds.layout, rank)
+        stages = [stage for stage, home in enumerate(self.kinds.stage_ranks) if home == at]
+        times = self.kinds.num_microbatches * self.accumulation
+        for stage in stages:
+            one = self.kinds.passes[stage]
+            yield from self._gathered(one.forward.calls, rank, "forward", times, what=f"stage {stage}")
+            yield from self._gathered(one.backward.calls, rank, "backward", times, what=f"stage {stage}")
+        yield from self._transfers(at, rank)
+        calls = [call for bucket in gradients.buckets for call in bucket.calls]
+        seconds = self._calls_time(calls)
+        exposed = self._exposed(gradients, rank) / seconds if seconds else 0.0
+        yield from self._gathered(calls, rank, "gradients", 1, exposed, "gradients")
+        yield from self._after(gradients, rank)
+
+    def _after(self, gradients: GradientPlan, rank: int) -> list[Collective]:
+        """What follows the gradients: agreement, counts of losses, clipping, parameters of ZeRO."""
+        found = list(self._gathered(gradients.notes, rank, "gradients", 1, what="agreement on gradients"))
+        if len(self.table) > 1:
+            shared = [Call("broadcast", COUNT_BYTES, self._pipeline_ranks(rank))]
+            found += self._gathered(shared, rank, "step", self.accumulation, what="loss of the last stage")
+        counted = any(one.counted for one in self.kinds.passes.values())
+        one_mean = len(self.table) == 1 and self.accumulation == 1 and self.kinds.layout.distinct_data == 1
+        world = self._world
+        if counted and not one_mean and len(world) > 1:
+            found += self._gathered([Call("all_reduce", COUNT_BYTES, world)], rank, "step", 1, what="counts of losses")
+        if self._clip is not None and len(world) > 1:
+            norm = Call("all_reduce", 16 * self._slots(self._clip), world)
+            found += self._gathered([norm], rank, "step", 1, what="norm of the gradients")
+        return [*found, *self._gathered(gradients.gathers, rank, "step", 1, what="parameters of the owners")]
+
+    def _slots(self, clip: ClipSettings) -> int:
+        """How many norms a step measures."""
+        if clip.per == "group":
+            return len(clip.clip_groups())
+        names = {held.name for parameters in self.kinds.parameters.values() for held in parameters}
+        return len({(clip.group_of(name), label_of(name, clip.per)) for name in names})
+
+    def _transfers(self, at: int, rank: int) -> Iterator[Collective]:
+        """Messages to the stages before and after, as the executor's program has them."""
+        if len(self.table) == 1:
+            return
+        ranks, homes = self._pipeline_ranks(rank), self.kinds.stage_ranks
+        calls = []
+        for action in add_transfers(self.table)[at]:
+            one = self.kinds.passes[action.stage]
+            if action.kind is Kind.SEND_FORWARD:
+                calls.append(Call("send", one.sent, (rank, ranks[homes[action.stage + 1]])))
+            elif action.kind is Kind.SEND_BACKWARD:
+                calls.append(Call("send", one.returned, (rank, ranks[homes[action.stage - 1]])))
+        yield from self._gathered(calls, rank, "pipeline", self.accumulation, 0.0, "activations and their gradients")
+
+    def _gathered(
+        self, calls: Iterable[Call], rank: int, when: When, times: int, exposed: float = 1.0, what: str = ""
+    ) -> Iterator[Collective]:
+        """Calls that are alike, as one line."""
+        counts: dict[Call, int] = defaultdict(int)
+        for call in calls:
+            if len(call.ranks) > 1:
+                counts[call] += times
+        for call, count in counts.items():
+            seconds = self.clock.collective(call.op, call.bytes, call.ranks) * count
+            link = self.clock.link(call.ranks)
+            mode = "PIPELINE" if when == "pipeline" else self._mode(call.ranks, rank)
+            yield Collective(
+                mode, call.op, call.bytes, count, len(call.ranks), link, seconds, seconds * exposed, when, what
+            )
+
+    def _mode(self, ranks: tuple[int, ...], rank: int) -> str:
+        """The mode whose group these ranks are; else the modes that they join."""
+        layout = self.kinds.layout
+        for mode in layout.modes:
+            if layout.has(mode, rank):
+                group = layout.group_of(mode, rank)
+                if len(group) == len(ranks) and tuple(group) == tuple(sorted(ranks)):
+                    return mode.name
+        return "several modes"
+
+    # -- ranks --------------------------------------------------------------------------------------------
+
+    def _row(self, rank: int) -> list[TimedAction]:
+        return self.rows[stage_of(self.kinds.layout, rank)]
+
+    def _pipeline_ranks(self, rank: int) -> tuple[int, ...]:
+        return tuple(self.kinds.layout.group_of(ParallelMode.PIPELINE, rank))
+
+    def _first_rank(self, at: int) -> int:
+        return next(rank for rank in self.kinds.gradients if stage_of(self.kinds.layout, rank) == at)

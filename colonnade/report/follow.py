@@ -1,0 +1,62 @@
+"""Serves the page of a run that goes on, to this machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.report.page_of_run import run_page
+from colonnade.report.shell import page
+
+SECONDS = 5
+"""After which a page that is looked at is made anew."""
+
+
+def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -> None:
+    """Serve the page until Ctrl-C. Loopback only: whoever can open it is on this machine."""
+    with make_server(sources, port) as server:
+        say(f"http://127.0.0.1:{server.server_address[1]}/ (made anew every {SECONDS} seconds; Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ended")
+
+
+def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
+    """A server that makes the page when it is asked for it."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site that was led here by a name of its own gets nothing.
+            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+                self.send_error(403)
+            elif self.path != "/":
+                self.send_error(404)
+            else:
+                body = _page(sources).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the terminal is the user's."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Page)
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0"
+        ) from None
+
+
+def _page(sources: Sequence[str | Path]) -> str:
+    try:
+        return run_page(sources, refresh=SECONDS)
+    except (ColonnadeError, OSError) as error:  # it may not have begun
+        return page("No page yet", [str(error)], [], refresh=SECONDS)

@@ -1,0 +1,322 @@
+"""The page of a plan: mesh, memory, communication, timeline, ledger, and the layouts that a search looked at.
+
+A plan is plain values here, as `Plan.to_dict()` and `SearchResult.to_dict()` of the planner give them, or their JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from colonnade.report.charts import bar_chart
+from colonnade.report.plan_pictures import ledger_svg, mesh_svg, timeline_svg
+from colonnade.report.shell import card, cards, folded, page, seconds, size, table, tiles
+
+MEMORY = ("parameters", "gradients", "state", "activations", "communication", "reserved")
+MOST_ROWS = 60
+_PARTS = 20_000
+"""Of a makespan: what a time on the page is rounded to."""
+
+Values = Mapping[str, Any]
+
+
+def plan_page(values: Values) -> str:
+    """The page of a plan, or of a search with its best plan, as HTML."""
+    search, plan = (values, values["best"]) if "fitting" in values else (None, values)
+    parts = [] if search is None else [cards([_search(search)])]
+    if plan is None:
+        return page("No layout fits", [_hardware_line(values)], parts)
+    title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
+    line = (
+        f"{plan['totals']['world_size']:,} ranks · {plan['totals']['parameters']:,} parameters · {_hardware_line(plan)}"
+    )
+    parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
+    script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
+    return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
+
+
+def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
+    """Write mesh, ledger, memory, communication and timeline as SVG files; returns them."""
+    plan = values["best"] if "fitting" in values else values
+    if plan is None:
+        return []
+    pictures = {"mesh": mesh_svg(plan)}
+    if plan["classes"]:
+        pictures["ledger"] = ledger_svg(plan)
+        pictures["memory"] = _memory_chart(plan, standalone=True)
+        pictures["communication"] = _communication_chart(plan, standalone=True)
+    if plan["timeline"]:
+        pictures["timeline"] = timeline_svg(plan)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures.items():
+        (target / f"{name}.svg").write_text(text, encoding="utf-8")
+    return [target / f"{name}.svg" for name in pictures]
+
+
+def _hardware_line(values: Values) -> str:
+    hardware = values["hardware"]
+    return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {size(hardware['memory'])} each"
+
+
+def _problems(plan: Values) -> str:
+    lines = "".join(f"<li>{escape(problem)}</li>" for problem in plan["problems"])
+    return card("This would not start", f"<ul>{lines}</ul>") if lines else ""
+
+
+def _figures(plan: Values) -> str:
+    totals, step = plan["totals"], plan["totals"]["step_seconds"]
+    rate = (totals["tokens"], "tokens/s") if totals["tokens"] else (totals["samples"], "samples/s")
+    figures: list[tuple[str, str] | tuple[str, str, bool]] = [
+        (seconds(step), "a step"),
+        (f"{rate[0] / step:,.0f}" if step else "", rate[1]),
+        (f"{totals['utilisation']:.1%}", "of the peak flops used"),
+        (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
+        (f"{totals['bubble_seconds'] / step:.1%}" if step else "", "of a step waits (bubble)"),
+        (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication"),
+        (size(totals["bytes_between_nodes"]), "between nodes in a step"),
+        (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
+    ]
+    return tiles(figures)
+
+
+def _cards(plan: Values) -> list[str]:
+    made = [_mesh(plan)]
+    if plan["timeline"]:
+        made.append(_timeline(plan))
+    if plan["classes"]:  # a plan without a model has none
+        capacity = f"of one rank of each kind, at the fullest moment; a device has {size(plan['hardware']['memory'])}"
+        made.append(card("Memory", _memory_chart(plan), capacity))
+        longest = "of the kind of rank that communicates longest"
+        made.append(card("Communication by mode", _communication_chart(plan), longest))
+        made.append(_ledger(plan))
+        made.append(folded("Collectives of a step", _collectives(plan)))
+    made.append(folded("Groups", _groups(plan)))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in plan["notes"])
+    config = json.dumps(plan["config"], indent=2)
+    model = "\n".join(f"{name} = {value}" for name, value in plan["hardware"].items())
+    made.append(
+        folded("Config, model of the hardware, notes", f"{notes}<pre>{escape(config)}</pre><pre>{escape(model)}</pre>")
+    )
+    return made
+
+
+def _mesh(plan: Values) -> str:
+    buttons = ['<button type="button" data-mode="all" aria-pressed="true">all modes</button>']
+    buttons += [
+        f'<button type="button" data-mode="{escape(mode)}" aria-pressed="false">'
+        f'<i class="swatch" style="background:var(--c{at % 8})"></i>{escape(mode)}</button>'
+        for at, mode in enumerate(_shown(plan))
+    ]
+    field = (
+        f'<label>rank <input id="mesh-rank" type="number" min="0" max="{plan["totals"]["world_size"] - 1}"></label>'
+        if plan["totals"]["world_size"] > 1
+        else '<input id="mesh-rank" type="hidden">'
+    )
+    note = "each cell is a rank, in order; point at one, or click it: its groups in the colours of their modes. A mode colours its groups"
+    content = f'<div class="key">{"".join(buttons)}{field}</div><canvas id="mesh"></canvas><pre id="mesh-words"></pre>'
+    return card("Mesh", content, note, wide=True)
+
+
+def _timeline(plan: Values) -> str:
+    timeline = plan["timeline"]
+    note = (
+        f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches, a row for each pipeline rank; ranks wait "
+        f"{timeline['bubble']:.1%} of the time, {timeline['equal_bubble']:.1%} were all passes equally long"
+    )
+    legend = '<div class="key">' + "".join(
+        f'<span><i class="swatch" style="background:var(--c{at})"></i>{name}</span>'
+        for at, name in ((0, "forward"), (4, "backward"), (2, "backward, weight part"))
+    )
+    return card("Pipeline", f'{legend}</div><canvas id="timeline"></canvas>', note, wide=True)
+
+
+def _memory_chart(plan: Values, standalone: bool = False) -> str:
+    kinds = _spread(plan["classes"], 16)
+    unit, name = _unit(max(one["memory"]["total"] for one in kinds))
+    used = [part for part in MEMORY if any(one["memory"][part] for one in kinds)]
+    rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in reversed(kinds)]
+    return bar_chart(used, rows, x=name, standalone=standalone)
+
+
+def _communication_chart(plan: Values, standalone: bool = False) -> str:
+    kind = max(plan["classes"], key=lambda one: sum(call["seconds"] for call in one["collectives"]))
+    times: dict[str, list[float]] = {}
+    for call in kind["collectives"]:
+        spent = times.setdefault(call["mode"], [0.0, 0.0])
+        spent[0] += 1000 * (call["seconds"] - call["exposed"])
+        spent[1] += 1000 * call["exposed"]
+    if not times:
+        return '<p class="empty">no rank communicates</p>'
+    rows = sorted(times.items(), key=lambda row: sum(row[1]))
+    return bar_chart(("hidden behind computation", "exposed"), rows, x="ms in a step", standalone=standalone)
+
+
+def _ledger(plan: Values) -> str:
+    """Parameters by modes: which gradient owes a sum over which mode, divided by what, done by whom."""
+    modes = list(dict.fromkeys(line["mode"] for line in plan["ledger"] if line["mode"]))
+    numbers = {name: at for at, names in enumerate(_shown(plan)) for name in names.split(", ")}
+    rows: dict[tuple[str, str], dict[str, Values]] = {}
+    for line in plan["ledger"]:
+        rows.setdefault((line["parameters"], line["placement"]), {})[line["mode"]] = line
+    head = "".join(f"<th>{escape(mode)}</th>" for mode in modes)
+    body = []
+    for (name, placement), owed in list(rows.items())[:MOST_ROWS]:
+        any_line = next(iter(owed.values()))
+        cells = "".join(_owed(owed.get(mode), numbers.get(mode, 7)) for mode in modes)
+        shards = placement.strip("{}") or "whole on every rank"
+        body.append(
+            f'<tr><td class="name">{escape(name)}</td><td class="number">{any_line["elements"]:,}</td>'
+            f"<td>{', '.join(map(str, any_line['stages']))}</td><td>{escape(shards)}</td>{cells}</tr>"
+        )
+    left = f"the first {MOST_ROWS} of {len(rows)} kinds of parameters; " * (len(rows) > MOST_ROWS)
+    heads = f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>'
+    made = f'<div class="scroll" data-hints><table><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
+    return card(
+        "Ledger",
+        made,
+        f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor",
+        wide=True,
+    )
+
+
+def _owed(line: Values | None, number: int) -> str:
+    if line is None:
+        return "<td></td>"
+    told = f"summed over {line['ranks']} ranks, divided by {line['divisor']:g}\nby {line['done_by']}"
+    style = f"border-left:4px solid var(--c{number % 8});padding-left:8px"
+    return f'<td class="owed" data-hint="{escape(told)}" style="{style}">Σ {line["ranks"]:,} / {line["divisor"]:g}</td>'
+
+
+def _collectives(plan: Values) -> str:
+    found = [(one["name"], call) for one in plan["classes"] for call in one["collectives"]]
+    found.sort(key=lambda each: -each[1]["seconds"])
+    rows = [
+        (
+            name,
+            call["mode"],
+            call["op"],
+            f"{call['ranks']:,}",
+            size(call["bytes"]),
+            f"{call['count']:,}",
+            call["link"],
+            seconds(call["seconds"]),
+            seconds(call["exposed"]),
+            call["when"],
+            call["what"],
+        )
+        for name, call in found[:MOST_ROWS]
+    ]
+    heads = ("on", "mode", "call", "ranks", "bytes", "times", "link", "time", "exposed", "when", "for")
+    left = f"<p>the longest {MOST_ROWS} of {len(found)}</p>" if len(found) > MOST_ROWS else ""
+    return left + table(heads, rows, (3, 4, 5, 7, 8))
+
+
+def _groups(plan: Values) -> str:
+    rows = [
+        (
+            mode["mode"],
+            f"{mode['size']:,}",
+            f"{mode['count']:,}",
+            mode["data"],
+            "inside a node" if mode["link"] == "node" else "between nodes",
+            "yes" if mode["communicator"] else "no",
+            ", ".join(map(str, mode["groups"][0][:8])) + (" …" if len(mode["groups"][0]) > 8 else "")
+            if mode["groups"]
+            else "",
+        )
+        for mode in plan["modes"]
+    ]
+    return table(("mode", "size", "groups", "data", "link", "communicator", "the first"), rows, (1, 2))
+
+
+def _search(search: Values) -> str:
+    """The layouts that fit, fastest first, and why others were cut."""
+
+    def row(at: int, one: Values) -> Sequence[str]:
+        step, memory = one["step_seconds"], one["peak_memory"]
+        return (
+            str(at),
+            ", ".join(f"{name} {value}" for name, value in one["layout"].items()),
+            seconds(step) if step else "",
+            size(memory) if memory else "",
+            "" if one["bubble"] is None else f"{one['bubble']:.1%}",
+            "" if one["exposed_seconds"] is None else seconds(one["exposed_seconds"]),
+            "" if one["utilisation"] is None else f"{one['utilisation']:.1%}",
+        )
+
+    heads = ("", "layout", "a step", "memory", "bubble", "exposed", "of peak flops")
+    fitting = [row(at, one) for at, one in enumerate(search["fitting"][:MOST_ROWS], 1)]
+    cut = [(row(0, one)[1], one["reason"]) for one in search["cut"][:MOST_ROWS]]
+    parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6)) if fitting else '<p class="empty">no layout fits</p>']
+    if cut:
+        parts.append(
+            f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>"
+        )
+    if search["config"]:
+        parts.append(
+            f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
+        )
+    if search["verify"]:
+        parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
+    note = f"{len(search['fitting'])} layouts of {search['world_size']:,} ranks fit, fastest first"
+    return card("Search", "".join(parts), note, wide=True)
+
+
+def _data(plan: Values) -> str:
+    """What the script draws from."""
+    timeline = plan["timeline"]
+    data = {
+        "world_size": plan["totals"]["world_size"],
+        "axes": plan["axes"],
+        "devices_per_node": plan["hardware"]["devices_per_node"],
+        "modes": [_mode(names, mode) for names, mode in _shown(plan).items()],
+        "classes": [{"pipeline_rank": one["pipeline_rank"], "shards": _shards(one)} for one in plan["classes"]],
+        "timeline": None if timeline is None else _compact(timeline),
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="plan-data">{text}</script>'
+
+
+def _mode(names: str, mode: Values) -> dict[str, Any]:
+    regular = mode["digits"] is not None
+    return {"mode": names, "digits": mode["digits"], "groups": [] if regular else mode["groups"]}
+
+
+def _shown(plan: Values) -> dict[str, Values]:
+    """The modes that have groups of several ranks, those with the same groups as one; the world is not shown."""
+    alike: dict[str, list[Values]] = {}
+    for mode in plan["modes"]:
+        if mode["size"] > 1 and mode["mode"] != "GLOBAL":
+            alike.setdefault(json.dumps([mode["digits"], mode["groups"]]), []).append(mode)
+    return {", ".join(mode["mode"] for mode in modes): modes[0] for modes in alike.values()}
+
+
+def _shards(one: Values) -> str:
+    stages = ", ".join(map(str, one["stages"]))
+    return f"{one['parameters']:,} parameters of stage {stages}, {size(one['memory']['total'])} at its fullest"
+
+
+def _compact(timeline: Values) -> dict[str, Any]:
+    scale = _PARTS / timeline["makespan"] if timeline["makespan"] else 0.0
+    rows = [
+        [[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row]
+        for row in timeline["rows"]
+    ]
+    return {"rows": rows, "parts": _PARTS, "makespan": seconds(timeline["makespan"])}
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many, evenly, with the first and the last."""
+    return (
+        list(items) if len(items) <= most else [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+    )
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    return next(
+        ((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= unit), (1.0, "bytes")
+    )

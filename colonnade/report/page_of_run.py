@@ -1,0 +1,261 @@
+"""The page of a run, or of several beside each other: what was learnt, how fast, and what happened."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean, median
+
+from colonnade.comm.phases import PHASES
+from colonnade.report.cells import heat_map
+from colonnade.report.charts import MOST_POINTS, Points, Series, line_chart, stacked_chart, thinned
+from colonnade.report.runs import Run, read_run
+from colonnade.report.shell import card, cards, folded, page, seconds, size, table, tiles
+
+MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 40, 90, 120, 200
+
+
+def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
+    """Write the page of one run, or one page that compares several; returns it."""
+    target = Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(run_page(sources), encoding="utf-8")
+    return target
+
+
+def run_page(sources: Sequence[str | Path], refresh: int | None = None) -> str:
+    """The page as HTML. A source is a log that a `JsonlHook` wrote, or the folder it is in."""
+    runs = _named([read_run(source) for source in sources])
+    first = runs[0]
+    title = first.name if len(runs) == 1 else "Runs: " + ", ".join(run.name for run in runs)
+    parts = [_figures(first) if len(runs) == 1 else _compared(runs), cards(_charts(runs))]
+    parts.append('<div class="cards" style="margin-top:16px">')
+    for run in runs:
+        parts += _layers(run, len(runs) > 1)
+    parts += [_events(runs), *(part for run in runs for part in _facts(run, len(runs) > 1)), "</div>"]
+    return page(title, [_heading(run) for run in runs] if len(runs) == 1 else [], parts, refresh=refresh)
+
+
+def _named(runs: list[Run]) -> list[Run]:
+    """Every run under a name of its own."""
+    for run in runs:
+        if sum(other.name == run.name for other in runs) > 1:
+            run.name = f"{run.path.absolute().parent.name}/{run.path.stem}"
+    return runs
+
+
+def _heading(run: Run) -> str:
+    facts = run.facts
+    if not facts:
+        return run.layout()
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.starts[0]["time"]))
+    count = facts["world_size"]
+    parts = [
+        run.layout(),
+        f"{count} rank{'s' * (count > 1)}",
+        facts["device"],
+        f"{facts['parameters']:,} parameters on rank 0",
+    ]
+    parts.append(f"begun {began}, Colonnade {facts['colonnade']}, torch {facts['torch']}")
+    return " · ".join(parts)
+
+
+def _figures(run: Run) -> str:
+    last, rate = run.steps[-1], _throughput(run)
+    norms, skipped = run.column("grad_norm"), _marked(run, "skipped")
+    figures: list[tuple[str, str] | tuple[str, str, bool]] = [(f"{last['step']:,}", "steps")]
+    if last.get("loss") is not None:
+        figures.append((f"{last['loss']:.4g}", "loss of the last step"))
+    figures += [(f"{value:.4g}", "loss on the test data") for _, value in run.test("Loss")[-1:]]
+    figures.append((f"{median(value for _, value in rate):,.4g}", "samples/s, median"))
+    figures.append((seconds(median(value for _, value in run.column("seconds"))), "a step, median"))
+    if norms:
+        figures.append((f"{len(_marked(run, 'clipped')) / len(run.steps):.0%}", "of steps clipped"))
+    figures.append((str(len(skipped)), "steps skipped", bool(skipped)))
+    figures.append((str(len(run.starts[1:])), "restarts", len(run.starts) > 1))
+    figures += [(size(value * 2**20), "peak memory, rank 0") for _, value in run.column("memory")[-1:]]
+    return tiles(figures)
+
+
+def _compared(runs: list[Run]) -> str:
+    """Several runs as rows."""
+    rows = []
+    for run in runs:
+        memory = [size(value * 2**20) for _, value in run.column("memory")[-1:]]
+        rows.append(
+            [
+                run.name,
+                run.layout(),
+                f"{run.steps[-1]['step']:,}",
+                "".join(f"{value:.4g}" for _, value in run.column("loss")[-1:]),
+                f"{median(value for _, value in _throughput(run)):,.4g}",
+                seconds(median(value for _, value in run.column("seconds"))),
+                "".join(memory),
+                str(len(_marked(run, "clipped"))),
+                str(len(_marked(run, "skipped"))),
+                str(len(run.starts[1:])),
+            ]
+        )
+    heads = ("run", "layout", "steps", "loss", "samples/s", "a step", "memory", "clipped", "skipped", "restarts")
+    return f'<section class="card" style="margin-bottom:16px">{table(heads, rows, range(2, 10))}</section>'
+
+
+def _charts(runs: list[Run]) -> list[str]:
+    several = len(runs) > 1
+    made = [card("Loss", _loss_chart(runs, several), _thinning(runs))]
+    made.append(
+        card("Gradient norm, before clipping", _norm_chart(runs, several), "the largest of the steps at a point")
+    )
+    made.append(card("Learning rate", _each(runs, "lr", "learning rate")))
+    rates = [Series(run.name, thinned(_throughput(run), fmean)) for run in runs]
+    made.append(card("Throughput", line_chart(rates, y="samples/s"), "of all ranks together"))
+    note = "on rank 0; communication is what no computation hides, other is hooks, checkpoints and the loop"
+    made.append(card("Where the time of a step goes", _time_chart(runs), note))
+    memory = "peak so far on rank 0" + _held(runs[0]) * (not several)
+    made.append(card("Memory", _each(runs, "memory", "MB"), memory))
+    return made
+
+
+def _loss_chart(runs: list[Run], several: bool) -> str:
+    series = []
+    for at, run in enumerate(runs):
+        name = run.name if several else "training"
+        series.append(Series(name, thinned(run.column("loss"), fmean), color=at if several else 0))
+        if tested := run.test("Loss"):
+            series.append(
+                Series(f"{name}, test data" if several else "test data", tested, "dots", at if several else 1)
+            )
+    return line_chart(series, y="loss")
+
+
+def _norm_chart(runs: list[Run], several: bool) -> str:
+    series: list[Series] = []
+    for at, run in enumerate(runs):
+        series.append(
+            Series(run.name if several else "norm", thinned(run.column("grad_norm"), max), color=at if several else 0)
+        )
+        if several:
+            continue
+        clipped, skipped = _marked(run, "clipped"), _marked(run, "skipped")
+        if level := run.facts.get("clip"):
+            series.append(Series(f"clip_grad_norm = {level:g}", [(run.steps[0]["step"], level)], "level", 7))
+        if clipped:
+            marks = thinned(clipped, max, MOST_MARKS)
+            series.append(Series(f"clipped ({len(clipped)} of {len(run.steps)})", marks, "dots", 4))
+        if skipped:
+            series.append(Series(f"skipped ({len(skipped)})", _at_norm(run, skipped), "dots", 1))
+    return line_chart(series, y="norm", logarithmic=True)
+
+
+def _time_chart(runs: list[Run]) -> str:
+    """How the split changes over one run; of several, the mean split of each."""
+    names = [phase for phase in PHASES if any(run.column(f"time/{phase}") for run in runs)]
+    if not names:
+        return '<p class="empty">this log has no times</p>'
+    columns = [{phase: run.column(f"time/{phase}") for phase in names} for run in runs]
+    if len(runs) > 1:
+        means = [[1000 * fmean([v for _, v in each[phase]] or [0.0]) for phase in names] for each in columns]
+        bars = [(run.name, values) for run, values in zip(runs, means, strict=True)]
+        return stacked_chart(names, bars, x="", y="ms in a step, mean", bars=True)
+    steps = [line["step"] for line in runs[0].steps if any(f"time/{phase}" in line for phase in names)]
+    whole = [dict(columns[0][phase]) for phase in names]
+    thin = [thinned([(at, 1000 * each.get(at, 0.0)) for at in steps], median, MOST_POINTS // 2) for each in whole]
+    parts = [(f"{row[0][0]:,.0f}", [value for _, value in row]) for row in zip(*thin, strict=True)]
+    return stacked_chart(names, parts, x="step", y="ms in a step, median")
+
+
+def _each(runs: list[Run], key: str, what: str) -> str:
+    several = len(runs) > 1
+    return line_chart([Series(run.name if several else what, thinned(run.column(key), fmean)) for run in runs], y=what)
+
+
+def _layers(run: Run, several: bool) -> list[str]:
+    """The norm of each layer over time."""
+    names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
+    if len(names) < 2:
+        note = (
+            'not measured: clip_grad_norm=dict(max_norm=..., per="layer") in the config and a GradientNormHook give it'
+        )
+        return [] if several else [card(title, "", note, wide=True)]
+    shown = (
+        [names[round(at * (len(names) - 1) / (MOST_LAYERS - 1))] for at in range(MOST_LAYERS)]
+        if len(names) > MOST_LAYERS
+        else names
+    )
+    columns = [thinned(run.column(f"grad_norm/{name}"), max, MOST_COLUMNS) for name in shown]
+    steps = [at for at, _ in columns[0]]
+    values = [[dict(column).get(at) for at in steps] for column in columns]
+    note = (
+        f"{len(shown)} of {len(names)} layers; " * (len(shown) < len(names))
+        + "logarithmic, the largest of the steps in a cell"
+    )
+    return [card(title, f'<div class="scroll">{heat_map(shown, steps, values)}</div>', note, wide=True)]
+
+
+def _events(runs: list[Run]) -> str:
+    """Restarts, skipped steps, warnings, in order."""
+    found = []
+    for run in runs:
+        for at, start in enumerate(run.starts):
+            again = f", {start['made_again']} steps made again" if start.get("made_again") else ""
+            what = f"resumed on {run.layout()}{again}" if at else "begun"
+            found.append((run.name, start["step"], "restart" if at else "start", what))
+        found += [(run.name, line["step"], line["level"], line["text"]) for line in run.events]
+        found += [(run.name, int(step), "skipped", "its gradient was not used") for step, _ in _marked(run, "skipped")]
+    found.sort(key=lambda row: (row[0], row[1]))
+    rows = [(name, f"{step:,}", kind, text) for name, step, kind, text in found[:MOST_EVENTS]]
+    if len(runs) == 1:
+        return card("Events", table(("step", "event", ""), [row[1:] for row in rows], [0]), _left_out(found), wide=True)
+    return card("Events", table(("run", "step", "event", ""), rows, [1]), _left_out(found), wide=True)
+
+
+def _left_out(found: Sequence[object]) -> str:
+    return f"the first {MOST_EVENTS} of {len(found)}" if len(found) > MOST_EVENTS else ""
+
+
+def _facts(run: Run, several: bool) -> list[str]:
+    """Ledger and config."""
+    name = f" of {run.name}" * several
+    if not run.facts:
+        return []
+    heads = ("parameters", "n", "over", "ranks", "divided by", "done by")
+    rows = [
+        (row["pattern"], str(row["count"]), row["mode"], _short(row["ranks"]), f"{row['divisor']:g}", row["done_by"])
+        for row in run.facts["ledger"]
+    ]
+    ledger = table(heads, rows, [1, 4], [0]) if rows else '<p class="empty">no gradient owes a sum on rank 0</p>'
+    config = "\n".join(f"{key} = {json.dumps(value)}" for key, value in run.facts["config"].items())
+    return [folded(f"Ledger{name}, on rank 0", ledger), folded(f"Config{name}", f"<pre>{escape(config)}</pre>")]
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]} ({len(ranks)})"
+
+
+def _held(run: Run) -> str:
+    held = run.facts.get("memory") or {}
+    return "; by the layout: " + ", ".join(f"{kind} {size(count)}" for kind, count in held.items()) if held else ""
+
+
+def _throughput(run: Run) -> Points:
+    return [(line["step"], line["samples"] / line["seconds"]) for line in run.steps if line.get("seconds")]
+
+
+def _marked(run: Run, mark: str) -> Points:
+    """The steps that were clipped, or skipped, with their norms (1 where it was not finite)."""
+    return [(line["step"], line.get("grad_norm") or 1.0) for line in run.steps if line.get(mark)]
+
+
+def _at_norm(run: Run, marks: Points) -> Points:
+    """Marks of steps whose norm is not finite lie at the largest that was."""
+    norms = dict(run.column("grad_norm"))
+    top = max(norms.values(), default=1.0)
+    return [(step, norms.get(step, top)) for step, _ in marks]
+
+
+def _thinning(runs: list[Run]) -> str:
+    most = max(len(run.steps) for run in runs)
+    return f"a point is the mean of {most / MOST_POINTS:.0f} steps" if most > MOST_POINTS else "of all ranks, each step"

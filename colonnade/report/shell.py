@@ -1,0 +1,84 @@
+"""The frame of a page: style and script inside it, a heading, figures, cards and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+
+def page(title: str, lines: Sequence[str], body: Iterable[str], script: str = "", refresh: int | None = None) -> str:
+    """A whole HTML page that needs no network. `lines` stand below the title; `refresh`: load again after so many seconds."""
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    scripts = (_HERE / "page.js").read_text(encoding="utf-8") + script
+    told = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}<title>{escape(title)}</title>',
+            '<link rel="icon" href="data:,">',
+            f"<style>{(_HERE / 'page.css').read_text(encoding='utf-8')}</style></head><body><main>",
+            f"<header><div><h1>{escape(title)}</h1>{told}</div>",
+            '<button type="button" data-toggle="theme">light / dark</button></header>',
+            *body,
+            f'</main><div class="hint" hidden></div><script>{scripts}</script></body></html>\n',
+        ]
+    )
+
+
+def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, bool]]) -> str:
+    """The figures to see first: (value, what it is), and whether it is bad."""
+    made = [
+        f'<div class="tile{" bad" if len(each) > 2 and each[2] else ""}"><b>{escape(each[0])}</b><span>{escape(each[1])}</span></div>'
+        for each in figures
+    ]
+    return f'<div class="tiles">{"".join(made)}</div>'
+
+
+def cards(parts: Iterable[str]) -> str:
+    """Cards beside each other where there is room."""
+    return f'<div class="cards">{"".join(parts)}</div>'
+
+
+def card(title: str, content: str, note: str = "", wide: bool = False) -> str:
+    """One part of the page, with a sentence below its title."""
+    told = f"<p>{escape(note)}</p>" if note else ""
+    return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{told}{content}</section>'
+
+
+def folded(title: str, content: str) -> str:
+    """A part that is opened by a click."""
+    return f'<details class="card wide"><summary>{escape(title)}</summary>{content}</details>'
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = (), names: Sequence[int] = ()
+) -> str:
+    """Rows of text; columns of `numbers` are set to the right, those of `names` in a fixed width."""
+
+    def kind(at: int) -> str:
+        return ' class="number"' if at in numbers else ' class="name"' if at in names else ""
+
+    head = "".join(f"<th{kind(at) if at in numbers else ''}>{escape(name)}</th>" for at, name in enumerate(heads))
+    body = "".join(
+        "<tr>" + "".join(f"<td{kind(at)}>{escape(cell)}</td>" for at, cell in enumerate(row)) + "</tr>" for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return ""
+
+
+def seconds(time: float) -> str:
+    """A time for people."""
+    if time >= 60:
+        return f"{int(time // 3600)}:{int(time // 60 % 60):02d}:{int(time % 60):02d}"
+    return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms" if time >= 1e-3 else f"{time * 1e6:.3g} µs"

@@ -1,0 +1,105 @@
+"""A hook that traces some steps on every rank with torch.profiler."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError
+from colonnade.registry import HOOKS
+from colonnade.report.traces import NAME
+from colonnade.trainer.exchange import alone
+from colonnade.trainer.hooks.base import BaseHook
+
+if TYPE_CHECKING:
+    from colonnade.trainer.trainer import Trainer
+
+_MEETINGS = 9
+"""How often the ranks meet to compare their clocks; the median counts, so a rank that is held up once does no harm."""
+
+
+@HOOKS.register_module
+class ProfilerHook(BaseHook):
+    """Traces `steps` steps after the first `skip` of a fit, and writes a trace of each rank to `folder`.
+
+    `colonnade report --trace FOLDER` joins them into one file for Perfetto, on one clock. Steps that are traced are slower.
+    """
+
+    def __init__(
+        self, folder: str | Path, steps: int = 3, skip: int = 5, memory: bool = False, priority: int = 900
+    ) -> None:
+        super().__init__(priority)
+        if steps < 1 or skip < 0:
+            raise ConfigError(f"ProfilerHook: steps={steps} is from 1 on, skip={skip} from 0 on")
+        self.folder, self._steps, self._skip, self._memory = Path(folder), steps, skip, memory
+        self._profile: Any = None
+        self._seen = 0
+        self._met: list[float] = []
+
+    def before_train(self, trainer: Trainer) -> None:
+        self._seen = 0
+        if self._skip == 0:
+            self._begin(trainer)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
+        if not trainer.step_done:
+            return
+        self._seen += 1
+        if self._profile is not None and self._seen == self._skip + self._steps:
+            self._end(trainer)
+        elif self._seen == self._skip and self._profile is None:
+            self._begin(trainer)
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self._profile is not None:
+            self._end(trainer)
+        elif self._seen < self._skip:
+            trainer.logger.warning(
+                f"ProfilerHook: the run had {self._seen} steps, and the first {self._skip} are not traced"
+            )
+
+    def close(self) -> None:
+        if self._profile is not None:  # after an error
+            self._profile.stop()
+            self._profile = None
+
+    def _begin(self, trainer: Trainer) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if trainer.context.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._met = _meet(trainer)
+        self._profile = torch.profiler.profile(activities=kinds, profile_memory=self._memory)
+        self._profile.start()
+
+    def _end(self, trainer: Trainer) -> None:
+        self._profile.stop()
+        profile, self._profile = self._profile, None
+        context = trainer.context
+        rank = context.get_global_rank()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / NAME.format(rank)
+        profile.export_chrome_trace(str(path))
+        place = ", ".join(f"{name} {at}" for name, at in context.layout.coordinates(rank).items())
+        trace = json.loads(path.read_text(encoding="utf-8"))
+        trace["colonnade"] = {"rank": rank, "met_us": self._met, "place": place}
+        path.write_text(json.dumps(trace), encoding="utf-8")
+        trainer.logger.info(
+            f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
+        )
+
+
+def _meet(trainer: Trainer) -> list[float]:
+    """The times of this rank's clock, in microseconds, at a few moments that are the same for all: ends of barriers. Collective."""
+    moments = []
+    for _ in range(_MEETINGS):
+        if not alone(trainer.context):
+            dist.barrier(group=trainer.context.get_group(ParallelMode.GLOBAL))
+        moments.append(time.time_ns() / 1000)
+    return moments

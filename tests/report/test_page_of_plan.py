@@ -1,0 +1,95 @@
+"""The page and the pictures of a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from colonnade.report import plan_page, write_plan_pictures
+from tests.report.plans import groups_of_a_hundred_thousand, small_plan
+
+
+def data_of(text: str) -> dict:
+    (found,) = re.findall(r'id="plan-data">(.*?)</script>', text, flags=re.S)
+    return json.loads(found)
+
+
+def test_a_plan_is_on_the_page():
+    plan = small_plan()
+    text = plan_page(plan)
+    assert "<h1>Plan: data 2 x pipeline 2 x tensor 2</h1>" in text
+    for title in ("Mesh", "Pipeline", "Memory", "Communication by mode", "Ledger", "Groups"):
+        assert f">{title}<" in text
+    data = data_of(text)
+    assert data["world_size"] == 8
+    assert len(data["timeline"]["rows"]) == 2
+    assert all(
+        0 <= start < end <= data["timeline"]["parts"] for row in data["timeline"]["rows"] for *_, start, end in row
+    )
+    assert not re.findall(r'(?:src|href)="(?!data:)', text)
+
+
+def test_a_hundred_thousand_ranks_are_a_small_page():
+    plan = groups_of_a_hundred_thousand()
+    row = [
+        [kind, 0, micro, micro * 2.0 + at, micro * 2.0 + at + 1] for micro in range(256) for at, kind in enumerate("FB")
+    ]
+    timeline = {
+        "schedule": "1f1b",
+        "num_microbatches": 256,
+        "rows": [row] * 16,
+        "makespan": 512.0,
+        "bubble": 0.1,
+        "equal_bubble": 0.1,
+    }
+    text = plan_page({**plan, "timeline": timeline})
+    assert len(text.encode()) < 3 * 2**20
+    assert data_of(text)["world_size"] == 102_400
+
+
+def test_a_search_shows_what_fits_and_why_others_were_cut():
+    plan = small_plan()
+    numbers = dict(step_seconds=0.25, peak_memory=10**9, bubble=0.1, exposed_seconds=0.01, utilisation=0.5)
+    fitting = [{"layout": {"tensor": 2, "pipeline": 2}, "reason": "", **numbers}]
+    cut = [{"layout": {"tensor": 8}, "reason": "needs 99 GB of 75 GB", **dict.fromkeys(numbers)}]
+    search = dict(
+        world_size=8,
+        hardware=plan["hardware"],
+        fitting=fitting,
+        cut=cut,
+        config="parallel = 1",
+        verify="colonnade verify x",
+        notes=[],
+    )
+    text = plan_page({**search, "best": plan})
+    for told in (
+        "tensor 2, pipeline 2",
+        "needs 99 GB of 75 GB",
+        "parallel = 1",
+        "colonnade verify x",
+        "250 ms",
+        ">Mesh<",
+    ):
+        assert told in text
+    assert "no layout fits" in plan_page({**search, "fitting": [], "best": None})
+
+
+def test_what_would_be_refused_stands_first():
+    text = plan_page({**small_plan(), "problems": ["blocks.0.weight is <owed>"]})
+    assert "blocks.0.weight is &lt;owed&gt;" in text
+    assert text.index("This would not start") < text.index(">Mesh<")
+
+
+@pytest.mark.parametrize("make", [small_plan, groups_of_a_hundred_thousand])
+def test_pictures_are_files(make, tmp_path):
+    plan = make()
+    found = write_plan_pictures(plan, tmp_path / "pictures")
+    assert {path.stem for path in found} == {"mesh"} | (
+        {"ledger", "memory", "communication", "timeline"} if plan["classes"] else set()
+    )
+    for path in found:
+        ET.fromstring(path.read_text())
+        assert path.stat().st_size < 400_000
