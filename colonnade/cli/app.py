@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from colonnade.cli.ckpt import ckpt
+from colonnade.cli.config import config
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "new": new,
     "verify": verify,
     "explain": explain,
+    "config": config,
 }
 """Each is a function whose docstring is its help."""
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from colonnade.testing import run_world
 from tests.corpus.runner import Result, bug_of, names, run_all
 
-PAGE = Path(__file__).parents[2] / "docs" / "bugs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "bugs.md"
 QUICK = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "CUDA_VISIBLE_DEVICES": ""}
 PER_WORLD = 30
 HEAD = """# Bugs of the field, and what `verify` says of them
 
-Each row is a bug that a public tracker tells of, re-made in a few lines on 2 to 4 ranks of a CPU: [`tests/corpus/`](../tests/corpus) has one file for each.
+Each row is a bug that a public tracker tells of, re-made in a few lines on 2 to 4 ranks of a CPU: `tests/corpus/` has one file for each.
 `colonnade.verify` knows nothing of what was planted. The cause that it has to name stands in the file, and was committed before the bug was first run.
 
 How far to trust the share: at the first run of the first 96 bugs, with hypotheses that had met none of them, all were found and 52 causes were named (54%).
@@ -69,5 +69,5 @@ def _row(one: Result) -> str:
     )
     cause = f"yes: {one.bug.cause}" if one.named else f"no: {one.causes[0] if one.causes else '-'}, not {one.bug.cause}"
     said = (one.sentence or one.error or one.refused).replace("|", "\\|").replace("\n", " ")
-    link = f"[{one.bug.source}](../tests/corpus/{one.name}.py)"
+    link = f"[{one.bug.source}](../../tests/corpus/{one.name}.py)"
     return f"| {link} | {one.bug.what} | {found} | {cause} | {said} | {one.seconds:.1f} |"
