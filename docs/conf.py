@@ -23,7 +23,8 @@ nitpick_ignore_regex = [(r"py:.*", r".*")]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header"]  # a page of the README's kind may begin with a second-level heading
+# A type of a signature may be public under several names.
+suppress_warnings = ["ref.python"]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
