@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs_ready
+VERSION := $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' colonnade/version.py)
 
 # Ranks of the tests are processes: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS := 1
@@ -10,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long mutants bench check fast lint types layers clean
+.PHONY: help setup demo test long mutants bench docs browser check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +39,17 @@ mutants: $(READY)  ## change the package at random and see which changes no test
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
 
+docs: $(DOCS_READY)  ## build the site into build/site/VERSION; a warning or a link that leads nowhere is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -d build/doctrees docs build/site/$(VERSION)
+	@echo "open build/site/$(VERSION)/index.html"
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_READY)
+
+browser: docs  ## open what is made for a browser in headless Chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest -q -m long tests/browser
+
 check: $(READY)  ## lint, types, layering and the fast tests, in about two minutes
 	$(MAKE) -j2 fast lint types layers
 
@@ -54,4 +67,4 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

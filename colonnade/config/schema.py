@@ -58,9 +58,9 @@ _PARALLEL = Section(
         "data": with_dict(_REST, Section({"size": _REST.means("how many ranks")}, ("size",)), "dict(size=...)").means(
             "data-parallel size; None, -1 or 'auto': what the other axes leave"
         ),
-        "pipeline": with_dict(any_of(COUNT, NONE), Section({"size": COUNT.means("how many stages")}, ("size",)), "dict(size=...)").means(
-            "number of pipeline stages"
-        ),
+        "pipeline": with_dict(
+            any_of(COUNT, NONE), Section({"size": COUNT.means("how many stages")}, ("size",)), "dict(size=...)"
+        ).means("number of pipeline stages"),
         "tensor": with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)").means(
             "tensor parallelism; further keys go to the mode's initializer"
         ),

@@ -7,9 +7,15 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-
 MODULES = (
-    *("colonnade", "colonnade.context", "colonnade.config", "colonnade.registry", "colonnade.errors", "colonnade.utils"),
+    *(
+        "colonnade",
+        "colonnade.context",
+        "colonnade.config",
+        "colonnade.registry",
+        "colonnade.errors",
+        "colonnade.utils",
+    ),
     *("colonnade.engine.gradient_handler", "colonnade.engine.schedule", "colonnade.parallel.collectives"),
     *("colonnade.nn", "colonnade.nn.moe", "colonnade.nn.sequence", "colonnade.models"),
     *("colonnade.trainer", "colonnade.trainer.hooks", "colonnade.checkpoint", "colonnade.testing"),
@@ -22,7 +28,7 @@ def directive(module: str) -> str:
     here = importlib.import_module(module)
     earlier = {
         id(getattr(importlib.import_module(other), name)): other
-        for other in MODULES[: MODULES.index(module)]
+        for other in reversed(MODULES[: MODULES.index(module)])
         for name in _names(other)
     }
     names, hidden = "", [*_HIDDEN]
@@ -31,7 +37,7 @@ def directive(module: str) -> str:
         names += f"- [`{name}`](#{home}.{name})\n"
         hidden += [name] if home != module else []
     lines = [f".. automodule:: {module}", "   :members:", f"   :exclude-members: {', '.join(hidden)}"]
-    return names + "\n```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
+    return f":::{{container}} names\n{names}:::\n" + "\n```{eval-rst}\n" + "\n".join(lines) + "\n```\n"
 
 
 def in_words(module: str) -> str:

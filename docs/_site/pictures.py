@@ -23,9 +23,7 @@ class Drawing:
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         """A filled box with round corners; `colour` is c0 to c5, `none` or `quiet`."""
         self._reach(x + width, y + height)
-        self.shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{colour}"/>'
-        )
+        self.shapes.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{colour}"/>')
 
     def words(self, x: float, y: float, text: str, kind: str = "") -> None:
         """Text whose middle is at (x, y); `kind`: `left`, `small`, `inside` (on a colour)."""
@@ -53,7 +51,9 @@ def in_words(name: str) -> str:
     return f"(Picture: {PICTURES[name]()[1]})\n"
 
 
-def _ranks(drawing: Drawing, x: float, y: float, title: str, layout: Layout, say: Callable[[int], tuple[str, str]]) -> None:
+def _ranks(
+    drawing: Drawing, x: float, y: float, title: str, layout: Layout, say: Callable[[int], tuple[str, str]]
+) -> None:
     """A square of ranks, data down and tensor across; `say` gives each rank a colour and a line."""
     across = layout.grid.sizes["tensor"]
     drawing.words(x + across * 66 - 8, y, title, "title")
@@ -122,12 +122,15 @@ def _divisor() -> tuple[Drawing, str]:
         holds = rank in factor.ranks
         drawing.box(150 + rank * 100, 0, 88, 36, "c1")
         drawing.words(194 + rank * 100, 18, f"rank {rank}", "inside")
-        drawing.shapes.append(
-            f'<path d="M{194 + rank * 100} 40 L{194 + (rank // 2 * 2) * 100} 84" class="arrow"/>'
-        )
+        drawing.shapes.append(f'<path d="M{194 + rank * 100} 40 L{194 + (rank // 2 * 2) * 100} 84" class="arrow"/>')
         drawing.box(150 + rank * 100, 90, 88, 36, "c0" if holds else "quiet")
         drawing.words(194 + rank * 100, 108, f"rank {rank}", "inside" if holds else "")
-    drawing.words(10, 152, f"summed over the {len(factor.ranks)} ranks that hold it, divided by the {factor.divisor} that sent tokens", "left")
+    drawing.words(
+        10,
+        152,
+        f"summed over the {len(factor.ranks)} ranks that hold it, divided by the {factor.divisor} that sent tokens",
+        "left",
+    )
     return drawing, (
         f"Expert 0 on four data ranks in expert groups of two. Its gradient is summed over ranks {list(factor.ranks)} and divided by "
         f"{factor.divisor}, not by {len(factor.ranks)}."
@@ -168,12 +171,22 @@ def _pipeline() -> tuple[Drawing, str]:
             for timed in row:
                 kind = timed.action.kind.value
                 colour = {"F": "c0", "B": "c1", "I": "c1", "W": "c2"}[kind]
-                drawing.box(4 + timed.start * scale, top + 12 + rank * 28, (timed.end - timed.start) * scale - 2, 24, colour)
+                drawing.box(
+                    4 + timed.start * scale, top + 12 + rank * 28, (timed.end - timed.start) * scale - 2, 24, colour
+                )
                 drawing.words(
-                    4 + (timed.start + timed.end) / 2 * scale - 1, top + 24 + rank * 28, f"{kind}{timed.action.micro_batch}", "inside small"
+                    4 + (timed.start + timed.end) / 2 * scale - 1,
+                    top + 24 + rank * 28,
+                    f"{kind}{timed.action.micro_batch}",
+                    "inside small",
                 )
         top += 12 + 3 * 28 + 24
-    return drawing, "Three orders on 3 ranks with 4 micro-batches, a row for each rank, time to the right. " + "; ".join(told) + "."
+    return (
+        drawing,
+        "Three orders on 3 ranks with 4 micro-batches, a row for each rank, time to the right. "
+        + "; ".join(told)
+        + ".",
+    )
 
 
 PICTURES: dict[str, Callable[[], tuple[Drawing, str]]] = {

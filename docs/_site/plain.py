@@ -62,7 +62,9 @@ def _first_sentence(app: Sphinx, page: str) -> str:
 def _versions(folder: Path) -> str:
     """A page with a link to every version that was built here; the newest first."""
     found = sorted((each.name for each in folder.iterdir() if (each / "index.html").exists()), key=_as_numbers)[::-1]
-    links = "".join(f'<li><a href="{html.escape(name)}/index.html">Colonnade {html.escape(name)}</a></li>' for name in found)
+    links = "".join(
+        f'<li><a href="{html.escape(name)}/index.html">Colonnade {html.escape(name)}</a></li>' for name in found
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Colonnade: versions</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><style>:root{color-scheme:light dark}'

@@ -144,7 +144,9 @@ def _has(layout: Layout, placement: Placement, rank: int, stages: int) -> bool:
 def _written(groups: dict[int, tuple[int, ...]], world: int) -> str:
     names: dict[tuple[int, ...], str] = {}
     letters = "abcdefghijklmnopqrstuvwxyz"
-    return "".join(names.setdefault(groups[rank], letters[len(names)]) if rank in groups else "-" for rank in range(world))
+    return "".join(
+        names.setdefault(groups[rank], letters[len(names)]) if rank in groups else "-" for rank in range(world)
+    )
 
 
 # -- the pipeline player ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from colonnade.testing import run_world
 from tests.corpus.runner import Result, bug_of, names, run_all
+from tests.evidence import stamp
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "bugs.md"
 QUICK = {"TORCH_DISTRIBUTED_DEBUG": "OFF", "CUDA_VISIBLE_DEVICES": ""}
@@ -20,8 +21,6 @@ How far to trust the share: at the first run of the first 96 bugs, with hypothes
 The hypotheses were then made more general with these bugs in view. Thirteen more bugs were written after that: 13 found and 10 named (77%) at their first run,
 after which two more hypotheses were made more general. So the share below is that of a test set that was learnt from; the 77% is not. The other way round,
 `python -m tests.corpus.healthy` draws runs with nothing wrong in them (models, layouts, ZeRO, accumulation, clipping, fp64, fp32, bf16): 200 of 200 are found equal.
-
-Made by `python -m tests.corpus`.
 
 """
 
@@ -56,7 +55,7 @@ def markdown(found: list[Result]) -> str:
         "| source | bug | found | cause named | what is said | s |",
         "|---|---|---|---|---|---|",
     ]
-    return HEAD + "\n".join([*lines, *map(_row, found)]) + "\n"
+    return HEAD + stamp("python -m tests.corpus") + "\n\n" + "\n".join([*lines, *map(_row, found)]) + "\n"
 
 
 def _row(one: Result) -> str:
