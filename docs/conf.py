@@ -29,7 +29,6 @@ suppress_warnings = ["ref.python"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-python_maximum_signature_line_length = 88
 add_module_names = False
 default_role = "literal"
 
@@ -37,6 +36,7 @@ html_theme = "furo"
 html_title = f"Colonnade {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {

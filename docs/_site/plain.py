@@ -9,6 +9,7 @@ from pathlib import Path
 import generated
 from sphinx.application import Sphinx
 
+_CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _FENCES = re.compile(r"^:::+.*\n", re.MULTILINE)
 _TOCTREE = re.compile(r"^```\{toctree\}\n.*?^```\n", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"^<!-- ranks: \d+ -->\n", re.MULTILINE)
@@ -51,11 +52,12 @@ def _line(app: Sphinx, page: str) -> str:
 
 
 def _first_sentence(app: Sphinx, page: str) -> str:
-    """The beginning of the first paragraph of prose."""
-    for block in copy_of(Path(app.env.doc2path(page)).read_text(encoding="utf-8")).split("\n\n"):
-        if block.strip() and block.strip()[0] not in "#|`<-:>!(" and not block.startswith("    "):
-            text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(block.split()))
-            return re.split(r"(?<=[.:?]) ", text.replace("**", ""))[0]
+    """The first sentence of prose."""
+    text = _CODE.sub("", copy_of(Path(app.env.doc2path(page)).read_text(encoding="utf-8")))
+    for block in text.split("\n\n"):
+        if block.strip() and block.strip()[0] not in "#|<-:>!(":
+            prose = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(block.split()))
+            return re.split(r"(?<=[.?]) ", prose.replace("**", ""))[0]
     return ""
 
 
