@@ -85,8 +85,8 @@ FAULTS = (
         "test_a_rank_that_never_comes_is_not_waited_for_longer_than_asked or test_a_config_that_is_refused_on_one_rank",
     ),
     Fault(
-        "a rank has other weights, another config or other versions",
-        "an error on every rank before step 1, with the key or the parameter",
+        "a rank has another config, or other versions of torch and colonnade",
+        "an error on every rank in `launch`, with the key, the values and the ranks",
         "tests/test_launch.py",
         "test_configs_and_versions_that_differ_are_named_on_every_rank",
     ),
