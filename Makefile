@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs_ready
+VERSION := $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' colonnade/version.py)
 
 # Ranks of the tests are processes: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS := 1
@@ -10,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long browser mutants release-check bench check fast lint types layers clean
+.PHONY: help setup demo test long browser mutants release-check bench docs check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,9 +33,6 @@ test: check  ## everything: `make check`, then the slow tests
 long: $(VENV)/.long  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
 
-browser: $(VENV)/.long  ## of these, those that open pages in Chromium (Debian's package, or CHROMIUM=path)
-	$(BIN)/python -m pytest -q -rs tests/report/test_browser.py
-
 $(VENV)/.long: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,long]'
 	touch $(VENV)/.long
@@ -41,11 +40,22 @@ $(VENV)/.long: $(READY)
 mutants: $(READY)  ## change the package at random and see which changes no test notices: COUNT=50 SEED=0 JOBS=2
 	$(BIN)/python -m tests.mutants --count $(or $(COUNT),50) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
-release-check: $(READY)  ## build wheel and sdist, check them, install the wheel in an empty environment and run the demo there
+release-check: $(VENV)/.long  ## build wheel and sdist, check them, install the wheel in an empty environment and run the demo there
 	$(BIN)/python tools/release_check.py
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py
+
+docs: $(DOCS_READY)  ## build the site into build/site/VERSION; a warning or a link that leads nowhere is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -j 2 -b html -d build/doctrees docs build/site/$(VERSION)
+	@echo "open build/site/$(VERSION)/index.html"
+
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_READY)
+
+browser: $(VENV)/.long docs  ## open the site and the report's pages in headless Chromium (Debian's package, or CHROMIUM=path)
+	$(BIN)/python -m pytest -q -rs -m long tests/browser tests/report/test_browser.py
 
 check: $(READY)  ## lint, types, layering and the fast tests, in about two minutes
 	$(MAKE) -j2 fast lint types layers
@@ -64,4 +74,4 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,7 @@
-"""Every Python block of the README and the documents is executed, in order, on as many ranks as the page says."""
+"""Every Python block of the README and the documents is executed, in order, on as many ranks as the page says.
+
+A block that begins with ```py, not ```python, is code of another framework, shown beside ours and not run.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from colonnade.cli.ckpt import ckpt
+from colonnade.cli.config import config
 from colonnade.cli.demo import demo
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify,
     "explain": explain,
     "report": report,
+    "config": config,
 }
 """Each is a function whose docstring is its help."""
 

@@ -31,7 +31,7 @@ class Rule:
     """What one value may be: one that `accepts` takes, or a dict of `section`, or a list of `items`.
 
     `allows` completes the sentence "must be ...". `may_differ`: ranks may have other values; all else is compared at
-    launch.
+    launch. `purpose` says what the key is for, in the list of all keys.
     """
 
     allows: str
@@ -39,6 +39,11 @@ class Rule:
     section: Section | None = None
     items: Rule | None = None
     may_differ: bool = False
+    purpose: str = ""
+
+    def means(self, purpose: str) -> Rule:
+        """The same rule, as that of a key which is for this."""
+        return replace(self, purpose=purpose)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The table of keys that Colonnade reads from a config: what each may hold, and (beside it) what it is for.
+"""The table of keys that Colonnade reads from a config: what each may hold, and what it means.
 
-A new key is one more entry here; checking and suggestions follow from it. All ranks must have the same values, which is
+A new key is one more entry here; checking, suggestions and the list of all keys follow from it. All ranks must have the same values, which is
 compared at launch, but for keys in `differing(...)`.
 """
 
@@ -41,25 +41,33 @@ def _words(**by_key: str) -> dict[str, str]:
     return {word: key for key, words in by_key.items() for word in words.split()}
 
 
-_SPEC = Section({"type": TEXT}, required=("type",), is_open=True)
+_SPEC = Section({"type": TEXT.means("its registered name")}, required=("type",), is_open=True)
 _NAMED = with_dict(Rule("a registered name", TEXT.accepts), _SPEC, "dict(type='Name', ...)")
 _HANDLERS = Rule("a list: [dict(type='Name', ...), ...]", items=_NAMED)
 
-_AXIS = {"size": COUNT, "mode": any_of(TEXT, NONE)}  # `mode`: a key of INITIALIZER_MAPPING
+_AXIS = {
+    "size": COUNT.means("how many ranks a group of it has"),
+    "mode": any_of(TEXT, NONE).means("which initializer makes the groups: a key of INITIALIZER_MAPPING"),
+}
 _REST = any_of(COUNT, NONE, choice(-1), choice("auto"))
 _OWN_AXIS = Section(_AXIS, required=("size",), is_open=True)
-# `over`: the axes that experts lie on
-_EXPERT = Section({**_AXIS, "over": any_of(TEXT, TEXTS, NONE)}, required=("size",), is_open=True)
+_OVER = any_of(TEXT, TEXTS, NONE).means("the axes that experts lie on")
+_EXPERT = Section({**_AXIS, "over": _OVER}, required=("size",), is_open=True)
 _PARALLEL = Section(
     {
-        # data-parallel size; None, -1 or 'auto': what the other axes leave
-        "data": with_dict(_REST, Section({"size": _REST}, ("size",)), "dict(size=...)"),
-        # number of pipeline stages
-        "pipeline": with_dict(any_of(COUNT, NONE), Section({"size": COUNT}, ("size",)), "dict(size=...)"),
-        # tensor parallelism; further keys go to the mode's initializer
-        "tensor": with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)"),
-        "expert": with_dict(any_of(COUNT, NONE), _EXPERT, "dict(size=..., over=..., ...)"),  # expert parallelism
-        "sequence": with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)"),  # sequence parallelism
+        "data": with_dict(_REST, Section({"size": _REST.means("how many ranks")}, ("size",)), "dict(size=...)").means(
+            "data-parallel size; None, -1 or 'auto': what the other axes leave"
+        ),
+        "pipeline": with_dict(
+            any_of(COUNT, NONE), Section({"size": COUNT.means("how many stages")}, ("size",)), "dict(size=...)"
+        ).means("number of pipeline stages"),
+        "tensor": with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)").means(
+            "tensor parallelism; further keys go to the mode's initializer"
+        ),
+        "expert": with_dict(any_of(COUNT, NONE), _EXPERT, "dict(size=..., over=..., ...)").means("expert parallelism"),
+        "sequence": with_dict(any_of(COUNT, NONE), _OWN_AXIS, "dict(size=..., mode=..., ...)").means(
+            "sequence parallelism"
+        ),
     },
     others=only_dict(_OWN_AXIS, "dict(size=..., mode=..., ...)"),
     renamed=_words(
@@ -76,10 +84,10 @@ _PARALLEL = Section(
 
 _GROUP = Section(
     {
-        "params": any_of(TEXT, SOME_TEXTS),  # names of its parameters, as patterns
-        "max_norm": any_of(POSITIVE, NONE),  # a limit of its own; None: clipped with the rest
-        "counted": BOOL,  # whether it is part of the total norm
-        "clipped": BOOL,  # whether it is clipped at all
+        "params": any_of(TEXT, SOME_TEXTS).means("names of its parameters, as patterns"),
+        "max_norm": any_of(POSITIVE, NONE).means("a limit of its own; None: clipped with the rest"),
+        "counted": BOOL.means("whether it is part of the total norm"),
+        "clipped": BOOL.means("whether it is clipped at all"),
     },
     required=("params",),
     renamed=_words(max_norm="max"),
@@ -87,15 +95,14 @@ _GROUP = Section(
 _GROUP_FORM = "dict(params=<name patterns>, max_norm=..., counted=..., clipped=...)"
 _CLIP = Section(
     {
-        "max_norm": any_of(number_from(0), NONE),  # largest global norm; 0: off, inf: only measure
-        "norm_type": ORDER,  # p of the norm
-        # parameters that are clipped apart
+        "max_norm": any_of(number_from(0), NONE).means("largest global norm; 0: off, inf: only measure"),
+        "norm_type": ORDER.means("p of the norm"),
         "groups": Rule(
             f"a dict of {_GROUP_FORM} by name or None", NONE.accepts, Section({}, others=only_dict(_GROUP, _GROUP_FORM))
-        ),
-        "nonfinite": any_of(choice("skip", "raise", "propagate"), NONE),  # what to do when the norm is nan or inf
-        "method": with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)"),  # how the threshold is found
-        "per": choice("group", "layer", "parameter"),  # what gets a norm of its own
+        ).means("parameters that are clipped apart"),
+        "nonfinite": any_of(choice("skip", "raise", "propagate"), NONE).means("what to do when the norm is nan or inf"),
+        "method": with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)").means("how the threshold is found"),
+        "per": choice("group", "layer", "parameter").means("what gets a norm of its own"),
     },
     renamed=_words(
         max_norm="max_grad_norm clip_grad_norm clip_norm norm value max",
@@ -106,16 +113,16 @@ _CLIP = Section(
 
 _FP16 = Section(
     {
-        "mode": any_of(choice("torch", "apex", "naive"), AMP_MODE, NONE),  # kind of mixed precision
-        "init_scale": LOSS_SCALE,  # loss scale to start from
-        "growth_factor": number_above(1),  # the scale grows by this factor
-        "backoff_factor": FRACTION,  # the scale shrinks by this factor after an overflow
-        "growth_interval": COUNT,  # steps without overflow before the scale grows
-        "min_scale": any_of(LOSS_SCALE, NONE),  # smallest loss scale
-        "max_scale": any_of(LOSS_SCALE, NONE),  # largest loss scale
-        "hysteresis": COUNT,  # overflows before the scale shrinks
-        "enabled": BOOL,  # False: as if fp16 were left out
-        "dynamic_grad_scale": BOOL,  # whether the scale moves at all
+        "mode": any_of(choice("torch", "apex", "naive"), AMP_MODE, NONE).means("kind of mixed precision"),
+        "init_scale": LOSS_SCALE.means("loss scale to start from"),
+        "growth_factor": number_above(1).means("the scale grows by this factor"),
+        "backoff_factor": FRACTION.means("the scale shrinks by this factor after an overflow"),
+        "growth_interval": COUNT.means("steps without overflow before the scale grows"),
+        "min_scale": any_of(LOSS_SCALE, NONE).means("smallest loss scale"),
+        "max_scale": any_of(LOSS_SCALE, NONE).means("largest loss scale"),
+        "hysteresis": COUNT.means("overflows before the scale shrinks"),
+        "enabled": BOOL.means("False: as if fp16 were left out"),
+        "dynamic_grad_scale": BOOL.means("whether the scale moves at all"),
     },
     renamed=_words(
         init_scale="initial_scale loss_scale initial_scale_power scale",
@@ -126,12 +133,12 @@ _FP16 = Section(
     ),
     refused={"verbose": "is not read: changes of the scale are not logged. Leave it out"},
 )
-_BF16 = Section({"master_weights": BOOL})  # the optimizer steps on fp32 weights
+_BF16 = Section({"master_weights": BOOL.means("the optimizer steps on fp32 weights")})
 _FLOAT8 = Section(
     {
-        "recipe": choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),  # how torchao scales values
-        "skip": any_of(TEXT, TEXTS, NONE),  # layers that keep their dtype, by name
-        "emulate": BOOL,  # try it out where there is no float8 hardware
+        "recipe": choice("tensorwise", "rowwise", "rowwise_with_gw_hp").means("how torchao scales values"),
+        "skip": any_of(TEXT, TEXTS, NONE).means("layers that keep their dtype, by name"),
+        "emulate": BOOL.means("try it out where there is no float8 hardware"),
     }
 )
 
@@ -141,16 +148,16 @@ _OLD_ZERO = (
 _STAGE = choice(0, 1, 2, 3)
 _ZERO = Section(
     {
-        "stage": _STAGE,  # 1: optimizer state is sharded, 2: and gradients, 3: and parameters
-        "reduce_scatter": BOOL,  # reduce-scatter gradients instead of all-reduce
-        "offload": any_of(BOOL, TEXT, NONE),  # device that keeps the shards between steps
-        "bucket_mb": POSITIVE,  # bucket size in MB
-        "gather_ahead": BOOL,  # stages 1, 2: gather parameters while the next forward pass runs
-        "prefetch": int_from(0),  # stage 3: how many modules are gathered ahead
-        "master_weights": BOOL,  # the optimizer steps on fp32 weights
-        "replicate": any_of(TEXT, NONE),  # stage 3: the axis on which shards are replicas (HSDP)
-        "wrap": any_of(TEXT, TEXTS, NONE),  # stage 3: names of the modules that are gathered one by one
-        "reshard": BOOL,  # stage 3: give parameters back after their forward pass
+        "stage": _STAGE.means("1: optimizer state is sharded, 2: and gradients, 3: and parameters"),
+        "reduce_scatter": BOOL.means("reduce-scatter gradients instead of all-reduce"),
+        "offload": any_of(BOOL, TEXT, NONE).means("device that keeps the shards between steps"),
+        "bucket_mb": POSITIVE.means("bucket size in MB"),
+        "gather_ahead": BOOL.means("stages 1, 2: gather parameters while the next forward pass runs"),
+        "prefetch": int_from(0).means("stage 3: how many modules are gathered ahead"),
+        "master_weights": BOOL.means("the optimizer steps on fp32 weights"),
+        "replicate": any_of(TEXT, NONE).means("stage 3: the axis on which shards are replicas (HSDP)"),
+        "wrap": any_of(TEXT, TEXTS, NONE).means("stage 3: names of the modules that are gathered one by one"),
+        "reshard": BOOL.means("stage 3: give parameters back after their forward pass"),
     },
     required=("stage",),
     renamed=_words(
@@ -164,13 +171,13 @@ _ZERO = Section(
 _MODES = choice("none", "full", "selective")
 _ACTIVATIONS = Section(
     {
-        "mode": _MODES,  # what a block computes again in backward: nothing, everything, all but the ops of `keep`
-        "every": COUNT,  # of the blocks, every n-th one
-        "blocks": any_of(
-            TEXT, TEXTS, NONE
-        ),  # their classes, or patterns of module names; left out, they are looked for
-        "keep": any_of(TEXTS, NONE),  # mode 'selective': ops whose results are kept, such as 'aten.mm'
-        "offload": BOOL,  # what is kept for backward lies in the host's memory
+        "mode": _MODES.means("what a block computes again in backward: nothing, everything, all but the ops of `keep`"),
+        "every": COUNT.means("of the blocks, every n-th one"),
+        "blocks": any_of(TEXT, TEXTS, NONE).means(
+            "their classes, or patterns of module names; left out, they are looked for"
+        ),
+        "keep": any_of(TEXTS, NONE).means("mode 'selective': ops whose results are kept, such as 'aten.mm'"),
+        "offload": BOOL.means("what is kept for backward lies in the host's memory"),
     },
     renamed=_words(
         mode="type policy granularity", blocks="modules layers wrap", every="every_n interval", offload="cpu_offload"
@@ -179,15 +186,15 @@ _ACTIVATIONS = Section(
 
 _SYNC = Section(
     {
-        "bucket_mb": POSITIVE,  # bucket size in MB
-        "first_bucket_mb": POSITIVE,  # size of the bucket that is ready first
-        "overlap": any_of(BOOL, choice("auto")),  # reduce while backward runs
-        "reduce_dtype": any_of(DTYPE, TEXT, NONE),  # dtype of the reduction, at every stage of zero
-        "compress": any_of(choice("bf16", "fp16"), NONE),  # dtype in which gradients are sent
-        "fixed_order": BOOL,  # the same order of sums in every run
-        "shared_memory": any_of(BOOL, choice("auto"), NONE),  # reduce in shared memory on one host
-        "automatic": BOOL,  # attach handlers for what no named handler does
-        "waive": any_of(TEXT, TEXTS, NONE),  # parameters that nobody need synchronise, by name
+        "bucket_mb": POSITIVE.means("bucket size in MB"),
+        "first_bucket_mb": POSITIVE.means("size of the bucket that is ready first"),
+        "overlap": any_of(BOOL, choice("auto")).means("reduce while backward runs"),
+        "reduce_dtype": any_of(DTYPE, TEXT, NONE).means("dtype of the reduction, at every stage of zero"),
+        "compress": any_of(choice("bf16", "fp16"), NONE).means("dtype in which gradients are sent"),
+        "fixed_order": BOOL.means("the same order of sums in every run"),
+        "shared_memory": any_of(BOOL, choice("auto"), NONE).means("reduce in shared memory on one host"),
+        "automatic": BOOL.means("attach handlers for what no named handler does"),
+        "waive": any_of(TEXT, TEXTS, NONE).means("parameters that nobody need synchronise, by name"),
     },
     renamed=_words(
         bucket_mb="bucket_cap_mb bucket_size_mb bucket_size bucket",
@@ -198,39 +205,49 @@ _SYNC = Section(
     ),
 )
 
-_GUARD = Section({"every": COUNT}, renamed=_words(every="interval every_n steps"))  # steps between two comparisons
+_GUARD = Section(
+    {"every": COUNT.means("steps between two comparisons")}, renamed=_words(every="interval every_n steps")
+)
 
-_MODEL = Section({"num_chunks": COUNT}, is_open=True)  # model chunks per pipeline stage
+_MODEL = Section({"num_chunks": COUNT.means("model chunks per pipeline rank")}, is_open=True)
 
-_COMPILE = Section({"blocks": BOOL}, is_open=True)  # blocks=False: the model in one piece
+_COMPILE = Section({"blocks": BOOL.means("False: the model in one piece")}, is_open=True)
 
 KEYS: dict[str, Rule] = {
-    # how the ranks are divided into axes
-    "parallel": only_dict(_PARALLEL, "a dict of data, pipeline, tensor, expert, sequence and axes of your own"),
-    "gradient_handler": _HANDLERS,  # gradient handlers to add to what the placements demand
-    "gradient_handlers": _HANDLERS,  # another name of gradient_handler
-    "clip_grad_norm": with_dict(number_from(0), _CLIP),  # clip to this global norm; 0: off
-    "gradient_accumulation": COUNT,  # batches per optimizer step
-    "fp16": with_dict(BOOL, _FP16),  # fp16 mixed precision with a loss scale
-    "bf16": with_dict(BOOL, _BF16),  # bf16 mixed precision
-    "float8": with_dict(BOOL, _FLOAT8),  # linear layers in float8, by torchao
-    "zero": with_dict(_STAGE, _ZERO),  # sharding over the data axis
-    "schedule": _NAMED,  # how one step's passes run; further keys go to the schedule
-    "sync": only_dict(_SYNC),  # how gradients are reduced
-    "guard": with_dict(BOOL, _GUARD),  # compare replicas and the calls of handlers between ranks every so many steps
-    "compare_batches": BOOL,  # compare the first batches of ranks that see the same data; on unless False
-    # which activations are computed again in backward, or kept on the host; True: 'full'
-    "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS),
-    "flat_step": BOOL,  # run the optimizer on flat buffers
-    "graph_step": BOOL,  # run the flat step and the clipping as CUDA graphs
-    "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options"),  # torch.compile the model, block by block
-    "seed": INT,  # seed of every random stream
-    "cudnn_benchmark": BOOL,  # let cuDNN search for the fastest algorithm
-    "cudnn_deterministic": BOOL,  # let cuDNN use deterministic algorithms only
-    "compare_weights": BOOL,  # False: ranks that have the same seed may start with other weights; the first's are taken
-    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)),  # your own, but for num_chunks
-    "num_microbatches": int_within(1, 1 << 16),  # micro-batches per step of a pipeline
-    "TENSOR_SHAPE": SHAPE,  # shape sent between stages; left out, the stages ask each other
+    "parallel": only_dict(_PARALLEL, "a dict of data, pipeline, tensor, expert, sequence and axes of your own").means(
+        "how the ranks are divided into axes"
+    ),
+    "gradient_handler": _HANDLERS.means("gradient handlers to add to what the placements demand"),
+    "gradient_handlers": _HANDLERS.means("another name of gradient_handler"),
+    "clip_grad_norm": with_dict(number_from(0), _CLIP).means("clip to this global norm; 0: off"),
+    "gradient_accumulation": COUNT.means("batches per optimizer step"),
+    "fp16": with_dict(BOOL, _FP16).means("fp16 mixed precision with a loss scale"),
+    "bf16": with_dict(BOOL, _BF16).means("bf16 mixed precision"),
+    "float8": with_dict(BOOL, _FLOAT8).means("linear layers in float8, by torchao"),
+    "zero": with_dict(_STAGE, _ZERO).means("sharding over the data axis"),
+    "schedule": _NAMED.means("how one step's passes run; further keys go to the schedule"),
+    "sync": only_dict(_SYNC).means("how gradients are reduced"),
+    "guard": with_dict(BOOL, _GUARD).means(
+        "compare replicas and the calls of handlers between ranks every so many steps"
+    ),
+    "compare_batches": BOOL.means("compare the first batches of ranks that see the same data; on unless False"),
+    "activation_checkpoint": with_dict(any_of(BOOL, _MODES), _ACTIVATIONS).means(
+        "which activations are computed again in backward, or kept on the host; True: 'full'"
+    ),
+    "flat_step": BOOL.means("run the optimizer on flat buffers"),
+    "graph_step": BOOL.means("run the flat step and the clipping as CUDA graphs"),
+    "compile": with_dict(BOOL, _COMPILE, "dict of torch.compile's options").means(
+        "torch.compile the model, block by block"
+    ),
+    "seed": INT.means("seed of every random stream"),
+    "cudnn_benchmark": BOOL.means("let cuDNN search for the fastest algorithm"),
+    "cudnn_deterministic": BOOL.means("let cuDNN use deterministic algorithms only"),
+    "compare_weights": BOOL.means(
+        "False: ranks that have the same seed may start with other weights; the first's are taken"
+    ),
+    "model": differing(Rule("anything", ANYTHING.accepts, _MODEL)).means("your own, but for num_chunks"),
+    "num_microbatches": int_within(1, 1 << 16).means("micro-batches per step of a pipeline"),
+    "TENSOR_SHAPE": SHAPE.means("shape sent between stages; left out, the stages ask each other"),
 }
 """Every top-level key that is ours. Under each of them None stands for "not set"."""
 

@@ -11,6 +11,7 @@ import pytest
 
 import colonnade
 from colonnade.config import load_config
+from colonnade.config.keys import all_keys
 from colonnade.config.rules import Rule, Section
 from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError
@@ -96,3 +97,7 @@ def test_every_key_of_a_section_is_read_by_some_code() -> None:
         if not any(key in _words(PACKAGE / file) for file in READERS[path].split())
     ]
     assert unread == []
+
+
+def test_every_key_says_what_it_means() -> None:
+    assert [key.path for key in all_keys() if not key.means] == []

@@ -1,4 +1,4 @@
-"""`python -m tests.corpus` runs the corpus and writes docs/bugs.md; `python -m tests.corpus NAME ...` prints what is said of these."""
+"""`python -m tests.corpus` runs the corpus and writes docs/evidence/bugs.md; `python -m tests.corpus NAME ...` prints what is said of these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The table of docs/models.md: every architecture under every layout, beside one process.
+"""The table of docs/evidence/models.md: every architecture under every layout, beside one process.
 
-`python -m tests.hf.table [--only llama ...] [--layouts "tensor 2" ...] [--data 2] [--write docs/models.md]`
+`python -m tests.hf.table [--only llama ...] [--layouts "tensor 2" ...] [--data 2] [--write docs/evidence/models.md]`
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _story(result: WorldResult) -> str:
     return f"{first.type or first.kind}: {first.message}\n{first.traceback or first.stack}"
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence" / "models.md"
 BEGIN, END = "<!-- made by python -m tests.hf.table -->\n", "<!-- end -->\n"
 NOTHING = "–"
 

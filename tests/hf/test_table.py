@@ -1,4 +1,4 @@
-"""The table of docs/models.md: what it says is true, and cells do not get worse."""
+"""The table of docs/evidence/models.md: what it says is true, and cells do not get worse."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.models import GPT, Llama, MoEGPT, ViT
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
+from tests.evidence import stamp
 from tests.nn.sequence.training import RTOL, numbers, train
 
 VOCABULARY, LENGTH, HIDDEN, HEADS, LAYERS, ROWS, MICRO_BATCHES = 16, 8, 16, 4, 2, 4, 2
@@ -213,6 +214,7 @@ def trained(case: Case, zero: Any = 0, **settings: Any) -> None:
 
 def main() -> int:
     failed = 0
+    print(stamp("python -m tests.models.grid") + "\n")
     print("| model | mix | ranks | equal to one process |\n|---|---|---|---|")
     for case in GRID:
         begin = time.monotonic()

@@ -345,7 +345,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def markdown() -> str:
-    """The table, as it stands in docs/clipping.md."""
+    """The table, as it stands in docs/reference/clipping.md."""
     lines = ["| # | seen in | what went wrong | how it is checked here |", "|---|---|---|---|"]
     lines += [f"| {row.number} | {row.seen_in} | {row.bug} | {row.check} |" for row in ROWS]
     return "\n".join(lines) + "\n"

@@ -17,7 +17,7 @@ from colonnade.parallel.placement import Placement, Shard
 
 Of = Literal["gradient", "norm"]
 
-_NEAR = 0.015
+NEAR = 0.015
 """How far a ratio may be off: people type two or three digits of a root."""
 _PAIRS_SHOWN = 3
 _LOSS = "engine.backward(loss) divides by gradient_accumulation itself"
@@ -37,13 +37,22 @@ def meanings(config: Config, world_size: int, ratio: float, of: Of = "gradient")
     """(What makes this ratio, best first; the nearest, where nothing does)."""
     if not isfinite(ratio) or ratio <= 0:
         raise ConfigError(f"--ratio {ratio:g}: give found / expected, a number above 0, such as 4 or 0.25")
+    return fitting(*factors(config, world_size, of), ratio)
+
+
+def factors(config: Config, world_size: int, of: Of = "gradient") -> tuple[list[Meaning], list[Meaning]]:
+    """Every factor that (one mistake; two at once) can make in this layout."""
     layout = build_layout(config, world_size)
     single = [*_of_gradients(layout, config), *(_of_norms(layout) if of == "norm" else ())]
-    single = [one for one in single if abs(one.value - 1) > _NEAR]
-    every = [*single, *_pairs(single)]
-    found = [one for one in every if abs(one.value / ratio - 1) <= _NEAR]
-    if abs(ratio - 1) <= _NEAR:
+    single = [one for one in single if abs(one.value - 1) > NEAR]
+    return single, list(_pairs(single))
+
+
+def fitting(single: list[Meaning], pairs: list[Meaning], ratio: float) -> tuple[list[Meaning], list[Meaning]]:
+    """Of these factors (those that make the ratio, best first; the nearest single ones, where none does)."""
+    if abs(ratio - 1) <= NEAR:
         return [_right()], []
+    found = [one for one in [*single, *pairs] if abs(one.value / ratio - 1) <= NEAR]
     best = sorted(_once(found), key=lambda one: one.likely)
     best = [one for one in best if one.likely < 10] + [one for one in best if one.likely >= 10][:_PAIRS_SHOWN]
     near = sorted(_once(single), key=lambda one: max(one.value / ratio, ratio / one.value))[:3]

@@ -1,0 +1,37 @@
+"""The Sphinx extension of this site: generated parts of pages, tables of the pieces, docstrings, plain copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import docstrings
+import generated
+import plain
+import tables
+from sphinx.application import Sphinx
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connect each of them to its moment of a build."""
+    app.connect("source-read", _fill)
+    app.connect("autodoc-process-docstring", docstrings.as_restructured_text)
+    app.connect("autodoc-skip-member", docstrings.is_left_out)
+    app.connect("html-page-context", _say_levels)
+    app.connect("build-finished", _after)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _fill(app: Sphinx, page: str, source: list[str]) -> None:
+    source[0] = generated.filled(source[0])
+
+
+def _say_levels(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Captions of tables of contents are headings; Sphinx leaves out of which level."""
+    context["body"] = context.get("body", "").replace('role="heading">', 'role="heading" aria-level="2">')
+
+
+def _after(app: Sphinx, failure: Exception | None) -> None:
+    if failure is None and app.builder.format == "html":
+        tables.write(Path(app.outdir) / "_static")
+        plain.write(app)

@@ -1,0 +1,232 @@
+"""The site in a browser: every page at two widths, light and dark; the three pieces beside the library."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colonnade.config import load_config
+from colonnade.engine.schedule.orders import make_table
+from colonnade.engine.schedule.simulate import simulate
+from colonnade.errors import ScheduleError
+from colonnade.parallel.demand import holding, joint_ranks, owed
+from colonnade.verification.explaining.ratio import meanings
+from colonnade.version import __version__
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build" / "site" / __version__
+sys.path.insert(0, str(ROOT / "docs" / "_site"))
+import tables  # noqa: E402
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not SITE.exists(), reason="the site is not built: make docs"),
+]
+WIDTHS = {"wide": 1280, "narrow": 390}
+
+
+def pages() -> list[Path]:
+    """Every page, but for the lists that Sphinx makes for its own search."""
+    return [path for path in sorted(SITE.rglob("*.html")) if path.name not in ("genindex.html", "py-modindex.html")]
+
+
+def open_page(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -> tuple[Any, list[str]]:
+    """(The page, what it complained of so far and from now on)."""
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(path.as_uri())
+    return page, wrong
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_page_opens_without_an_error_and_fits(chromium, width, scheme):
+    found = pages()
+    assert len(found) > 90
+    page, wrong = open_page(chromium, found[0], WIDTHS[width], scheme)
+    for path in found:
+        page.goto(path.as_uri())
+        over = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert not wrong, f"{path}: {wrong}"
+        assert over <= 0, f"{path} is {over} pixels wider than the screen at {WIDTHS[width]}"
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_page_keeps_people_out(chromium, axe, scheme):
+    """In the dark, colours alone are looked at again."""
+    options = {"resultTypes": ["violations"], **({"runOnly": ["color-contrast"]} if scheme == "dark" else {})}
+    bad = []
+    page, _ = open_page(chromium, SITE / "index.html", scheme=scheme)
+    for path in pages():
+        page.goto(path.as_uri())
+        page.wait_for_function("[...document.querySelectorAll('.piece')].every((piece) => piece.dataset.ready)")
+        page.evaluate(axe)
+        for each in page.evaluate("(options) => axe.run(document, options)", options)["violations"]:
+            if each["impact"] in ("serious", "critical"):
+                where = f"{path.relative_to(SITE)}: {each['id']}"
+                bad.append(f"{where}: {each['nodes'][0]['html'][:160]} ({len(each['nodes'])})")
+    page.close()
+    assert not bad, "\n".join(bad)
+
+
+def test_what_new_users_looked_for_is_found_by_the_search(chromium):
+    wanted = {
+        "CheckpointManager": "howto/checkpoint",
+        "fp16": "howto/mixed_precision",
+        "clip_grad_norm": "reference/config",
+        "ckpt": "reference/command_line",
+        "pip install": "start/install",
+        "pipeline_layers": "howto/cut_for_a_pipeline",
+        "device_mesh": "howto/device_mesh",
+        "place_module": "howto/place_parameters",
+        "grad": "howto/read_gradients",
+        "gradient_accumulation": "howto/accumulate",
+        "timeout": "howto/debug_a_hang",
+        "hang": "howto/debug_a_hang",
+    }
+    for words, target in wanted.items():
+        page, _ = open_page(chromium, SITE / "search.html")
+        page.goto((SITE / "search.html").as_uri() + f"?q={words.replace(' ', '+')}")
+        page.wait_for_selector("#search-results ul.search li a")
+        page.wait_for_function("!document.querySelector('#search-progress')?.textContent.includes('...')")
+        page.wait_for_timeout(300)
+        links = page.eval_on_selector_all("#search-results ul.search li > a", "(all) => all.map((a) => a.href)")
+        assert any(target in link for link in links), (words, links)
+        page.close()
+
+
+def test_light_and_dark_can_be_switched_by_hand(chromium):
+    page, wrong = open_page(chromium, SITE / "index.html")
+    seen = {page.evaluate("getComputedStyle(document.body).backgroundColor")}
+    for _ in range(3):
+        page.locator(".theme-toggle:visible").first.click()
+        seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(seen) == 2
+    assert not wrong
+
+
+# -- the pieces, for 50 inputs each -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return random.Random(20)
+
+
+def choose(piece: Any, **values: Any) -> None:
+    for name, value in values.items():
+        field = piece.locator(f"select[name={name}]")
+        if field.is_enabled():
+            field.select_option(str(value))
+
+
+def ready(browser: Any, path: str, name: str) -> Any:
+    page, wrong = open_page(browser, SITE / path)
+    page.wait_for_selector(f"#{name}[data-ready]")
+    assert not wrong
+    return page.locator(f"#{name}")
+
+
+def ranks_of(text: str) -> list[list[int]]:
+    """All the lists of a text."""
+    return [json.loads("[" + part.split("]")[0] + "]") for part in text.split("[")[1:]]
+
+
+def test_the_placement_explorer_says_what_the_library_says(chromium, draw):
+    piece = ready(chromium, "understand/placements.html", "placement-explorer")
+    worlds = list(tables.layouts())
+    for _ in range(50):
+        sizes = draw.choice(worlds)
+        tensor, expert, pipeline = draw.choice(list(tables.choices(sizes)))
+        choose(piece, **dict.fromkeys(tables.SIZES, 1))
+        choose(piece, **dict(zip(tables.SIZES, sizes, strict=True)))
+        choose(piece, on_tensor=tensor, on_expert=expert, on_pipeline=pipeline)
+        layout, placement = tables.layout_of(sizes), tables.placement_of(sizes, tensor, expert, pipeline)
+        buttons = piece.locator(".piece-rank")
+        assert buttons.count() == layout.world_size
+        rank = draw.choice([at for at in range(layout.world_size) if buttons.nth(at).is_enabled()])
+        buttons.nth(rank).click()
+        factors, held = owed(layout, placement, rank), holding(layout, placement, rank)
+        divisor = 1
+        for factor in factors:
+            divisor *= factor.divisor
+        assert piece.locator("[data-key=divisor]").inner_text() == str(divisor)
+        assert f"1/{held.count} " in piece.locator("[data-key=share]").inner_text()
+        sums = piece.locator("[data-key=sums]").inner_text()
+        for factor in factors:
+            (told,) = [part for part in sums.split("; and ") if part.startswith(f"over {factor.mode.name} ")]
+            assert list(factor.ranks) in ranks_of(told)
+        assert ("none" in sums) == (not factors)
+        same, *summed = ranks_of(piece.locator(".piece-detail").inner_text())
+        assert same == list(held.ranks)
+        joint = joint_ranks(layout, placement, factors, rank)
+        assert summed == ([list(joint)] if len(joint) > 1 else [])
+
+
+def test_the_pipeline_player_says_what_the_simulator_says(chromium, draw):
+    piece = ready(chromium, "understand/pipelines.html", "pipeline-player")
+    refused = 0
+    for name, ranks, chunks, micro_batches in draw.sample(list(tables.runs()), 50):
+        choose(piece, order=name)
+        choose(piece, ranks=ranks, chunks=chunks, micro_batches=micro_batches)
+        answer = piece.locator(".piece-answer")
+        if name == "dualpipe_v" and micro_batches < 2 * ranks:
+            with pytest.raises(ScheduleError) as said:
+                make_table(name, ranks, micro_batches, chunks)
+            assert answer.inner_text() == str(said.value)
+            refused += 1
+            continue
+        timeline = simulate(make_table(name, ranks, micro_batches, chunks))
+        assert answer.locator("[data-key=span]").inner_text().startswith(f"{timeline.makespan:g} units")
+        assert answer.locator("[data-key=bubble]").inner_text().startswith(f"{100 * timeline.bubble:.1f}%")
+        peaks = [float(part.split(": ")[1]) for part in answer.locator("[data-key=peak]").inner_text().split(", ")]
+        assert peaks == pytest.approx([timeline.peak_live[rank] for rank in timeline.rows], abs=1e-3)
+        time = draw.randrange(int(timeline.makespan))
+        piece.locator("input[name=time]").fill(str(time))
+        for rank, row in enumerate(piece.locator(".piece-now tbody tr").all()):
+            doing = next((timed for timed in timeline.rows[rank] if timed.start <= time < timed.end), None)
+            told = row.locator("td").first.inner_text()
+            wanted = f"of micro-batch {doing.action.micro_batch}, stage {doing.action.stage}" if doing else "waits"
+            assert told.endswith(wanted), (name, ranks, chunks, micro_batches, time, rank, told, wanted)
+        assert piece.locator("svg g.action").count() == sum(map(len, timeline.rows.values()))
+    assert refused < 25
+
+
+def test_the_player_plays(chromium):
+    piece = ready(chromium, "understand/pipelines.html", "pipeline-player")
+    piece.locator(".piece-play").press("Enter")
+    piece.page.wait_for_function("document.querySelector('.piece-clock').textContent.startsWith('3 ')")
+    piece.locator(".piece-play").press("Enter")
+    assert piece.locator(".piece-play").inner_text() == "Play"
+    assert piece.locator("g.done").count() > 0
+
+
+def test_which_bug_says_what_the_library_says(chromium, draw):
+    piece = ready(chromium, "howto/which_bug.html", "which-bug")
+    nothing = 0
+    for _ in range(50):
+        sizes = tuple(draw.choice(values) for values in tables.BUG_SIZES.values())
+        if sizes[0] % sizes[1]:
+            sizes = (sizes[1], *sizes[1:])
+        of = draw.choice(tables.OF)
+        ratio = round(
+            draw.choice([0.125, 0.25, 0.5, 0.7071, 1.0, 1.414, 2, 2.828, 3.3, 4, 8, 16]) * draw.uniform(0.98, 1.02), 4
+        )
+        choose(piece, of=of, **dict(zip(tables.BUG_SIZES, sizes, strict=True)))
+        piece.locator("input[name=ratio]").fill(str(ratio))
+        config, world = tables.bug_config(sizes)
+        found, near = meanings(load_config(config), world, ratio, of)
+        rows = [[cell.inner_text() for cell in row.locator("td").all()] for row in piece.locator("tbody tr").all()]
+        assert [row[1:] for row in rows] == [[one.made_of, one.cause, one.sentence] for one in found or near]
+        assert ("The nearest" in piece.inner_text()) == bool(near)
+        nothing += bool(near)
+    assert 0 < nothing < 50
