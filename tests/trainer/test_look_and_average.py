@@ -168,20 +168,6 @@ def test_evaluations_by_step_are_written_once_and_an_early_stop_counts_them(tmp_
     assert stopped == 7  # better at 2, no better at 4 and 6; the next step is the last
 
 
-def profiled(folder: Path) -> None:
-    trainer = make_trainer({})
-    hooks = [ProfilerHook(folder / "trace", wait=1, warmup=1, active=2)]
-    trainer.fit(cut(range(32), 32), epochs=1, hooks=hooks)
-
-
-def test_a_profile_of_some_steps_lies_beside_the_run_for_every_rank(tmp_path):
-    run_world(2, profiled, tmp_path)
-    for rank in range(2):
-        events = json.loads((tmp_path / f"trace/rank-{rank}.json").read_text())["traceEvents"]
-        steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
-        assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
-
-
 def found_rate(folder: Path) -> dict[str, Any]:
     """The weights, the optimizer and the place are what they were; the run after it is that without it."""
     ends = []
@@ -222,7 +208,7 @@ def test_what_they_refuse(tmp_path):
     for wrong in (partial(EMAHook, 1.0), partial(EMAHook, -0.1), partial(EvaluateHook, [], 0)):
         with pytest.raises(ConfigError):
             wrong()
-    for wrong in (partial(ProfilerHook, active=0), partial(LRFinderHook, 1.0, 0.1), partial(LRFinderHook, stop_at=1)):
+    for wrong in (partial(ProfilerHook, "trace", steps=0), partial(LRFinderHook, 1.0, 0.1), partial(LRFinderHook, stop_at=1)):
         with pytest.raises(ConfigError):
             wrong()
 

@@ -13,7 +13,7 @@ from colonnade.trainer.hooks.log import (
     LogTimingByEpochHook,
     MemoryHook,
 )
-from colonnade.trainer.hooks.look import EvaluateHook, LRFinderHook, ProfilerHook
+from colonnade.trainer.hooks.look import EvaluateHook, LRFinderHook
 from colonnade.trainer.hooks.metrics import (
     AccuracyHook,
     GradientNormHook,

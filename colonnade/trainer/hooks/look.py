@@ -1,14 +1,13 @@
-"""Hooks that look closer: an evaluation every so many steps, a profile of some steps, a search for the learning rate."""
+"""Hooks that look closer: an evaluation every so many steps, a search for the learning rate."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from colonnade.checkpoint.manager import CheckpointManager
@@ -36,58 +35,6 @@ class EvaluateHook(BaseHook):
             learnt = trainer.batch_weight
             trainer.evaluate(self.dataloader, return_output_label=trainer.returns_output)
             trainer.batch_weight = learnt
-
-
-@HOOKS.register_module
-class ProfilerHook(BaseHook):
-    """Profiles some steps by torch.profiler, on every rank or on `ranks`: waits, warms up, then records `active` steps.
-
-    Each rank writes `rank-N.json` into `folder`, which Perfetto and chrome://tracing open. Other arguments are those of
-    torch.profiler.profile: `with_stack=True`, `profile_memory=True`.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path = "trace",
-        wait: int = 5,
-        warmup: int = 2,
-        active: int = 3,
-        ranks: Collection[int] | None = None,
-        priority: int = 900,
-        **options: Any,
-    ) -> None:
-        super().__init__(priority)
-        if min(wait, warmup) < 0 or active < 1:
-            raise ConfigError(
-                f"ProfilerHook: wait={wait} and warmup={warmup} are steps from 0 on, active={active} from 1",
-                code="C092",
-            )
-        self.folder, self._options = Path(folder), options
-        self._steps, self._ranks = {"wait": wait, "warmup": warmup, "active": active, "repeat": 1}, ranks
-        self._profile: Any = None
-
-    def before_train(self, trainer: Trainer) -> None:
-        rank = trainer.context.get_global_rank()
-        if self._ranks is not None and rank not in self._ranks:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        target = self.folder / f"rank-{rank}.json"
-        schedule = torch.profiler.schedule(**self._steps)
-        self._profile = torch.profiler.profile(
-            schedule=schedule,
-            on_trace_ready=lambda profile: profile.export_chrome_trace(str(target)),
-            **self._options,
-        )
-        self._profile.start()
-
-    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        if self._profile is not None and trainer.step_done:
-            self._profile.step()
-
-    def close(self) -> None:
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
 
 
 @HOOKS.register_module
