@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.config import Config
 from colonnade.context.build import build_layout
@@ -33,6 +32,7 @@ from colonnade.planner.gradients import GradientPlan, plan_gradients
 from colonnade.planner.job import Job
 from colonnade.planner.passes import StagePass, fake_module, run_stage
 from colonnade.planner.recorder import Recorder
+from colonnade.planner.repeats import extended, run_repeated, signature
 from colonnade.verification.explaining.roles import built, first_ranks, stage_of
 
 
@@ -84,7 +84,7 @@ class _Planning:
             master_weights=self.precision.master_weights,
             gather_dtype=self.precision.dtype,
         )
-        self.passes: dict[Any, StagePass] = {}
+        self.passes: dict[Any, list[tuple[Any, StagePass]]] = {}
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:
@@ -92,7 +92,7 @@ class _Planning:
         for rank in self.firsts:
             kinds.models[rank] = self._model(rank, whole, kinds)
         for rank in self.firsts if self.zero.stage != 3 else ():
-            key = (_signature(kinds.models[rank]), self._inside(rank))
+            key = (signature(kinds.models[rank]), self._inside(rank))
             if key not in self.sums:
                 with fake_rank(self.config, self.world_size, rank, self.context):
                     self.sums[key] = self._gradients(kinds.models[rank], kinds)
@@ -157,17 +157,32 @@ class _Planning:
             first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
         value, last = first.data, len(kinds.stage_ranks) - 1
-        modules = self._modules(kinds)
-        for stage, (rank, module) in enumerate(modules):
-            key = (_signature(module), self._inside(rank), stage == 0, stage == last, _form(value))
-            if key not in self.passes:
+        for stage, (rank, module) in enumerate(self._modules(kinds)):
+            key = (signature(module), self._inside(rank), stage == 0, stage == last)
+            known = self.passes.setdefault(key, [])
+            found = self._known(known, value)
+            if found is None:
                 criterion = self.criterion if stage == last else None
-                self.passes[key], summed = self._run(stage, rank, module, first, value, criterion, apart, kinds)
-                self.sums[key] = summed
-            kinds.passes[stage] = self.passes[key]
+                found, self.sums[key] = self._run(stage, rank, module, first, value, criterion, apart, kinds)
+            known.append((value, found))
+            kinds.passes[stage] = found
             if self.zero.stage == 3:
                 kinds.gradients[rank] = _joined(kinds.gradients.get(rank), self.sums[key])
-            value = self.passes[key].output
+            value = found.output
+
+    def _known(self, known: list[tuple[Any, StagePass]], value: Any) -> StagePass | None:
+        """The pass of an input through a stage like others before: as it was, or going on as it went from one to the next."""
+        for before, found in known:
+            if _form(before) == _form(value):
+                return found
+        if len(known) < 2:
+            return None
+        (first, one), (second, two) = known[-2:]
+        steps = [[_sizes(each) for each in tree_leaves(given)] for given in (first, second, value)]
+        if [_apart(a, b) for a, b in zip(*steps[:2], strict=True)] != [_apart(a, b) for a, b in zip(*steps[1:], strict=True)]:
+            return None
+        with self.fake:
+            return extended(one, two, 1)
 
     def _modules(self, kinds: Kinds) -> list[tuple[int, nn.Module]]:
         """For each stage, the first rank that has it, and the stage."""
@@ -199,7 +214,11 @@ class _Planning:
                 summed = self._gradients(module, kinds)
             with self.fake:
                 fake_module(module)
-                found = run_stage(stage, module, micro_batch, value, criterion, recorder, apart)
+
+                def run() -> StagePass:
+                    return run_stage(stage, module, micro_batch, value, criterion, recorder, apart)
+
+                found = run_repeated(module, run)
         return found, summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:
@@ -208,18 +227,16 @@ class _Planning:
         return tuple((mode.name, len(self.layout.group_of(mode, rank))) for mode in modes)
 
 
-def _signature(module: nn.Module) -> Any:
-    """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
-    layers = tuple(type(each).__name__ for each in module.modules())
-    parameters = tuple(
-        (re.sub(r"\d+", "*", name), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
-        for name, p in module.named_parameters()
-    )
-    return layers, parameters
-
-
 def _form(value: Any) -> str:
     return str(tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), value))
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _apart(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(one, other, strict=True))
 
 
 def _faked(tensor: Tensor) -> Tensor:
@@ -243,7 +260,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
 
 def samples_of(data: Any) -> tuple[int, int]:
     """(rows, tokens) of what a rank gets for a pass; tokens are integers of two dimensions."""
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
     return len(tensors[0]), tokens
 
