@@ -107,7 +107,9 @@ def plan_gradients(
     sums = make_sums(found.grouped, context, shards)
     sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
     plan = GradientPlan(found.ledger)
-    states = {dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}}
+    states = {
+        dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
+    }
     with fake, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that memory which is not there is asked for its address
         laid_out = _lay_out(sums, plan, device)

@@ -15,12 +15,13 @@ from colonnade.config import Config
 from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch
+from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.optim.zero.fsdp import shard_model
 from colonnade.nn.activations import ActivationSettings
+from colonnade.optim.zero.fsdp import shard_model
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.schedules import build_schedule
@@ -67,24 +68,35 @@ class Kinds:
     problems: dict[str, None] = field(default_factory=dict)
 
 
-def plan_ranks(config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> Kinds:
+class Known:
+    """Passes that were run for other plans of one job, which may be asked again."""
+
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.passes: dict[Any, list[tuple[Any, StagePass]]] = {}
+
+
+def plan_ranks(
+    config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known | None = None
+) -> Kinds:
     """Build the model on the meta device, plan the sums of each kind of rank, and run each kind of stage on fake tensors."""
-    return _Planning(config, world_size, job, clock, context).run()
+    return _Planning(config, world_size, job, clock, context, known or Known()).run()
 
 
 class _Planning:
-    def __init__(self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> None:
+    def __init__(
+        self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known
+    ) -> None:
         self.config, self.world_size, self.job, self.clock, self.context = config, world_size, job, clock, context
         self.layout = build_layout(config, world_size)
         self.firsts = first_ranks(self.layout)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake, self.passes = known.fake, known.passes
         self.precision = Precision.read(config)
         self.zero = replace(
             ZeroSettings.read(config.get("zero")),
             master_weights=self.precision.master_weights,
             gather_dtype=self.precision.dtype,
         )
-        self.passes: dict[Any, list[tuple[Any, StagePass]]] = {}
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:
@@ -113,12 +125,12 @@ class _Planning:
                 type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
                 schedule.stage_ranks(stages) if piped else (0,),
             )
-            whole = built(self.job.build, self.context)
-            self.criterion = self.precision.around(
-                self.job.loss(whole, self.context, kinds.notes), torch.device("cpu")
-            )
             with self.fake:
-                kinds.data = tree_map_only(Tensor, _faked, self.job.data(self.context))
+                kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
+                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
+            whole = built(self.job.build, self.context)
+            loss = self.job.loss(whole, self.context, kinds.notes)
+            self.criterion = self.precision.around(loss, torch.device("cpu"))
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
@@ -153,17 +165,15 @@ class _Planning:
 
     def _run_stages(self, kinds: Kinds) -> None:
         """Stage after stage, since each takes what the one before gives; one of a kind is run."""
-        with self.fake:
-            first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
-        value, last = first.data, len(kinds.stage_ranks) - 1
+        value, last = self.first.data, len(kinds.stage_ranks) - 1
         for stage, (rank, module) in enumerate(self._modules(kinds)):
-            key = (signature(module), self._inside(rank), stage == 0, stage == last)
+            key = (signature(module), self._inside(rank), self.zero.stage == 3, apart, stage == 0, stage == last)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
             if found is None:
                 criterion = self.criterion if stage == last else None
-                found, self.sums[key] = self._run(stage, rank, module, first, value, criterion, apart, kinds)
+                found, self.sums[key] = self._run(stage, rank, module, value, criterion, apart, kinds)
             known.append((value, found))
             kinds.passes[stage] = found
             if self.zero.stage == 3:
@@ -179,7 +189,9 @@ class _Planning:
             return None
         (first, one), (second, two) = known[-2:]
         steps = [[_sizes(each) for each in tree_leaves(given)] for given in (first, second, value)]
-        if [_apart(a, b) for a, b in zip(*steps[:2], strict=True)] != [_apart(a, b) for a, b in zip(*steps[1:], strict=True)]:
+        if [_apart(a, b) for a, b in zip(*steps[:2], strict=True)] != [
+            _apart(a, b) for a, b in zip(*steps[1:], strict=True)
+        ]:
             return None
         with self.fake:
             return extended(one, two, 1)
@@ -200,7 +212,6 @@ class _Planning:
         stage: int,
         rank: int,
         module: nn.Module,
-        micro_batch: MicroBatch,
         value: Any,
         criterion: Any,
         apart: bool,
@@ -216,7 +227,7 @@ class _Planning:
                 fake_module(module)
 
                 def run() -> StagePass:
-                    return run_stage(stage, module, micro_batch, value, criterion, recorder, apart)
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart)
 
                 found = run_repeated(module, run)
         return found, summed
@@ -250,7 +261,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
     numbers = ("parameters", "gradients", "turns", "state", "host", "stepped")
     return replace(
         one,
-        ledger=replace(one.ledger, rows=[*one.ledger.rows, *other.ledger.rows]),
+        ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),
         buckets=one.buckets + other.buckets,
         notes=one.notes or other.notes,
         largest=max(one.largest, other.largest),
@@ -263,5 +274,3 @@ def samples_of(data: Any) -> tuple[int, int]:
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
     return len(tensors[0]), tokens
-
-

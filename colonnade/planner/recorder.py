@@ -156,7 +156,9 @@ def _read(tensor: Tensor) -> bool:
 def _grouped_mm(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """The form of torch's grouped product; torch's own rule for fake tensors knows bfloat16 alone."""
     if one.dim() == 2:
-        shape = (len(one), other.size(-1)) if other.dim() == 3 or offs is None else (len(offs), len(one), other.size(-1))
+        shape = (
+            (len(one), other.size(-1)) if other.dim() == 3 or offs is None else (len(offs), len(one), other.size(-1))
+        )
     else:
         shape = (one.size(1), other.size(-1)) if other.dim() == 2 else (*one.shape[:2], other.size(-1))
     return one.new_empty(shape)
@@ -195,9 +197,7 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
 """Torch's own counts, and those of ops that it does not count."""
-_FREE = frozenset(
-    [_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided]
-)
+_FREE = frozenset([_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided])
 """What touches no memory."""
 
 

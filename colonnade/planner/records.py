@@ -87,9 +87,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.gradients + self.state + self.activations + self.communication + self.reserved
-        )
+        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.reserved
 
 
 @dataclass(frozen=True)

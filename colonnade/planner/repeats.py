@@ -79,8 +79,9 @@ def find_repeat(module: nn.Module) -> Repeat | None:
 def signature(module: nn.Module) -> Any:
     """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
     layers = tuple(
-        (type(each).__name__, str(vars(each).get("_colonnade_runs"))) if next(each.children(), None) is not None else
-        (type(each).__name__, each.extra_repr())
+        (type(each).__name__, str(vars(each).get("_colonnade_runs")))
+        if next(each.children(), None) is not None
+        else (type(each).__name__, each.extra_repr())
         for each in module.modules()
     )
     parameters = tuple(

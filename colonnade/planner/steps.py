@@ -308,5 +308,3 @@ class Steps:
 
     def _first_rank(self, at: int) -> int:
         return next(rank for rank in self.kinds.gradients if stage_of(self.kinds.layout, rank) == at)
-
-
