@@ -14,6 +14,7 @@ from colonnade.cli.demo import demo
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
+from colonnade.cli.plan import plan
 from colonnade.cli.report import report
 from colonnade.cli.run import our_name, run
 from colonnade.cli.verify import verify
@@ -27,6 +28,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "new": new,
     "verify": verify,
     "explain": explain,
+    "plan": plan,
     "report": report,
     "config": config,
 }

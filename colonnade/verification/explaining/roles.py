@@ -18,7 +18,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.meta import meta_init
+from colonnade.parallel.meta import meta_init, shapes_only
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
@@ -101,8 +101,13 @@ def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]
 def built(build: BuildModel, context: ParallelContext) -> Any:
     """The model of the rank that `context` is, or all its stages, on the meta device."""
     try:
-        with meta_init():
-            model = call_given(build, {"config": context.config, "context": context}, "the model's function")
+        given = {"config": context.config, "context": context}
+        try:
+            with shapes_only():
+                model = call_given(build, given, "the model's function")
+        except (RuntimeError, NotImplementedError):  # its code reads values
+            with meta_init():
+                model = call_given(build, given, "the model's function")
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
