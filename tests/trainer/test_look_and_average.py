@@ -208,7 +208,11 @@ def test_what_they_refuse(tmp_path):
     for wrong in (partial(EMAHook, 1.0), partial(EMAHook, -0.1), partial(EvaluateHook, [], 0)):
         with pytest.raises(ConfigError):
             wrong()
-    for wrong in (partial(ProfilerHook, "trace", steps=0), partial(LRFinderHook, 1.0, 0.1), partial(LRFinderHook, stop_at=1)):
+    for wrong in (
+        partial(ProfilerHook, "trace", steps=0),
+        partial(LRFinderHook, 1.0, 0.1),
+        partial(LRFinderHook, stop_at=1),
+    ):
         with pytest.raises(ConfigError):
             wrong()
 
