@@ -37,7 +37,8 @@ class WholeWeights:
         """
         if to not in ("all", "first") and Path(to).suffix != ".safetensors":
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
-        whole = self._whole_tensors()
+        self._wait()
+        whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
             from colonnade.checkpoint.pretrained import save_full
 
@@ -68,10 +69,6 @@ class WholeWeights:
         if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
             return save_adapters(self.model, folder, self.context, dtype)
         return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
-
-    def _whole_tensors(self) -> WholeTensors:
-        self._wait()
-        return WholeTensors(self.model, self.context)
 
     def _wait(self) -> None:
         """A sharded optimizer may still be giving slices of the last step to the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -226,15 +226,9 @@ def _fits(name: str, expressions: Sequence[str], patterns: Sequence[str]) -> boo
 
 
 def _read_buffers(model: Any, sources: dict[str, Source]) -> None:
-    for name, buffer in _persistent_buffers(model):
-        if name in sources:
-            sources[name].read_into(buffer, [0] * buffer.dim())
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, nn.Parameter):
-            yield name, value
+        if name in sources and not isinstance(value, nn.Parameter):
+            sources[name].read_into(value, [0] * value.dim())
 
 
 def _read_generation_config(model: Any, path: Path) -> None:
