@@ -22,8 +22,8 @@ def colonnade_verify() -> Callable[..., Any]:
         # Imported here: pytest loads this file in every run.
         from colonnade.verification.run import Script, verify_script
 
-        chosen = {} if dropout else {"off": None}
-        report = verify_script(Script(str(script), tuple(map(str, arguments)), **chosen, **options))
+        off: dict[str, str] | None = {} if dropout else None
+        report = verify_script(Script(str(script), tuple(map(str, arguments)), off=off, **options))
         if check and not report.ok:
             pytest.fail(str(report), pytrace=False)
         return report
