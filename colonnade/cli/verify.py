@@ -121,4 +121,5 @@ def _script(
         return Script(script, tuple(arguments or ()), nproc or 2, is_module=module, **more)
     given = Given(script, model, batch, criterion, tuple(imports or ())).as_argument()
     count = nproc or least_world(load_config(Path(script)))
-    return Script("colonnade.verification.from_config", (given,), count, is_module=True, **more)
+    name = f"the model of {model} under {script}"
+    return Script("colonnade.verification.from_config", (given,), count, is_module=True, called=name, **more)

@@ -15,7 +15,7 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import cut_batch
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.errors import ParityError, listed
+from colonnade.errors import ParityError
 from colonnade.hf.loss import criterion_of
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
@@ -190,8 +190,7 @@ def _evidence(
     replays = dropping.found if isinstance(dropping, Replaying) else Replays()
     for module, reason in replays.not_joined.items():
         raise ParityError(f"one process cannot drop what the ranks drop in {module}: {reason}; give dropout=False")
-    notes = _notes(engine, one.model, records)
-    return assemble(records, truth, spreads, start, names, terms_of(steps), notes, replays.apart)
+    return assemble(records, truth, spreads, start, names, terms_of(steps), _notes(engine), replays.apart)
 
 
 def _not_joined(
@@ -353,10 +352,8 @@ def terms_of(steps: Sequence[Sequence[Pass]]) -> int:
     return most
 
 
-def _notes(engine: Engine, model: nn.Module, records: Sequence[Record]) -> list[str]:
-    stepped = {name for _, names in merged_groups(records) for name in names}
-    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in stepped]
-    told = [f"in no group of the optimizer, and so not stepped on: {listed(left[:5])}"] if left else []
+def _notes(engine: Engine) -> list[str]:
+    told = []
     settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
     if settings is not None and settings.method != "norm":
         told.append(f"what clip method {settings.method!r} divides by was taken from the run")

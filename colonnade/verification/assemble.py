@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colonnade.errors import listed
 from colonnade.verification.evidence import (
     Compared,
     Evidence,
@@ -81,9 +82,32 @@ def assemble(
         accumulation=about["accumulation"],
         max_norm=about["max_norm"],
         norm_type=about["norm_type"],
-        notes=list(dict.fromkeys([*(note for record in records for note in record.notes), *notes])),
+        notes=list(
+            dict.fromkeys(
+                [*(note for record in records for note in record.notes), *notes, *_not_stepped(records, names)]
+            )
+        ),
         masks_apart=masks_apart or {},
     )
+
+
+def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
+    """A warning of parameters that get a gradient, which is compared like any other, and that no optimizer steps on."""
+    stepped = {names.get(name, name) for record in records for _, group in record.groups for name in group}
+    trained = dict.fromkeys(
+        names.get(name, name)
+        for record in records
+        for name, note in record.tensors.items()
+        if note.is_parameter and note.trained
+    )
+    left = [name for name in trained if name not in stepped]
+    if not left or not stepped:
+        return []
+    more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+    return [
+        f"warning: no group of the optimizer has {listed(left[:5])}{more}: the gradient is compared, and nobody steps on it. "
+        f"If that is meant, freeze it: requires_grad_(False)"
+    ]
 
 
 def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:

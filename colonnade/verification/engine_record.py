@@ -47,7 +47,7 @@ class EngineRecorder(Observer):
         self.record.tensors = {
             one.name: self._note(one, place) for one, place in zip(self.tracked, located, strict=True)
         }
-        self.record.groups = _groups(engine.optimizer, self._by_tensor)
+        self.record.groups = groups_of(engine.optimizer, self._by_tensor)
         self.record.about = about(engine)
         engine.observers.append(self)
         self._scale = self._lower_scale()
@@ -203,7 +203,7 @@ def _in_memory(one: Tracked) -> Tensor:
     return places.permute(memory_order(local)).reshape(-1)
 
 
-def _groups(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str, Any], list[str]]]:
+def groups_of(optimizer: Any, known: dict[int, Tracked]) -> list[tuple[dict[str, Any], list[str]]]:
     return [
         (
             {key: value for key, value in group.items() if key not in ("params", "param_names")},

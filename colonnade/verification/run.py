@@ -48,6 +48,11 @@ class Script:
     mistake: str | None = None
     off: Mapping[str, str] | None = field(default_factory=dict)
     """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
+    called: str = ""
+    """What messages call it, if not by its target."""
+
+    def __str__(self) -> str:
+        return self.called or self.target
 
 
 def verify_script(script: Script) -> Report:
@@ -146,7 +151,7 @@ def on_ranks(script: Script, folder: Path) -> list[Record]:
         status = subprocess.run(command, env=environment, stdout=into, stderr=subprocess.STDOUT, check=False).returncode
     files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
     if status != 0 or not all(file.exists() for file in files):
-        raise ScriptError(f"{script.target} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
+        raise ScriptError(f"{script} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
     return with_layout([torch.load(file, weights_only=False) for file in files])
 
 
@@ -183,7 +188,7 @@ def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
                 other.kill()
                 other.wait()
             raise ScriptError(
-                f"{script.target} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
+                f"{script} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
                 f"batches of all ranks joined (exit status {status}):\n{_end_of(log)}"
             )
         found.append(torch.load(file, weights_only=False))

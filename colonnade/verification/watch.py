@@ -15,6 +15,7 @@ from colonnade.checkpoint.plan.tensors import offset_in_dtensor
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
+from colonnade.verification.engine_record import groups_of
 from colonnade.verification.job import Stage, current_stage
 from colonnade.verification.joined import Axis, all_same
 from colonnade.verification.record import Record, Recorder, TensorNote, Tracked
@@ -57,9 +58,17 @@ class PlainRecorder:
         self.record = self.recorder.record
         self.record.about["dtype"] = _dtype(self.tracked)
         self.record.tensors = {
-            one.name: TensorNote(one.names, one.shape, one.positions, one.placement, is_parameter=one.is_parameter)
+            one.name: TensorNote(
+                one.names,
+                one.shape,
+                one.positions,
+                one.placement,
+                is_parameter=one.is_parameter,
+                trained=one.tensor.requires_grad,
+            )
             for one in self.tracked
         }
+        self.record.groups = groups_of(optimizer, {id(one.tensor): one for one in self.tracked})
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for module in (nn.utils, nn.utils.clip_grad):

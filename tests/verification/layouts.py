@@ -37,12 +37,12 @@ class Undivided(BaseGradientHandler):
 
 
 def report_with_mistake() -> Any:
-    """On each rank: what `verify` says of a run whose handler does not divide."""
+    """On each rank: what `verify` says of a run whose handler does not divide, and whose optimizer knows the last layer alone."""
     if "Undivided" not in GRADIENT_HANDLER:
         GRADIENT_HANDLER.register_module(Undivided)
     with launch({"gradient_handler": ["Undivided"]}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()
-        engine, *_ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), context=gpc)
+        engine, *_ = initialize(model, torch.optim.SGD(model[-1].parameters(), lr=0.1), nn.MSELoss(), context=gpc)
         rows = torch.Generator().manual_seed(gpc.get_global_rank())
         draw = partial(torch.randn, generator=rows, dtype=torch.float64)
         return verify(engine, batches=[[(draw(3, 4), draw(3, 2))] for _ in range(STEPS)])

@@ -104,7 +104,7 @@ def _all_equal(layouts: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         report = _library(parallel, **settings)
         assert report.ok, f"{parallel} {settings}: {report}"
         masks = [row for row in report.rows if row.quantity == "dropout masks"]
-        assert len(masks) >= 2 * LAYERS, f"{parallel} {settings}: {report}"
+        assert len(masks) > LAYERS, f"{parallel} {settings}: {report}"
         said = any("drawn inside a kernel" in note for note in report.notes)
         assert said == ("sequence" in parallel), report.notes
 

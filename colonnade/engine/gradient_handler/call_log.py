@@ -35,6 +35,9 @@ class CallLog:
         self._entries: list[Entry] = []
         self._known: dict[tuple[Entry, ...], tuple[tuple[Entry, ...], dict[Any, int]]] = {}
         self._names: dict[int, str] = {}
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._texts: dict[Any, tuple[Entry, str] | None] = {}
+        """By what is called: what is noted of it. Made once, since a step may make hundreds of calls."""
         self.steps: Steps = []
         """Since `forget`."""
         self.digests: dict[Any, int] = {}
@@ -67,6 +70,7 @@ class CallLog:
         """What was called so far was alike on all ranks."""
         self.steps.clear()
         self._known.clear()
+        self._texts.clear()
 
     @property
     def so_far(self) -> Steps:
@@ -76,17 +80,35 @@ class CallLog:
 
     def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
         """A handler is about to make this collective."""
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1:
-            return
         if not self._names:
-            gradients = ((name, p.grad) for name, p in self._named() if p.grad is not None)
-            self._names = {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        found = next((self._names[t.data_ptr()] for t in tensors if t.data_ptr() in self._names), None)
-        what = f"of {found!r}" if found is not None else f"of {sum(t.numel() for t in tensors)} elements"
-        self._entries.append((handler, f"{name} {what}", ranks))
-        self._at(f"in {handler}, at {name} {what} over ranks {list(ranks)}")
+            self._names = self._places()
+        tensors = given if _is_one(given) else [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        found: Any = next((self._names[place] for t in tensors if (place := t.data_ptr()) in self._names), None)
+        key = handler, name, group, sum(t.numel() for t in tensors) if found is None else found
+        if key not in self._texts:
+            self._texts[key] = _noted(*key)
+        if (noted := self._texts[key]) is not None:
+            self._entries.append(noted[0])
+            self._at(noted[1])
+
+    def _places(self) -> dict[int, str]:
+        """By the memory of a gradient: the parameter's name."""
+        self._parameters = self._parameters or list(self._named())
+        gradients = ((name, p.grad) for name, p in self._parameters if p.grad is not None)
+        return {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
+
+
+def _is_one(given: Any) -> bool:
+    """What an all_reduce is given; looking into anything else takes longer than all the rest."""
+    return type(given) is list and len(given) == 1 and isinstance(given[0], Tensor)
+
+
+def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
+    """What is noted, and where the rank is meanwhile; None for a group of one rank."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    what = f"of {of!r}" if isinstance(of, str) else f"of {of} elements"
+    at = f"in {handler}, at {name} {what} over ranks {list(ranks)}"
+    return ((handler, f"{name} {what}", ranks), at) if len(ranks) > 1 else None
 
 
 def _by_ranks(called: Sequence[Entry]) -> dict[Any, int]:

@@ -88,7 +88,7 @@ def mutate_script(
         script, healthy, alone = run_both(script, Path(name))
         report = alone.judge(healthy)
         if not report.ok:
-            raise ScriptError(f"{script.target} differs from one process with no mistake planted:\n{report}")
+            raise ScriptError(f"{script} differs from one process with no mistake planted:\n{report}")
         tried = []
         for at, mistake in enumerate(chosen.values(), 1):
             began = time.perf_counter()
