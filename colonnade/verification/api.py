@@ -35,6 +35,7 @@ from colonnade.verification.reference import (
     Spread,
     canonical_names,
     check_names,
+    rest,
     same_optimizer,
     world_of_one,
 )
@@ -78,6 +79,7 @@ def gather_evidence(
             f"batches are those of this rank: for each step a list of {engine.accumulation} (gradient_accumulation), not "
             f"{[len(step) for step in chosen]}"
         )
+    _refuse_a_begun_optimizer(engine)
     record, given = _recorded(engine, chosen)
     everyone = gather_to_first((record, given), engine.context)
     found: Any = None
@@ -87,11 +89,28 @@ def gather_evidence(
     return _agreed(engine.context, found)
 
 
+def _refuse_a_begun_optimizer(engine: Engine) -> None:
+    """One process begins with no state of the optimizer, so the run has to."""
+    kept = [value for state in engine.optimizer.state.values() for value in state.values()]
+    begun = torch.tensor(float(any(isinstance(value, Tensor) for value in kept)), device=engine.context.device)
+    if engine.context.world_size > 1:
+        dist.all_reduce(begun, dist.ReduceOp.MAX)
+    if float(begun):
+        raise ParityError(
+            f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
+            f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
+            f"anew from the same weights"
+        )
+
+
 def _recorded(engine: Engine, batches: Sequence[Sequence[Any]]) -> tuple[Record, Any]:
     """Run the steps; what was noted, and what went in, taken apart."""
     given = []
     recorder = EngineRecorder(engine)
+    resting = [name for name, one in engine.model.named_modules() if engine.model.training and not one.training]
     engine.train()
+    rest(engine.model, resting)
+    recorder.record.about["resting"] = resting
     try:
         with without_dropout(engine.model) as dropped:
             for step in batches:
@@ -150,6 +169,7 @@ def _evidence(
             lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
             limit_of(engine, records, names),
             engine._precision.dtype,
+            [name for record in records for name in record.about["resting"]],
         )
         steps, apart = joined_steps(given, engine, records)
         with without_dropout(model):

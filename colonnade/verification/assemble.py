@@ -111,7 +111,11 @@ class _SideBySide:
         return StepEvidence(
             loss=truth.loss,
             found_loss=self._losses(steps),
-            gradients={name: self._gradient(name, at, truth, spread) for name in truth.weights},
+            gradients={
+                name: found
+                for name in truth.weights
+                if (found := self._gradient(name, at, truth, spread)).total.found or name in truth.total
+            },
             weights={
                 name: self._compared(
                     value, self.held(name, lambda record: record.steps[at].weights), spread, "weights", name
@@ -266,8 +270,9 @@ def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
         return None
     counts = [count for _, count in known if count is not None]
     total = sum(counts, 0.0)
-    if len(counts) == len(known) and total:
-        return sum(mean * count for mean, count in zip((mean for mean, _ in known), counts, strict=True)) / total, total
+    if len(counts) == len(known):
+        summed = sum(mean * count for mean, count in zip((mean for mean, _ in known), counts, strict=True))
+        return summed / (total or 1.0), total
     return sum(mean for mean, _ in known) / len(known), None
 
 
