@@ -36,6 +36,7 @@ from colonnade.verification.reference import (
     check_names,
     kept_buffers,
     load,
+    rest,
     same_optimizer,
     world_of_one,
 )
@@ -83,8 +84,10 @@ def gather_evidence(
             f"{[len(step) for step in chosen]}",
             code="C100",
         )
-    off = _cannot_agree(engine, reference, criterion, chosen[0][0]) if dropout else None
-    record, given = _recorded(engine, chosen, off)
+    _refuse_a_begun_optimizer(engine)
+    resting = [name for name, one in engine.model.named_modules() if engine.model.training and not one.training]
+    off = _cannot_agree(engine, reference, criterion, chosen[0][0], resting) if dropout else None
+    record, given = _recorded(engine, chosen, off, resting)
     everyone = gather_to_first((record, given), engine.context)
     found: Any = None
     if everyone is not None:
@@ -93,12 +96,31 @@ def gather_evidence(
     return agreed(engine.context, found)
 
 
-def _recorded(engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None) -> tuple[Record, Any]:
-    """Run the steps; what was noted, and what went in, taken apart. `off`: where nothing is dropped; None: nowhere."""
+def _refuse_a_begun_optimizer(engine: Engine) -> None:
+    """One process begins with no state of the optimizer, so the run has to."""
+    kept = [value for state in engine.optimizer.state.values() for value in state.values()]
+    if any(everyones(any(isinstance(value, Tensor) for value in kept), engine.context)):
+        raise ParityError(
+            f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
+            f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
+            f"anew from the same weights",
+            code="C100",
+        )
+
+
+def _recorded(
+    engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, resting: Sequence[str]
+) -> tuple[Record, Any]:
+    """Run the steps; what was noted, and what went in, taken apart. `off`: where nothing is dropped; None: nowhere.
+
+    `resting`: modules that are in evaluation mode while the others train.
+    """
     given = []
     dropping = Nothing() if off is None else Noting(off)
     recorder = EngineRecorder(engine, dropping)
     engine.train()
+    rest(engine.model, resting)
+    recorder.record.about["resting"] = resting
     try:
         with dropping.watching(engine.model), dropping:
             for step in batches:
@@ -115,7 +137,7 @@ def _recorded(engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str
     return recorder.record, given
 
 
-def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any) -> dict[str, str]:
+def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any, resting: Sequence[str]) -> dict[str, str]:
     """The modules whose dropout one process cannot do the same, and why: found by forward passes that change nothing.
 
     The first of them in each pass: what comes after it differs because of it.
@@ -124,6 +146,7 @@ def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any) ->
     while True:
         dropping = Noting(off)
         engine.train()
+        rest(engine.model, resting)
         again = tree_map_only(Tensor, torch.clone, batch)  # layers remember what they have been given
         with torch.random.fork_rng(), kept_buffers(engine.model), dropping.watching(engine.model), dropping:
             engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
@@ -132,7 +155,7 @@ def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any) ->
         recorder = EngineRecorder(engine)
         recorder.close()
         recorder.record.steps.append(StepRecord(masks=dropping.masks))
-        recorder.record.about["zeroed"] = dropping.zeroed
+        recorder.record.about |= {"zeroed": dropping.zeroed, "resting": resting}
         everyone = gather_to_first((recorder.record, [[_pieces(engine, batch)]]), engine.context)
         found: Any = None
         if everyone is not None:
@@ -207,7 +230,8 @@ def _not_joined(
         load(one.model, start)
         one.model.train()
         with dropping.watching(one.model), dropping:
-            one.passed(joined_steps(given, engine, records)[0][0][0])
+        one.model.train()
+        rest(one.model, one.resting)
         return dropping.found.not_joined
 
 
@@ -227,6 +251,7 @@ def _one_process(
         lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
         limit_of(engine, records, names),
         engine._precision.dtype,
+        [name for record in records for name in record.about["resting"]],
         dropping,
     )
     return one, _wide(engine, whole_tensors(records, names)), names

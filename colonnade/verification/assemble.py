@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colonnade.errors import listed
+from colonnade.verification.compare import distance
 from colonnade.verification.evidence import (
     Compared,
     Evidence,
@@ -21,6 +21,7 @@ from colonnade.verification.evidence import (
 from colonnade.verification.masks import Dropped
 from colonnade.verification.record import Loss, Piece, Record, StepRecord, TensorNote
 from colonnade.verification.reference import Spread, Truth, norm_of
+from colonnade.verification.tolerance import length
 
 Names = Mapping[str, str]
 """Each name that a tensor has, to the one that the reference calls it by."""
@@ -152,7 +153,11 @@ class _SideBySide:
         return StepEvidence(
             loss=truth.loss,
             found_loss=self._losses(steps),
-            gradients={name: self._gradient(name, at, truth, spread) for name in truth.weights},
+            gradients={
+                name: found
+                for name in truth.weights
+                if (found := self._gradient(name, at, truth, spread)).total.found or name in truth.total
+            },
             weights={
                 name: self._compared(
                     value, self.held(name, lambda record: record.steps[at].weights), spread, "weights", name
@@ -255,21 +260,38 @@ class _SideBySide:
                     parts.append(self._rows_of(record, mine, value))
             known = [part for part in parts if part is not None]
             if len(known) == len(parts) and _cover(known, value):  # else some did not run it, or cut it in another way
-                found[name] = self._compared(value, known, spread, "activations", name)
+                compared = self._compared(value, known, spread, "activations", name)
+                if not (_differs(compared) and _in_another_order(known, value)):
+                    found[name] = compared
         return found
 
     def _rows_of(self, record: Record, mine: Tensor, truth: Tensor) -> Part | None:
+        """Its rows of the batch, and its tokens of the sequences; None: cut in another way."""
         if mine.shape == truth.shape:
             return Part(record.rank, mine)
-        parts = [axis for axis in self.axes if axis.distinct and axis.size > 1 and not axis.may_repeat]
-        size = prod(axis.size for axis in parts)
-        if mine.dim() == 0 or mine.shape[1:] != truth.shape[1:] or mine.shape[0] * size != truth.shape[0]:
-            return None
-        at = 0
-        for axis in parts:
-            at = at * axis.size + record.about["coordinates"][axis.name]
-        first = at * mine.numel()
-        return Part(record.rank, mine, torch.arange(first, first + mine.numel()).view(mine.shape))
+        axes = [axis for axis in self.axes if axis.distinct and axis.size > 1]
+        for chosen in ([axis for axis in axes if not axis.may_repeat], axes):
+            places = torch.arange(truth.numel()).view(truth.shape)
+            for axis in chosen:
+                if places.dim() <= axis.dim or places.shape[axis.dim] % axis.size:
+                    break
+                places = places.chunk(axis.size, axis.dim)[record.about["coordinates"][axis.name]]
+            if places.shape == mine.shape:
+                return Part(record.rank, mine, places)
+        return None
+
+
+def _in_another_order(parts: Sequence[Part], whole: Tensor) -> bool:
+    """Whether the parts have the tokens of the whole at other places: sequences need not be cut into blocks."""
+    if whole.dim() < 3 or any(part.positions is None for part in parts):
+        return False
+    mine = torch.cat([part.value.double().norm(dim=-1).flatten() for part in parts]).sort().values
+    theirs = whole.double().norm(dim=-1).flatten().sort().values
+    return len(mine) == len(theirs) and bool((mine - theirs).norm() <= 1e-6 * theirs.norm())
+
+
+def _differs(compared: Compared) -> bool:
+    return any(distance(part, compared.truth) > 1e-3 * length(compared.truth) for part in compared.found)
 
 
 def _cover(parts: Sequence[Part], whole: Tensor) -> bool:
@@ -290,8 +312,9 @@ def mean_of(losses: Sequence[Loss | None]) -> Loss | None:
         return None
     counts = [count for _, count in known if count is not None]
     total = sum(counts, 0.0)
-    if len(counts) == len(known) and total:
-        return sum(mean * count for mean, count in zip((mean for mean, _ in known), counts, strict=True)) / total, total
+    if len(counts) == len(known):
+        summed = sum(mean * count for mean, count in zip((mean for mean, _ in known), counts, strict=True))
+        return summed / (total or 1.0), total
     return sum(mean for mean, _ in known) / len(known), None
 
 

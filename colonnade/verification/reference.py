@@ -85,6 +85,8 @@ class OneProcess:
     limit: Limit | None = None
     dtype: torch.dtype | None = None
     """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
+    resting: Sequence[str] = ()
+    """Modules that are in evaluation mode while the others train."""
     dropping: Dropping = field(default_factory=Nothing)
 
     def run(
@@ -101,6 +103,7 @@ class OneProcess:
         """
         load(self.model, start, noise, ulp=self.dtype)
         self.model.train()
+        rest(self.model, self.resting)
         optimizer = self.make_optimizer(self.model)
         room = RAW_BYTES if whole else 0
         for at, passes in enumerate(steps):
@@ -191,6 +194,13 @@ class OneProcess:
             parameter.grad = None
             truth.weights[name] = copied(parameter)
         truth.buffers = {name: copied(buffer) for name, buffer in self.model.named_buffers()}
+
+
+def rest(model: nn.Module, names: Sequence[str]) -> None:
+    """Put these modules of a model in training into evaluation mode, each by itself."""
+    for name, module in model.named_modules():
+        if name in names:
+            module.training = False
 
 
 def norm_of(values: Sequence[Tensor], norm_type: float) -> float:

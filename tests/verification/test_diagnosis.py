@@ -111,6 +111,10 @@ def end_not_reduced(world, value, name, at, rank):
     return torch.cat([value.flatten()[:-6], world.raw_sum(name, at, rank).flatten()[-6:]]).view(value.shape)
 
 
+def without_a_pass_of_rank_1(world, value, name, at, rank):
+    return value - world.raw(name, at, 1, 1) / world.data
+
+
 def largest_of_ranks(world, value, name, at, rank):
     return torch.stack([world.raw_sum(name, at, other) for other in world.group("DATA", rank)]).amax(0)
 
@@ -251,7 +255,10 @@ PLANTED = {
         (World(2, 1, accumulation=3), {"total": passes([0, 0, 1])}),
         (World(2, 1, accumulation=2), {"total": passes([0, 1], scale=2)}),
     ],
-    "micro-batch-missing": [(World(2, 1, accumulation=3), {"total": passes([1, 0, 1])})],
+    "micro-batch-missing": [
+        (World(2, 1, accumulation=3), {"total": passes([1, 0, 1])}),
+        (World(2, 1, accumulation=2), {"total": without_a_pass_of_rank_1}),
+    ],
     "micro-batch-twice": [
         (World(2, 1, accumulation=3), {"total": passes([1, 2, 1])}),
     ],

@@ -167,6 +167,41 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
         yield replace(claim, residual=case.residual(candidate))
 
 
+@hypothesis("gradient")
+def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
+    """One rank's pass is lost, or counts twice."""
+    if len(case.gradient.raw) < 2 or not case.wrong or case.reduction_is_right:
+        return
+    for like in similar(case):
+        weights = _of_each_pass(like, case.wrong[0].rank)
+        odd = [key for key, weight in (weights or {}).items() if abs(weight - 1) > 1e-3]
+        if weights is not None and len(odd) == 1 and round(weights[odd[0]], 3) in (0, 2):
+            number, rank = odd[0]
+            lost = round(weights[odd[0]]) == 0
+            what = f"{'lacks' if lost else 'has twice'} micro-batch {number} of rank {rank}"
+            cause = "micro-batch-missing" if lost else "micro-batch-twice"
+            yield Claim(cause, what, f"what rank {rank} does in that pass", residual=0.3, rank=_SOME)
+            return
+
+
+def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float] | None:
+    """What each pass of each rank counts in what a rank holds, where it should be 1."""
+    mine = next((part for part in case.compared.found if part.rank == rank), None)
+    owed = case.groups.joint(tuple(case.owed), rank)
+    if mine is None:
+        return None
+    columns = {}
+    for number, some in enumerate(case.gradient.raw):
+        alone = replace(case, gradient=replace(case.gradient, raw=[some]))
+        for other in owed:
+            raw = alone.raw_at(other, mine) if other in alone.raws else None
+            if raw is None:
+                return None
+            columns[number, other] = raw
+    weights = solved(list(columns.values()), flat(mine.value), case.row.tolerance)
+    return None if weights is None else {key: w * case.divisor for key, w in zip(columns, weights, strict=True)}
+
+
 def _weights(case: GradientCase, part: Part) -> _Weights | None:
     """By which the raw gradients make what this rank holds."""
     for like in similar(case):
