@@ -1,6 +1,6 @@
 """Run a command in a terminal of its own and write what it showed as an animated SVG, which needs no script to play.
 
-python tools/record_demo.py docs/demo.svg colonnade demo        # or: make docs/demo.svg
+python tools/record_demo.py docs/demo.svg colonnade demo        # or: make recording
 
 Pauses are shortened; whoever asks for less motion sees the last picture. Needs pyte, a terminal in Python.
 """
