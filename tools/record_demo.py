@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pyte
 
-COLUMNS, ROWS = 96, 26
+COLUMNS, ROWS = 100, 26
 LONGEST_PAUSE, LAST_PAUSE, MOST_FRAMES = 0.6, 6.0, 64
 CELL, LINE, EDGE = 7.8, 17, 14
 COLOURS = {
