@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long browser mutants release-check bench docs check fast lint types layers clean
+.PHONY: help setup demo test long browser mutants release-check recording bench docs check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ mutants: $(READY)  ## change the package at random and see which changes no test
 
 release-check: $(VENV)/.long  ## build wheel and sdist, check them, install the wheel in an empty environment and run the demo there
 	$(BIN)/python tools/release_check.py
+
+recording: $(READY)  ## record the demo for the README, docs/images/demo.svg
+	cd $$(mktemp -d) && PATH=$(CURDIR)/$(BIN):$$PATH $(CURDIR)/$(BIN)/python $(CURDIR)/tools/record_demo.py $(CURDIR)/docs/images/demo.svg colonnade demo
 
 bench: $(READY)  ## all benchmarks and one table of them, in about fifteen minutes; best with nothing else running
 	env -u OMP_NUM_THREADS TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/python benchmarks/all.py

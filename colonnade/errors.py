@@ -6,6 +6,7 @@ Every message gives the value that was met, what is allowed, and the next step.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -15,7 +16,8 @@ class ColonnadeError(Exception):
 
     def __init__(self, message: object = "", *, code: str | None = None) -> None:
         super().__init__(message if code is None else f"{message} [{code}]")
-        self.code = code
+        inside = re.search(r"\[(C\d{3})\]$", str(message))  # of an error that came from another rank
+        self.code = code or (inside[1] if inside else None)
 
 
 class ConfigError(ColonnadeError, ValueError):

@@ -33,6 +33,7 @@ TOP = [
     "place",
     "place_module",
     "placement_of",
+    "run_in_notebook",
     "split",
     "verify",
     "watch",

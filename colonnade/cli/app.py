@@ -69,7 +69,10 @@ def _plain_switches(params: list[Any]) -> list[Any]:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda asked: _show_version(asked))
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=lambda asked: _show_version(asked), help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Parallel training on PyTorch whose gradients are proven equal to one process."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from colonnade.cli.job import Job, checked
+from colonnade.errors import ColonnadeError
 
 
 def demo(
@@ -17,6 +19,9 @@ def demo(
     nproc: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks, an even number.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; without it 200.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint there.")] = False,
+    copy: Annotated[
+        Path | None, typer.Option("--copy", help="Train nothing; copy the demo's script into this new folder.")
+    ] = None,
 ) -> None:
     """Train a small GPT on 4 ranks of this machine, in about a minute: data 2 x pipeline 2, tied, clipped.
 
@@ -24,6 +29,9 @@ def demo(
     weights for plain torch.
     """
     script = demo_script()
+    if copy is not None:
+        _copy(script.parent, copy)
+        return
     words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
     job = checked(Job(target=str(script), nproc=nproc, arguments=tuple(words)))
     from colonnade.cli.launcher import launch
@@ -31,9 +39,19 @@ def demo(
     status = launch(job)
     if status == 0:
         typer.echo(f"look at it:    colonnade ckpt ls {output}")
-        typer.echo(f"kill it:       colonnade demo --output {output} --resume --steps 400, Ctrl-C, and the same again")
-        typer.echo(f"make it yours: {script} with model.py, text.py and config.py beside it")
+        typer.echo(f"interrupt it:  colonnade demo -o {output} --resume --steps 400, then Ctrl-C, then the same again")
+        typer.echo("make it yours: colonnade demo --copy my-gpt")
     raise typer.Exit(status)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """The files of the demo as the beginning of a project."""
+    if folder.exists():
+        raise ColonnadeError(f"{folder} is there already, and nothing is overwritten; give the name of a new folder")
+    folder.mkdir(parents=True)
+    for file in sorted(source.glob("*.py")):
+        shutil.copyfile(file, folder / file.name)
+    typer.echo(f"wrote {folder}; run it: colonnade run --nproc 4 {folder / 'train.py'}")
 
 
 def demo_script() -> Path:

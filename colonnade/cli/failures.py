@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from colonnade.error_pages import codes_in
 from colonnade.testing.outcome import Outcome, first_failure, tail
 
 HIDDEN_FROM_HERE = b"\x1e"
@@ -70,7 +71,8 @@ def report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple
     others = _others([outcomes[rank] for rank in sorted(outcomes) if rank != first.rank], first.rank)
     verdict = f"colonnade: rank {first.rank} failed first, exit status {exit_status(first)}"
     if first.traceback:
-        told = [verdict, first.traceback]
+        more = "".join(f"; colonnade explain {code} says more" for code in codes_in(first.message)[-1:])
+        told = [verdict + more, first.traceback]
     else:
         log = stderr[first.rank]
         words = without_frames(log.read_text(errors="replace")) if log.is_file() else ""

@@ -46,7 +46,10 @@ def test_a_command_that_does_not_exist_is_a_usage_error() -> None:
 def test_errors_of_ours_are_one_message_without_a_traceback() -> None:
     done = colonnade("run", "--node-rank", 1, __file__)
     assert done.returncode == 2
-    assert done.stderr == "colonnade: --node-rank 1 needs --nnodes above it.\n"
+    assert done.stderr.splitlines() == [
+        "colonnade: --node-rank 1 needs --nnodes above it. [C022]",
+        "colonnade explain C022 says more",
+    ]
 
 
 @pytest.mark.parametrize("words", [("new", "parallelism", "a" * 300), ("ckpt", "ls", "a" * 300)])

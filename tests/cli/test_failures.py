@@ -102,3 +102,9 @@ def test_what_a_rank_left_survives_the_file(tmp_path: Path) -> None:
     assert (found.headline, found.traceback, found.exitcode) == ("rank 2: ValueError: x", "Traceback ü\n", 4)
     assert read_failure(2, tmp_path / "other") is None
     assert [file.name for file in tmp_path.iterdir()] == ["note"]
+
+
+def test_the_verdict_names_the_page_of_an_error_that_has_a_code() -> None:
+    assert told(raised(0, 5.0, "LedgerError", "a sum is owed [C040]"))[0] == (
+        "colonnade: rank 0 failed first, exit status 1; colonnade explain C040 says more"
+    )

@@ -91,7 +91,7 @@ def test_every_rank_hears_every_message():
         assert heard["long"] == ["", "é" * 200, "é" * 400]
         for told, (*_, part) in zip(heard["alike"], ALIKE, strict=True):
             assert part in told
-            assert told.startswith("sizes") or told.endswith("\nDo this.")
+            assert told.startswith("sizes") or told.endswith("\nDo this. [C005]")
         assert heard["json"] == [{"rank": rank, "ranks": [0] * rank} for rank in range(3)]
         assert heard["store"] == {0: "from 0", 2: "from 2"}
         assert heard["numbers"] == [7, 8, 9]

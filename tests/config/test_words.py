@@ -193,9 +193,9 @@ def test_a_foreign_word_is_an_error_in_any_case(word: str, key: str) -> None:
 
 
 def test_the_message_gives_the_line_to_write() -> None:
-    with pytest.raises(ConfigError, match=r"Write clip_grad_norm = 2\.0$"):
+    with pytest.raises(ConfigError, match=r"Write clip_grad_norm = 2\.0 \[C001\]$"):
         load_config({"gradient_clipping": 2.0})
-    with pytest.raises(ConfigError, match=r"Write gradient_accumulation = 4$"):
+    with pytest.raises(ConfigError, match=r"Write gradient_accumulation = 4 \[C001\]$"):
         load_config({"grad_accum": 4})
 
 

@@ -341,3 +341,17 @@ def test_a_killed_parent_leaves_no_rank_no_child_and_no_folder(tmp_path: Path, n
     parent.wait(10)
     assert gone_within(3, pids) == []
     assert not Path(lines[0][2]).exists()
+
+
+def _speaks(rank_0: str) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(f"{rank_0}\n")
+        sys.stderr.write("and beside\n")
+    else:
+        sys.stdout.write("another\n")
+
+
+def test_what_rank_0_prints_can_be_shown_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_world(2, _speaks, "hello", show=True)
+    assert capsys.readouterr().out == "hello\nand beside\n"
+    assert result.stdout == ("hello\n", "another\n")

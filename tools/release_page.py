@@ -1,0 +1,59 @@
+"""Write the page of a release: what changed, how to install it, the benchmark table, where the evidence is.
+
+python tools/release_page.py [VERSION]        # of what is in the changelog and in docs/speed.md; "Unreleased" is a version too
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def page(version: str) -> str:
+    """The text of the release, in Markdown."""
+    return f"""# Colonnade {version}
+
+Parallel training on PyTorch whose gradients are proven equal to one process.
+
+```sh
+pip install colonnade{"" if version == "Unreleased" else f"=={version}"}
+colonnade doctor     # what this machine can do
+colonnade demo       # a small GPT on 4 ranks of it
+```
+
+## What changed
+
+{changes(version)}
+
+## Speed
+
+Colonnade's time to that of what else a person would use, in one run; below 1 is faster. Made by `make bench`; [how it was measured](docs/speed.md).
+
+{table()}
+
+## Evidence
+
+[Layouts beside one process](docs/parity.md) · [bugs of the field that it finds](docs/bugs.md) · [models that were run](docs/models.md) · `make release-check`
+"""
+
+
+def changes(version: str) -> str:
+    """The section of the changelog, with its headings one level down."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"(?ms)^## (\S+)[^\n]*\n(.*?)(?=^## |\Z)", text))
+    if version not in sections:
+        sys.exit(f"CHANGELOG.md has no {version}; it has {', '.join(sections)}")
+    return sections[version].strip()
+
+
+def table() -> str:
+    """The table of docs/speed.md."""
+    lines = (ROOT / "docs/speed.md").read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+if __name__ == "__main__":
+    print(page(sys.argv[1] if len(sys.argv) > 1 else "Unreleased"))
