@@ -161,8 +161,8 @@ def _options(series: Sequence[Series], standalone: bool) -> dict[str, Any]:
         guide_stroke_dasharray="0",
         major_guide_stroke_dasharray="0",
         font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
-        label_font_size=12,
-        major_label_font_size=12,
+        label_font_size=12 if standalone else 15,  # a page shows them so large on a phone
+        major_label_font_size=12 if standalone else 15,
         legend_font_size=12.5,
         title_font_size=12.5,
         opacity=".7",
