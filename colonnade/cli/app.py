@@ -11,6 +11,7 @@ from colonnade.cli.ckpt import ckpt
 from colonnade.cli.doctor import doctor
 from colonnade.cli.explain import explain
 from colonnade.cli.new import new
+from colonnade.cli.plan import plan
 from colonnade.cli.report import report
 from colonnade.cli.run import run
 from colonnade.cli.verify import verify
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "new": new,
     "verify": verify,
     "explain": explain,
+    "plan": plan,
     "report": report,
 }
 """Each is a function whose docstring is its help."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from colonnade.errors import ConfigError, did_you_mean
+from colonnade.cli.functions import function_of, least_world, module_of
 
 if TYPE_CHECKING:
     from colonnade.verification.explaining.explain import Explanation, ParameterClass
@@ -54,10 +51,10 @@ def explain(
     from colonnade.config import load_config
 
     for name in imports or ():
-        _module(name, config.parent)
-    build = _function(model, config.parent) if model is not None else None
+        module_of(name, config.parent)
+    build = function_of(model, config.parent) if model is not None else None
     loaded = load_config(config)
-    count = world_size if world_size is not None else _least_world(loaded)
+    count = world_size if world_size is not None else least_world(loaded)
     if ratio is not None:
         from colonnade.verification.explaining.ratio import meanings
 
@@ -79,50 +76,6 @@ def explain(
         _show(explained, named=build is not None)
     if explained.problems:
         raise typer.Exit(1)
-
-
-def _least_world(config: Any) -> int:
-    """One replica of everything else, or two so that there is something to sum; more where experts lie on data ranks."""
-    from math import prod
-
-    from colonnade.config import parallel_sizes
-
-    sizes = parallel_sizes(config)
-    rest = sizes.pipeline * sizes.tensor * prod(axis.size for axis in sizes.axes)
-    expert = sizes.expert.size if sizes.expert is not None else 1
-    return int(rest * (sizes.data or max(2, expert)))
-
-
-def _module(name: str, folder: Path) -> Any:
-    """Import a module by name or file; those beside the config and in the current folder can be named."""
-    for place in (str(folder.resolve()), str(Path.cwd())):
-        if place not in sys.path:
-            sys.path.insert(0, place)
-    path = Path(name) if name.endswith(".py") else None
-    if path is not None and not path.exists():
-        path = folder / name
-    try:
-        if path is None:
-            return importlib.import_module(name)
-        sys.path.insert(0, str(path.parent.resolve()))
-        return importlib.import_module(path.stem)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{name!r} cannot be imported ({error}); give a module that is beside the config, in this folder or installed, "
-            f"or the path of a .py file"
-        ) from None
-
-
-def _function(text: str, folder: Path) -> Any:
-    where, colon, name = text.rpartition(":")
-    if not colon or not where or not name:
-        raise ConfigError(f"--model {text!r}: write MODULE:FUNCTION, such as model:build or train.py:build")
-    module = _module(where, folder)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ConfigError(f"--model {text!r}: {where} has no function {name!r}.{did_you_mean(name, known)}")
-    return function
 
 
 # -- for people -------------------------------------------------------------------------------------------

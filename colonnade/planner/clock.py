@@ -6,7 +6,6 @@ A collective takes a latency for each step of its algorithm and its bytes over t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from math import ceil, log2
@@ -15,13 +14,9 @@ from typing import Any
 
 import torch
 
+from colonnade.config.files import read_file
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.planner.records import Hardware, Link
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _FOLDER = Path(__file__).parent / "hardware"
 
@@ -39,11 +34,7 @@ def load_hardware(name: str) -> Hardware:
             f"--hardware {name!r}: known are {listed(known_hardware())}, or the path of a .toml file."
             f"{did_you_mean(name, known_hardware())} `colonnade plan --measure` writes one of this machine"
         )
-    try:
-        given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return _checked(given, path)
+    return _checked(read_file(path)[0], path)
 
 
 def _checked(given: dict[str, Any], path: Path) -> Hardware:

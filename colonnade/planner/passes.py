@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,8 +133,8 @@ def _input_part(
     return first / (first + second) if first + second else 0.5
 
 
-def _accumulate(edges: Any, gradients: Any, inputs: Any = None, last: bool = False) -> None:
-    torch.autograd.backward(edges, gradients, inputs=inputs)
+def _accumulate(tensors: Any, grads: Any, *, inputs: Any, last: bool) -> None:
+    torch.autograd.backward(tensors, grads, inputs=inputs)
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -144,14 +143,3 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def total(costs: Sequence[Cost]) -> Cost:
-    """All of them as one."""
-    return Cost(
-        sum(cost.seconds for cost in costs),
-        sum(cost.flops for cost in costs),
-        sum(cost.moved for cost in costs),
-        sum(cost.operators for cost in costs),
-        [call for cost in costs for call in cost.calls],
-    )

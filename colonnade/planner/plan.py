@@ -13,7 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.planner.clock import Clock
 from colonnade.planner.job import Job
-from colonnade.planner.ranks import Kinds, plan_ranks, samples_of
+from colonnade.planner.ranks import Kinds, Known, plan_ranks, samples_of
 from colonnade.planner.records import (
     Hardware,
     LedgerLine,
@@ -30,12 +30,17 @@ GROUPS_SHOWN = 16
 
 
 def plan(
-    config: Config, world_size: int, hardware: Hardware, job: Job | None = None, context: ParallelContext | None = None
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    job: Job | None = None,
+    context: ParallelContext | None = None,
+    known: Known | None = None,
 ) -> Plan:
     """Plan a job of so many ranks on such machines. Starts no process, and needs no device.
 
     Without a `job`: the groups and communicators alone. `context` is each kind of rank in turn, as long as its model is built
-    and run; by default the global one, which a model's code may ask.
+    and run; by default the global one, which a model's code may ask. `known` has passes of other plans of the same job.
     """
     if context is None:
         from colonnade.core import global_context  # what a model's own code asks
@@ -44,7 +49,7 @@ def plan(
     layout = build_layout(config, world_size)
     clock = Clock(hardware)
     modes = _modes(layout, clock)
-    kinds = plan_ranks(config, world_size, job, clock, context) if job is not None else None
+    kinds = plan_ranks(config, world_size, job, clock, context, known) if job is not None else None
     steps = Steps(kinds, clock, config) if kinds is not None else None
     classes = tuple(steps.classes()) if steps is not None else ()
     timeline = steps.timeline() if steps is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.config import Config
 from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch
+from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
@@ -33,6 +33,7 @@ from colonnade.planner.gradients import GradientPlan, plan_gradients
 from colonnade.planner.job import Job
 from colonnade.planner.passes import StagePass, fake_module, run_stage
 from colonnade.planner.recorder import Recorder
+from colonnade.planner.repeats import extended, run_repeated, signature
 from colonnade.verification.explaining.roles import built, first_ranks, stage_of
 
 
@@ -67,24 +68,35 @@ class Kinds:
     problems: dict[str, None] = field(default_factory=dict)
 
 
-def plan_ranks(config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> Kinds:
+class Known:
+    """Passes that were run for other plans of one job, which may be asked again."""
+
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.passes: dict[Any, list[tuple[Any, StagePass]]] = {}
+
+
+def plan_ranks(
+    config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known | None = None
+) -> Kinds:
     """Build the model on the meta device, plan the sums of each kind of rank, and run each kind of stage on fake tensors."""
-    return _Planning(config, world_size, job, clock, context).run()
+    return _Planning(config, world_size, job, clock, context, known or Known()).run()
 
 
 class _Planning:
-    def __init__(self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext) -> None:
+    def __init__(
+        self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known
+    ) -> None:
         self.config, self.world_size, self.job, self.clock, self.context = config, world_size, job, clock, context
         self.layout = build_layout(config, world_size)
         self.firsts = first_ranks(self.layout)
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake, self.passes = known.fake, known.passes
         self.precision = Precision.read(config)
         self.zero = replace(
             ZeroSettings.read(config.get("zero")),
             master_weights=self.precision.master_weights,
             gather_dtype=self.precision.dtype,
         )
-        self.passes: dict[Any, StagePass] = {}
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:
@@ -92,7 +104,7 @@ class _Planning:
         for rank in self.firsts:
             kinds.models[rank] = self._model(rank, whole, kinds)
         for rank in self.firsts if self.zero.stage != 3 else ():
-            key = (_signature(kinds.models[rank]), self._inside(rank))
+            key = (signature(kinds.models[rank]), self._inside(rank))
             if key not in self.sums:
                 with fake_rank(self.config, self.world_size, rank, self.context):
                     self.sums[key] = self._gradients(kinds.models[rank], kinds)
@@ -113,10 +125,12 @@ class _Planning:
                 type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
                 schedule.stage_ranks(stages) if piped else (0,),
             )
-            whole = built(self.job.build, self.context)
-            self.criterion = self.precision.around(self.job.loss(whole, self.context, kinds.notes), torch.device("cpu"))
             with self.fake:
-                kinds.data = tree_map_only(Tensor, _faked, self.job.data(self.context))
+                kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
+                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
+            whole = built(self.job.build, self.context)
+            loss = self.job.loss(whole, self.context, kinds.notes)
+            self.criterion = self.precision.around(loss, torch.device("cpu"))
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
@@ -151,21 +165,36 @@ class _Planning:
 
     def _run_stages(self, kinds: Kinds) -> None:
         """Stage after stage, since each takes what the one before gives; one of a kind is run."""
-        with self.fake:
-            first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
-        value, last = first.data, len(kinds.stage_ranks) - 1
-        modules = self._modules(kinds)
-        for stage, (rank, module) in enumerate(modules):
-            key = (_signature(module), self._inside(rank), stage == 0, stage == last, _form(value))
-            if key not in self.passes:
+        value, last = self.first.data, len(kinds.stage_ranks) - 1
+        for stage, (rank, module) in enumerate(self._modules(kinds)):
+            key = (signature(module), self._inside(rank), self.zero.stage == 3, apart, stage == 0, stage == last)
+            known = self.passes.setdefault(key, [])
+            found = self._known(known, value)
+            if found is None:
                 criterion = self.criterion if stage == last else None
-                self.passes[key], summed = self._run(stage, rank, module, first, value, criterion, apart, kinds)
-                self.sums[key] = summed
-            kinds.passes[stage] = self.passes[key]
+                found, self.sums[key] = self._run(stage, rank, module, value, criterion, apart, kinds)
+            known.append((value, found))
+            kinds.passes[stage] = found
             if self.zero.stage == 3:
                 kinds.gradients[rank] = _joined(kinds.gradients.get(rank), self.sums[key])
-            value = self.passes[key].output
+            value = found.output
+
+    def _known(self, known: list[tuple[Any, StagePass]], value: Any) -> StagePass | None:
+        """The pass of an input through a stage like others before: as it was, or going on as it went from one to the next."""
+        for before, found in known:
+            if _form(before) == _form(value):
+                return found
+        if len(known) < 2:
+            return None
+        (first, one), (second, two) = known[-2:]
+        steps = [[_sizes(each) for each in tree_leaves(given)] for given in (first, second, value)]
+        if [_apart(a, b) for a, b in zip(*steps[:2], strict=True)] != [
+            _apart(a, b) for a, b in zip(*steps[1:], strict=True)
+        ]:
+            return None
+        with self.fake:
+            return extended(one, two, 1)
 
     def _modules(self, kinds: Kinds) -> list[tuple[int, nn.Module]]:
         """For each stage, the first rank that has it, and the stage."""
@@ -183,7 +212,6 @@ class _Planning:
         stage: int,
         rank: int,
         module: nn.Module,
-        micro_batch: MicroBatch,
         value: Any,
         criterion: Any,
         apart: bool,
@@ -197,7 +225,11 @@ class _Planning:
                 summed = self._gradients(module, kinds)
             with self.fake:
                 fake_module(module)
-                found = run_stage(stage, module, micro_batch, value, criterion, recorder, apart)
+
+                def run() -> StagePass:
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart)
+
+                found = run_repeated(module, run)
         return found, summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:
@@ -206,18 +238,16 @@ class _Planning:
         return tuple((mode.name, len(self.layout.group_of(mode, rank))) for mode in modes)
 
 
-def _signature(module: nn.Module) -> Any:
-    """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
-    layers = tuple(type(each).__name__ for each in module.modules())
-    parameters = tuple(
-        (re.sub(r"\d+", "*", name), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
-        for name, p in module.named_parameters()
-    )
-    return layers, parameters
-
-
 def _form(value: Any) -> str:
     return str(tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), value))
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _apart(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(one, other, strict=True))
 
 
 def _faked(tensor: Tensor) -> Tensor:
@@ -231,7 +261,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
     numbers = ("parameters", "gradients", "turns", "state", "host", "stepped")
     return replace(
         one,
-        ledger=replace(one.ledger, rows=[*one.ledger.rows, *other.ledger.rows]),
+        ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),
         buckets=one.buckets + other.buckets,
         notes=one.notes or other.notes,
         largest=max(one.largest, other.largest),
@@ -241,6 +271,6 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
 
 def samples_of(data: Any) -> tuple[int, int]:
     """(rows, tokens) of what a rank gets for a pass; tokens are integers of two dimensions."""
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
     tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
     return len(tensors[0]), tokens

@@ -173,8 +173,8 @@ class SyncPlan:
     say what they sum, and the parameters of each sum."""
 
     ledger: Ledger
-    attached: list[PlannedGradientHandler]
-    planners: list[PlannedGradientHandler]
+    attached: Sequence[PlannedGradientHandler]
+    planners: Sequence[PlannedGradientHandler]
     grouped: Grouped
 
 

@@ -18,7 +18,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
-from colonnade.parallel.meta import meta_init
+from colonnade.parallel.meta import meta_init, shapes_only
 from colonnade.parallel.placement import Replicate, Shard, Tied, place
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
@@ -108,8 +108,12 @@ def called(function: Callable[..., Any], context: ParallelContext, what: str = "
 def built(build: BuildModel, context: ParallelContext) -> Any:
     """The model of the rank that `context` is, or all its stages, on the meta device."""
     try:
-        with meta_init():
-            model = called(build, context)
+        try:
+            with shapes_only():
+                model = called(build, context)
+        except (RuntimeError, NotImplementedError):  # its code reads values
+            with meta_init():
+                model = called(build, context)
     except ColonnadeError:
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -1,0 +1,227 @@
+"""A plan on the terminal: tables, bars of memory, and the pipeline's timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from colonnade.planner.records import Plan, RankClass, SearchResult, Timeline
+
+KINDS = (
+    ("parameters", "blue"),
+    ("gradients", "green"),
+    ("state", "magenta"),
+    ("activations", "yellow"),
+    ("communication", "cyan"),
+    ("reserved", "white"),
+)
+ROWS_SHOWN = 16
+_PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
+
+
+def show(plan: Plan) -> None:
+    """Everything that a plan says, in words and tables."""
+    console = Console(highlight=False)
+    _head(console, plan)
+    console.print(_modes(plan))
+    if plan.classes:
+        console.print()
+        _memory(console, plan)
+        console.print()
+        console.print(_collectives(plan))
+        if plan.timeline is not None and len(plan.timeline.rows) > 1:
+            console.print()
+            _timeline(console, plan.timeline)
+        console.print()
+        console.print(_ledger(plan))
+    for note in plan.notes:
+        console.print(f"- {note}", markup=False, soft_wrap=True)
+    for problem in plan.problems:
+        console.print(f"initialize() would refuse this: {problem}", markup=False, style="red", soft_wrap=True)
+
+
+def show_search(found: SearchResult, limit: int = 10) -> None:
+    """The layouts that fit, fastest first; how many were cut, and why; and what to paste."""
+    console = Console(highlight=False)
+    table = _table(
+        f"{found.world_size} x {found.hardware.name}: {len(found.fitting)} layouts fit, {len(found.cut)} were cut",
+        "layout", "step", "memory", "of the peak", "bubble", "exposed",
+    )  # fmt: skip
+    for one in found.fitting[:limit]:
+        table.add_row(
+            layout_text(one.layout),
+            seconds(one.step_seconds or 0.0),
+            size(one.peak_memory or 0),
+            f"{one.utilisation or 0:.0%}",
+            f"{one.bubble or 0:.0%}",
+            seconds(one.exposed_seconds or 0.0),
+        )
+    console.print(table)
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for one in found.cut:
+        reasons[one.reason].append(layout_text(one.layout))
+    console.print()
+    for reason, layouts in sorted(reasons.items(), key=lambda each: -len(each[1]))[:limit]:
+        console.print(f"cut {len(layouts)}: {reason}; such as {layouts[0]}", markup=False, soft_wrap=True)
+    for note in found.notes:
+        console.print(f"- {note}", markup=False, soft_wrap=True)
+    if found.config:
+        console.print("\nThe best, to paste:\n", style="bold")
+        console.print(found.config, markup=False, soft_wrap=True)
+        console.print(f"\nIts small twin on this machine: {found.verify}", markup=False, soft_wrap=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return ""
+
+
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def layout_text(layout: dict[str, Any]) -> str:
+    """A layout in few words."""
+    return (
+        " ".join(f"{key} {value}" for key, value in layout.items() if value not in (1, 0, "none", None)) or "one rank"
+    )
+
+
+def _head(console: Console, plan: Plan) -> None:
+    axes = " x ".join(f"{name} {count}" for name, count in plan.axes.items()) or "no parallelism"
+    console.print(f"[bold]{plan.totals.world_size:,} ranks: {axes}[/bold]  on {plan.hardware.name}")
+    totals = plan.totals
+    if plan.classes:
+        per = f", {totals.tokens / totals.step_seconds:,.0f} tokens/s" if totals.tokens else ""
+        console.print(
+            f"{totals.parameters:,} parameters; a step takes {seconds(totals.step_seconds)}{per}, "
+            f"{totals.utilisation:.1%} of the peak",
+            markup=False,
+        )
+        console.print(
+            f"  computing {seconds(totals.compute_seconds)}, collectives that nothing hides {seconds(totals.exposed_seconds)}, "
+            f"waiting {seconds(totals.bubble_seconds)}, optimizer {seconds(totals.optimizer_seconds)}",
+            markup=False,
+        )
+        fits = "fits" if totals.fits else "DOES NOT FIT"
+        console.print(
+            f"  fullest rank: {size(totals.peak_memory)} of {size(plan.hardware.memory)}: {fits}",
+            style=None if totals.fits else "red",
+        )
+        console.print(
+            f"  sent in a step by all ranks: {size(totals.bytes_inside_nodes)} inside nodes, "
+            f"{size(totals.bytes_between_nodes)} between them",
+            markup=False,
+        )
+    console.print(
+        f"{totals.communicators:,} communicators to create, {totals.communicators_per_rank} on a rank\n", markup=False
+    )
+
+
+def _modes(plan: Plan) -> Table:
+    table = _table("Groups", "mode", "groups", "of ranks", "link", "data", "the first")
+    for mode in plan.modes:
+        first = list(mode.groups[0]) if mode.groups else []
+        shown = str(first) if len(first) <= 8 else f"[{first[0]}, {first[1]}, ... {first[-1]}]"
+        table.add_row(mode.mode, f"{mode.count:,}", f"{mode.size:,}", mode.link, mode.data, shown if first else "all")
+    return table
+
+
+def _memory(console: Console, plan: Plan) -> None:
+    """A bar for each kind of rank; the mark is what a device has."""
+    console.print("Memory of a rank", style="bold")
+    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS[:-1]))
+    limit = plan.hardware.memory
+    scale = max(limit, plan.totals.peak_memory)
+    for one in _few(plan.classes):
+        bar = Text(f"{one.name:<12}{one.count:>8,} ranks  ")
+        drawn = 0
+        for name, color in KINDS:
+            width = round(getattr(one.memory, name) / scale * 60)
+            bar.append("\u2588" * width, style=color)
+            drawn += width
+        mark = round(limit / scale * 60)
+        bar.append(" " * max(0, mark - drawn) + "|" if drawn <= mark else "")
+        parts = ", ".join(f"{name} {size(getattr(one.memory, name))}" for name, _ in KINDS if getattr(one.memory, name))
+        bar.append(f" {size(one.memory.total)}")
+        console.print(bar)
+        console.print(f"{'':<12}{parts}", markup=False, style="dim", soft_wrap=True)
+
+
+def _collectives(plan: Plan) -> Table:
+    slowest = max(plan.classes, key=lambda one: sum(call.seconds for call in one.collectives))
+    table = _table(
+        f"Collectives of a step, on a rank of {slowest.name}",
+        "when", "mode", "call", "bytes each", "times", "ranks", "link", "seconds", "not hidden", "for",
+    )  # fmt: skip
+    calls = sorted(slowest.collectives, key=lambda call: -call.seconds)
+    for call in calls[:24]:
+        table.add_row(
+            call.when, call.mode, call.op, f"{call.bytes:,}", f"{call.count:,}", f"{call.ranks:,}", call.link,
+            seconds(call.seconds), seconds(call.exposed), call.what,
+        )  # fmt: skip
+    if len(calls) > 24:
+        rest = calls[24:]
+        table.add_row("", f"{len(rest)} more", *[""] * 5, seconds(sum(call.seconds for call in rest)), "", "")
+    return table
+
+
+def _timeline(console: Console, timeline: Timeline) -> None:
+    console.print(
+        f"[bold]Pipeline[/bold] {timeline.schedule}, {timeline.num_microbatches} micro-batches: {seconds(timeline.makespan)}, "
+        f"{timeline.bubble:.1%} waiting ({timeline.equal_bubble:.1%} were all stages equal)"
+    )
+    width = max(40, console.width - 12)
+    for at, row in enumerate(timeline.rows):
+        if at >= ROWS_SHOWN and at != len(timeline.rows) - 1:
+            if at == ROWS_SHOWN:
+                console.print(f"  ... {len(timeline.rows) - ROWS_SHOWN - 1} more")
+            continue
+        cells = [(" ", "")] * width
+        for one in row:
+            first, stop = (round(moment / timeline.makespan * width) for moment in (one.start, one.end))
+            label = f"{one.kind}{one.micro_batch}"
+            for place in range(first, min(stop, width)):
+                inside = place - first
+                cells[place] = (
+                    label[inside] if inside < len(label) and stop - first > len(label) else "\u2588",
+                    one.kind,
+                )
+        line = Text(f"rank {at:<5}|")
+        for letter, kind in cells:
+            line.append(letter, style=f"on {_PASS[kind]}" if kind and letter != "\u2588" else _PASS.get(kind, ""))
+        console.print(line, no_wrap=True, crop=True)
+
+
+def _ledger(plan: Plan) -> Table:
+    table = _table(
+        "Gradients", "parameters", "n", "elements on a rank", "placement", "over", "ranks", "divided by", "by"
+    )
+    for line in plan.ledger[:40]:
+        table.add_row(
+            line.parameters, str(line.count), f"{line.elements:,}", line.placement, line.mode or "-", f"{line.ranks:,}",
+            f"{line.divisor:g}", line.done_by or "-",
+        )  # fmt: skip
+    if len(plan.ledger) > 40:
+        table.add_row(f"... {len(plan.ledger) - 40} more", *[""] * 7)
+    return table
+
+
+def _few(classes: tuple[RankClass, ...]) -> list[RankClass]:
+    return list(classes) if len(classes) <= ROWS_SHOWN else [*classes[: ROWS_SHOWN - 1], classes[-1]]
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_style="bold", title_justify="left")
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table

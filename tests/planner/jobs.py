@@ -1,0 +1,39 @@
+"""Jobs to plan: models and batches, as a training script has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import colonnade
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.models import GPT, MoEGPT
+from colonnade.planner.job import Job
+
+ROWS, LENGTH, VOCABULARY = 8, 64, 512
+
+
+def gpt(context: ParallelContext) -> Any:
+    return _cut(GPT(VOCABULARY, LENGTH, 64, 4, 4, context=context), context)
+
+
+def moe(context: ParallelContext) -> Any:
+    return _cut(MoEGPT(VOCABULARY, LENGTH, 64, 4, 4, 4, router=dict(k=2), context=context), context)
+
+
+def _cut(model: Any, context: ParallelContext) -> Any:
+    stages = context.pipeline_parallel_size * ((context.config.get("model") or {}).get("num_chunks") or 1)
+    return colonnade.split(model, num_stages=stages) if context.pipeline_parallel_size > 1 else model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.arange(ROWS * (LENGTH + 1)).view(ROWS, -1) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe))}

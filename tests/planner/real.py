@@ -1,0 +1,30 @@
+"""A real run of a job, counted on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import colonnade
+from colonnade.core import global_context
+from colonnade.planner.observe import Observed, observe
+from tests.planner.jobs import JOBS
+
+
+def counted_step(config: dict[str, Any], name: str, timed: int = 0) -> Observed:
+    colonnade.launch(config, verbose=False)
+    job, context = JOBS[name], global_context
+    model = job.build(context)
+    whole = model.whole if hasattr(model, "whole") else model
+    engine, *_ = colonnade.initialize(model, job.optimizer, whole.criterion(), verbose=False)
+    data = job.batch()
+
+    def step() -> None:
+        for _ in range(engine.accumulation):
+            engine.zero_grad()
+            engine.execute_schedule(iter([data]))
+            engine.step()
+
+    found = observe(engine, step, timed=timed)
+    engine.close()
+    global_context.destroy()
+    return found
