@@ -62,9 +62,7 @@ def plan(
     if search:
         found = _search(loaded, count, machine, job, model or "", limit, as_json)
         _draw(found.to_dict(), html, svg)
-        if not found.fitting:
-            raise typer.Exit(1)
-        return
+        raise typer.Exit(0 if found.fitting else 1)
     from colonnade.planner.plan import plan as plan_job
 
     made = plan_job(loaded, count, machine, job)
