@@ -1,6 +1,6 @@
 """Write the page of a release: what changed, how to install it, the benchmark table, where the evidence is.
 
-python tools/release_page.py [VERSION]        # of what is in the changelog and in docs/speed.md; "Unreleased" is a version too
+python tools/release_page.py [VERSION]        # of what is in the changelog and in docs/evidence/speed.md; "Unreleased" is a version too
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ colonnade demo       # a small GPT on 4 ranks of it
 
 ## Speed
 
-Colonnade's time to that of what else a person would use, in one run; below 1 is faster. Made by `make bench`; [how it was measured](docs/speed.md).
+Colonnade's time to that of what else a person would use, in one run; below 1 is faster. Made by `make bench`; [how it was measured](docs/evidence/speed.md).
 
 {table()}
 
 ## Evidence
 
-[Layouts beside one process](docs/parity.md) · [bugs of the field that it finds](docs/bugs.md) · [models that were run](docs/models.md) · `make release-check`
+[Layouts beside one process](docs/evidence/grid.md) · [bugs of the field that it finds](docs/evidence/bugs.md) · [models that were run](docs/evidence/models.md) · `make release-check`
 """
 
 
@@ -50,8 +50,8 @@ def changes(version: str) -> str:
 
 
 def table() -> str:
-    """The table of docs/speed.md."""
-    lines = (ROOT / "docs/speed.md").read_text(encoding="utf-8").splitlines()
+    """The table of docs/evidence/speed.md."""
+    lines = (ROOT / "docs/evidence/speed.md").read_text(encoding="utf-8").splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from colonnade.errors import ConfigError
+
+if TYPE_CHECKING:
+    from colonnade.planner.records import SearchResult
 
 
 def plan(
@@ -32,6 +35,8 @@ def plan(
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Modules of yours to import first: modes, handlers.")
     ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write one HTML page of it to this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write its pictures as SVG files into this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> None:
     """See a job of any number of ranks before it runs: who talks to whom, what each rank holds, and how long a step takes.
@@ -55,8 +60,9 @@ def plan(
     loaded, machine = load_config(config), load_hardware(hardware)
     count = world_size if world_size is not None else least_world(loaded)
     if search:
-        _search(loaded, count, machine, job, model or "", limit, as_json)
-        return
+        found = _search(loaded, count, machine, job, model or "", limit, as_json)
+        _draw(found.to_dict(), html, svg)
+        raise typer.Exit(0 if found.fitting else 1)
     from colonnade.planner.plan import plan as plan_job
 
     made = plan_job(loaded, count, machine, job)
@@ -66,6 +72,7 @@ def plan(
         from colonnade.cli.plan_pictures import show
 
         show(made)
+    _draw(made.to_dict(), html, svg)
     if made.problems or not made.totals.fits:
         raise typer.Exit(1)
 
@@ -96,7 +103,7 @@ def _measured(path: Path, nproc: int) -> str:
     return str(path)
 
 
-def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: int, as_json: bool) -> None:
+def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: int, as_json: bool) -> SearchResult:
     from colonnade.planner.search import search
 
     if job is None:
@@ -108,5 +115,16 @@ def _search(loaded: Any, count: int, machine: Any, job: Any, model: str, limit: 
         from colonnade.cli.plan_pictures import show_search
 
         show_search(found, limit)
-    if not found.fitting:
-        raise typer.Exit(1)
+    return found
+
+
+def _draw(values: dict[str, Any], html: Path | None, svg: Path | None) -> None:
+    """Write the page and the pictures that were asked for; where they are goes beside the tables, not into the JSON."""
+    from colonnade.report import plan_page, write_plan_pictures
+
+    if html is not None:
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(plan_page(values), encoding="utf-8")
+        typer.echo(f"wrote {html}", err=True)
+    for path in write_plan_pictures(values, svg) if svg is not None else ():
+        typer.echo(f"wrote {path}", err=True)

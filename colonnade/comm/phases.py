@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PHASES = ("data", "forward", "backward", "communication", "clip", "optimizer", "other")
 """What a step is made of. `communication` is what nothing else hides: waiting for sums of gradients and for messages of
@@ -59,6 +60,8 @@ class PhaseClock:
     def _now(self) -> Any:
         if not self._on_device:
             return time.perf_counter()
+        import torch  # here, so that pages of runs are made without it
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

@@ -69,7 +69,9 @@ def line_chart(
         placed = [(at, place(value)) for at, value in points]
         if one.kind == "level" and placed:
             placed = [(min(steps), placed[0][1]), (max(steps), placed[0][1])]
-        chart.add(one.name, placed, stroke=one.kind != "dots", dots_size=2.6 if one.kind == "dots" else 1)
+        dashes = {"dasharray": "6, 4"} if one.kind == "level" else None
+        dots = 2.6 if one.kind == "dots" else 1
+        chart.add(one.name, placed, stroke=one.kind != "dots", dots_size=dots, stroke_style=dashes)
     return _rendered(chart, series, standalone)
 
 
@@ -104,12 +106,13 @@ def bar_chart(
     """Horizontal bars of several parts: `rows` are (label, a value for each name)."""
     import pygal
 
-    options = _options([], standalone) | {"height": 90 + 34 * len(rows)}
+    series = [Series(name, ()) for name in names]
+    options = _options(series, standalone) | {"height": 90 + 34 * len(rows)}
     chart = pygal.HorizontalStackedBar(**options, x_title=x, value_formatter="{:.4g}".format, truncate_label=-1)
     chart.x_labels = [label for label, _ in rows]
     for at, name in enumerate(names):
         chart.add(name, [values[at] for _, values in rows])
-    return _rendered(chart, [Series(name, ()) for name in names], standalone)
+    return _rendered(chart, series, standalone)
 
 
 def thinned(points: Points, join: Callable[[list[float]], float], most: int = MOST_POINTS) -> list[tuple[float, float]]:
@@ -158,8 +161,8 @@ def _options(series: Sequence[Series], standalone: bool) -> dict[str, Any]:
         guide_stroke_dasharray="0",
         major_guide_stroke_dasharray="0",
         font_family="system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif",
-        label_font_size=12,
-        major_label_font_size=12,
+        label_font_size=12 if standalone else 15,  # a page shows them so large on a phone
+        major_label_font_size=12 if standalone else 15,
         legend_font_size=12.5,
         title_font_size=12.5,
         opacity=".7",
@@ -169,7 +172,7 @@ def _options(series: Sequence[Series], standalone: bool) -> dict[str, Any]:
     return options | {
         "style": style,
         "js": (),
-        "width": WIDTH,
+        "width": 800 if standalone else WIDTH,
         "height": HEIGHT,
         "explicit_size": standalone,
         "disable_xml_declaration": not standalone,

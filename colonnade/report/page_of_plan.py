@@ -13,7 +13,7 @@ from typing import Any
 
 from colonnade.report.charts import bar_chart
 from colonnade.report.plan_pictures import ledger_svg, mesh_svg, timeline_svg
-from colonnade.report.shell import card, cards, folded, page, seconds, size, table, tiles
+from colonnade.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
 
 MEMORY = ("parameters", "gradients", "state", "activations", "communication", "reserved")
 MOST_ROWS = 60
@@ -30,9 +30,7 @@ def plan_page(values: Values) -> str:
     if plan is None:
         return page("No layout fits", [_hardware_line(values)], parts)
     title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
-    line = (
-        f"{plan['totals']['world_size']:,} ranks · {plan['totals']['parameters']:,} parameters · {_hardware_line(plan)}"
-    )
+    line = f"{plan['totals']['world_size']:,} ranks · {short(plan['totals']['parameters'])} parameters · {_hardware_line(plan)}"
     parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
     script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
     return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
@@ -72,7 +70,7 @@ def _figures(plan: Values) -> str:
     rate = (totals["tokens"], "tokens/s") if totals["tokens"] else (totals["samples"], "samples/s")
     figures: list[tuple[str, str] | tuple[str, str, bool]] = [
         (seconds(step), "a step"),
-        (f"{rate[0] / step:,.0f}" if step else "", rate[1]),
+        (short(rate[0] / step) if step else "", rate[1]),
         (f"{totals['utilisation']:.1%}", "of the peak flops used"),
         (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
         (f"{totals['bubble_seconds'] / step:.1%}" if step else "", "of a step waits (bubble)"),

@@ -258,4 +258,4 @@ def _at_norm(run: Run, marks: Points) -> Points:
 
 def _thinning(runs: list[Run]) -> str:
     most = max(len(run.steps) for run in runs)
-    return f"a point is the mean of {most / MOST_POINTS:.0f} steps" if most > MOST_POINTS else "of all ranks, each step"
+    return f"{MOST_POINTS} points, each the mean of its steps" if most > MOST_POINTS else "of all ranks, each step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,7 @@ class Run:
         """What has a gradient norm of its own, in the order of their numbers."""
         names = {name: None for line in self.steps for name in line if name.startswith("grad_norm/")}
         found = [name.removeprefix("grad_norm/") for name in names]
-        return sorted(
-            found, key=lambda name: [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-        )
+        return sorted(found, key=_by_numbers)
 
     def layout(self) -> str:
         """The sizes of the modes, as `data 2 x pipeline 2`."""
@@ -81,3 +80,8 @@ def find_log(path: Path) -> Path:
         )
         raise ConfigError(f"{path} has {what}; give the path of one: JsonlHook(path) in the hooks of fit writes it")
     return found[0]
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """So that block2 comes before block10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

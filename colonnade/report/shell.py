@@ -70,11 +70,16 @@ def table(
 
 def size(count: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+    return short(count) + "B" if count >= 1000 else f"{count:.0f} B"
+
+
+def short(count: float) -> str:
+    """A large number for people: 12,900 is 12.9 k."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 999.5 or unit == "P":
+            break
         count /= 1000
-    return ""
+    return f"{count:.3g} {unit}".rstrip()
 
 
 def seconds(time: float) -> str:

@@ -102,6 +102,7 @@ class Draft:
         told = self._read()
         step, epoch, seconds = self._place
         loss, weight, samples = sums
+        skipped = self._skipped is not None and self._skipped.read() > 0
         return StepRecord(
             step=step,
             epoch=epoch,
@@ -111,8 +112,8 @@ class Draft:
             samples=int(samples),
             seconds=seconds,
             weight=weight,
-            clipped=told.get(_DIVISOR, 1.0) > 1.0,
-            skipped=self._skipped is not None and self._skipped.read() > 0,
+            clipped=told.get(_DIVISOR, 1.0) > 1.0 and not skipped,
+            skipped=skipped,
             times=self._times.read() if self._times is not None else {},
             values={name: value for name, value in told.items() if not name.startswith(" ")},
         )

@@ -10,7 +10,7 @@ import pytest
 
 from colonnade.report import plan_page, write_run_page
 from tests.report.logs import FACTS, step, write_log
-from tests.report.plans import groups_of_a_hundred_thousand, small_plan
+from tests.report.plans import groups_of_a_hundred_thousand
 
 pytestmark = pytest.mark.long
 
@@ -29,13 +29,13 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, str]:
+def pages(tmp_path_factory, planned) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     more = [{"kind": "run", "step": 300, "epoch": 0, **FACTS, "made_again": 7}, step(301, grad_norm=None, skipped=1.0)]
     logs = [write_log(folder / "first", 300, more), write_log(folder / "second", 200)]
     write_run_page(logs[:1], folder / "run.html")
     write_run_page(logs, folder / "runs.html")
-    (folder / "plan.html").write_text(plan_page(small_plan()))
+    (folder / "plan.html").write_text(plan_page(planned[0]))
     (folder / "large.html").write_text(plan_page(groups_of_a_hundred_thousand()))
     return {name: (folder / f"{name}.html").as_uri() for name in ("run", "runs", "plan", "large")}
 

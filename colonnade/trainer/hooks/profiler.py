@@ -74,7 +74,7 @@ class ProfilerHook(BaseHook):
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if trainer.context.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._met = _meet(trainer)
+        self._met = _meet(trainer, _MEETINGS)
         self._profile = torch.profiler.profile(activities=kinds, profile_memory=self._memory)
         self._profile.start()
 
@@ -90,15 +90,16 @@ class ProfilerHook(BaseHook):
         trace = json.loads(path.read_text(encoding="utf-8"))
         trace["colonnade"] = {"rank": rank, "met_us": self._met, "place": place}
         path.write_text(json.dumps(trace), encoding="utf-8")
+        _meet(trainer, 1)  # all of them are there when one says so
         trainer.logger.info(
             f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
         )
 
 
-def _meet(trainer: Trainer) -> list[float]:
+def _meet(trainer: Trainer, times: int) -> list[float]:
     """The times of this rank's clock, in microseconds, at a few moments that are the same for all: ends of barriers. Collective."""
     moments = []
-    for _ in range(_MEETINGS):
+    for _ in range(times):
         if not alone(trainer.context):
             dist.barrier(group=trainer.context.get_group(ParallelMode.GLOBAL))
         moments.append(time.time_ns() / 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +148,8 @@ class MLflowHook(_Tracker):
 
     def open(self, package: Any) -> Any:
         if self._uri is not None:
+            # MLflow refuses folders unless told that they are meant; to give one is to mean it.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             package.set_tracking_uri(self._uri)
         package.set_experiment(self._experiment)
         package.start_run(**self._options)
