@@ -16,7 +16,6 @@ version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "build"]
 exclude_patterns = ["_site"]
-templates_path = ["_templates"]
 nitpicky = True
 # Types of torch, typing and private aliases have no page here.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
