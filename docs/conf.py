@@ -14,9 +14,8 @@ author = "The Colonnade developers"
 project_copyright = "The Colonnade developers. Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "build"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "colonnade_site"]
 exclude_patterns = ["_site"]
-templates_path = ["_templates"]
 nitpicky = True
 # Types of torch, typing and private aliases have no page here.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
