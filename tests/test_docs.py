@@ -35,7 +35,7 @@ def _in_its_tier(page: str) -> object:
     return pytest.param(page, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize("page", map(_in_its_tier, PAGES))
+@pytest.mark.parametrize("page", [*map(_in_its_tier, PAGES)])
 def test_the_blocks_of_the_page_run(page):
     ranks = _RANKS.search((ROOT / page).read_text(encoding="utf-8"))
     world = int(ranks[1]) if ranks else 1
