@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 # Ranks of the tests are processes: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS := 1
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long mutants bench check fast lint types layers clean
+.PHONY: help setup demo test short long mutants bench check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,8 +26,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeline 2
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade run --nproc 4 examples/gpt/train.py --fresh
 
-test: check  ## everything: `make check`, then the slow tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"
+test: $(READY)  ## everything: `make check` and the slow tests, in under fifteen minutes
+	$(MAKE) -j2 short lint types layers
+
+short: $(READY)
+	$(PYTEST) -m "not long"
 
 long: $(READY)  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
@@ -41,7 +45,7 @@ check: $(READY)  ## lint, types, layering and the fast tests, in about two minut
 	$(MAKE) -j2 fast lint types layers
 
 fast: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .
