@@ -49,10 +49,10 @@ def run_world(
     r modulo their number. There may be more ranks than GPUs, so one GPU can test NCCL between several ranks: each
     rank then gets an NCCL_HOSTID of its own, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1
     (also with None, for a `launch` in `fn`).
-    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes
-    with the world, and, where the environment has none, TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13
-    crashes on gloo: set it OFF there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is
-    killed. With `check`, a failing rank raises `WorldError`. A script that calls this needs
+    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes with
+    the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL unless the environment sets it; DDP of torch 2.13 crashes under it on
+    gloo: set it OFF there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and
+    the world is killed. With `check`, a failing rank raises `WorldError`. A script that calls this needs
     `if __name__ == "__main__":`, as for any multiprocessing.
     """
     if n < 1:
