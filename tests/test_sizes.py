@@ -25,8 +25,7 @@ def test_no_file_over_400_lines_and_no_function_over_60(files):
         f"{path}: {node.name}"
         for path, (_, tree) in files.items()
         for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (node.end_lineno or 0) - node.lineno + 1 > 60
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (node.end_lineno or 0) - node.lineno + 1 > 60
     ]
     assert not long_files + long_functions
 

@@ -223,7 +223,8 @@ def test_a_rank_aborted_by_gloo_is_named_with_its_stack() -> None:
     assert "mismatched_sizes" in result.report()
 
 
-def test_detail_is_on_by_default_and_turns_an_abort_into_an_exception() -> None:
+def test_detail_is_on_by_default_and_turns_an_abort_into_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
     with pytest.raises(WorldError, match="Detected mismatch between collectives on ranks"):
         run_world(2, mismatched_sizes)
 
