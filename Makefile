@@ -9,6 +9,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 export OMP_NUM_THREADS := 1
 # Plain gloo turns mismatched collectives into aborts; with this they are Python errors.
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
+# Without compiled files every process of every test compiles the package and its own test again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test short long mutants bench check fast lint types layers clean
