@@ -5,14 +5,17 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs_ready
 VERSION := $(shell sed -n 's/__version__ = "\(.*\)"/\1/p' colonnade/version.py)
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 # Ranks of the tests are processes: one thread each, or they fight over the cores.
 export OMP_NUM_THREADS := 1
 # Plain gloo turns mismatched collectives into aborts; with this they are Python errors.
 export TORCH_DISTRIBUTED_DEBUG := DETAIL
+# Without compiled files every process of every test compiles the package and its own test again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test long browser mutants release-check recording bench docs check fast lint types layers clean
+.PHONY: help setup demo test short long browser mutants release-check recording bench docs check fast lint types layers clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,8 +30,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small GPT on 4 ranks of this machine: data 2 x pipeline 2
 	TORCH_DISTRIBUTED_DEBUG=OFF $(BIN)/colonnade demo --output examples/gpt/output
 
-test: check  ## everything: `make check`, then the slow tests
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "slow and not long"
+test: $(READY)  ## everything: `make check` and the slow tests, in under fifteen minutes
+	$(MAKE) -j2 short lint types layers
+
+short: $(READY)
+	$(PYTEST) -m "not long"
 
 long: $(VENV)/.long  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
@@ -64,7 +70,7 @@ check: $(READY)  ## lint, types, layering and the fast tests, in about two minut
 	$(MAKE) -j2 fast lint types layers
 
 fast: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

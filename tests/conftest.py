@@ -1,14 +1,13 @@
-"""What all tests share: the fork server of `run_world` starts while the tests are still being collected."""
+"""What all tests share: what is slow, in which order they run, and a fork server of `run_world` that starts while they are collected."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from colonnade.testing.start import start_server
 
 SLOW_MODULES = (
     "checkpoint/test_engine_resume.py",
@@ -113,8 +112,14 @@ ONE_WORKER = (
     "optim/test_field_bugs.py",
     "parallel/meta/test_meta_init.py",
     "seeds/test_gradient_clipping.py",
+    "test_sizes.py",
 )
 """Their tests look at what one run has left: two workers would make it twice."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Among fast tests, files that have none are not imported."""
+    return True if config.option.markexpr == "not slow" and str(collection_path).endswith(SLOW_MODULES) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -125,6 +130,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if str(item.path).endswith(ONE_WORKER):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    if hasattr(config, "workerinput"):  # the small ones last: no worker waits long for the other
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     tenth = os.environ.get("TENTH")
     if tenth:  # one tenth of the tests, of every file some: `make long TENTH=3`
         left = [item for item in items if crc32(item.nodeid.encode()) % 10 != int(tenth) % 10]
@@ -132,8 +139,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left)]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """With DETAIL every collective is compared with the other ranks', which is half of the time of large tests.
+
+    So the fast and the long ones have it, and of the slow ones those that ask for it.
+    """
+    only_slow = item.get_closest_marker("slow") and not item.get_closest_marker("long")
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF" if only_slow else "DETAIL"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.option.collectonly:
+    distributes = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if not config.option.collectonly and not distributes:  # who only hands out tests needs no torch
+        from colonnade.testing.start import start_server
+
         start_server()
 
 

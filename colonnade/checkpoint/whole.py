@@ -72,6 +72,27 @@ class WholeTensors:
                 _take(here, sent)
         return whole
 
+    def gather_all(self) -> Iterator[tuple[TensorRecord, Tensor]]:
+        """Every whole tensor, on the CPU of every rank, by one message of each rank. Collective over the world.
+
+        Faster than one after the other where they are small; a rank holds all of them and what one rank sends.
+        """
+        wholes = [torch.empty(record.shape, dtype=dtype_of(record)) for record in self.records]
+        pieces: dict[int, list[tuple[str, Tensor]]] = {}
+        for record, whole in zip(self.records, wholes, strict=True):
+            for owner, key, box in self._blocks(record):
+                pieces.setdefault(owner, []).append((key, whole[box.slices_in(whole_box(record.shape))]))
+        for owner, parts in pieces.items():
+            if owner == self._rank:
+                for key, here in parts:
+                    here.copy_(self._mine[key].read())
+            if self._context.world_size > 1:
+                sent = torch.cat([_raw(here) for _, here in parts]).to(message_device(self._context.device))
+                dist.broadcast(sent, src=owner)
+                for (_, here), raw in zip(parts, sent.cpu().split([here.nbytes for _, here in parts]), strict=True):
+                    _take(here, raw.clone())  # a copy begins where its numbers may
+        yield from zip(self.records, wholes, strict=True)
+
     def gather_apart(self, wanted: Sequence[tuple[TensorRecord, int]]) -> Tensor | None:
         """The whole tensor of the pair that names this rank, of pairs of which no two name one rank. Collective.
 

@@ -127,7 +127,7 @@ def environments(n: int, folder: Path, port: int, env: Mapping[str, str | None] 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "TORCH_DISTRIBUTED_DEBUG": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
         "TMPDIR": str(folder / "tmp"),
     }
     if sys.platform == "linux":

@@ -110,7 +110,7 @@ def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Param
 
     whole = WholeTensors(model, context, exact, lambda tensor: isinstance(tensor.tensor, nn.Parameter))
     _check_holders(whole.tensors, exact, context)
-    return {name: content for record in whole.records for content in [whole.gather(record)] for name in record.names}
+    return {name: content for record, content in whole.gather_all() for name in record.names}
 
 
 def _check_holders(

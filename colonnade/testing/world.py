@@ -52,11 +52,11 @@ def run_world(
     r modulo their number. There may be more ranks than GPUs, so one GPU can test NCCL between several ranks: each
     rank then gets an NCCL_HOSTID of its own, with NCCL_NET=Socket, NCCL_SOCKET_IFNAME=lo and NCCL_IB_DISABLE=1
     (also with None, for a `launch` in `fn`).
-    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes
-    with the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL, under which DDP of torch 2.13 crashes on gloo: set it OFF
-    there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and the world is
-    killed. With `check`, a failing rank raises `WorldError`. With `show`, what rank 0 prints is shown as it comes.
-    A script that calls this needs `if __name__ == "__main__":`, as for any multiprocessing.
+    `env` is laid over this process's environment and the harness's defaults (one OMP thread, a TMPDIR that goes with
+    the world, and TORCH_DISTRIBUTED_DEBUG=DETAIL unless the environment sets it; DDP of torch 2.13 crashes under it on
+    gloo: set it OFF there); None takes a variable away. After `timeout` seconds the stacks of all ranks are taken and
+    the world is killed. With `check`, a failing rank raises `WorldError`. With `show`, what rank 0 prints is
+    shown as it comes. A script that calls this needs `if __name__ == "__main__":`, as for any multiprocessing.
     """
     if n < 1:
         raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.", code="C101")

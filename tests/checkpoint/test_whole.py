@@ -41,6 +41,7 @@ def check(folder: Path) -> None:
             assert len(names) == len(set(names)) == 9
             everywhere = {name: tensors.gather(record) for record in tensors.records for name in record.names}
             assert wrong(everywhere) == []
+            assert wrong({name: at_once for record, at_once in tensors.gather_all() for name in record.names}) == []
             turns = [tensors.records[at : at + 4] for at in range(0, 8, 4)]
             for turn in turns:  # each rank gets another one
                 found = tensors.gather_apart([(record, to) for to, record in enumerate(turn)])

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from colonnade.cli import main
 
 LOOP = Path(__file__).parents[1] / "verification" / "scripts" / "loop.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def _verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "colonnade.cli", "verify", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def verify(capsys):
+    """Run `colonnade verify` in this process, and the script in others."""
+
+    def run(*words: str) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", *words])
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=int(ended.value.code or 0), out=out, err=err)
+
+    return run
 
 
-def test_equal_is_0_and_json_can_be_read() -> None:
-    done = _verify("--nproc", "2", "--steps", "1", "--dtype", "own", "--json", str(LOOP))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["findings"] == []
+def test_equal_is_0_and_json_can_be_read(verify) -> None:
+    done = verify("--nproc", "2", "--steps", "3", "--json", str(LOOP))
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["findings"] == []
+    assert {row["step"] for row in report["rows"]} == {None, 0, 1, 2}
 
 
-def test_different_is_1_and_says_why() -> None:
-    done = _verify("--nproc", "2", "--steps", "1", str(LOOP), "undivided")
-    assert done.returncode == 1, done.stderr
-    assert "summed-not-averaged" in done.stdout
+def test_different_is_1_and_says_why(verify) -> None:
+    done = verify("--nproc", "2", "--steps", "1", "--dtype", "own", str(LOOP), "undivided")
+    assert done.code == 1, done.err
+    assert "summed-not-averaged" in done.out
 
 
-def test_not_run_is_2_with_the_words_of_the_script() -> None:
-    done = _verify("--nproc", "2", str(LOOP), "fail")
-    assert done.returncode == 2
-    assert "this script fails by itself" in done.stderr
+def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
+    done = verify("--nproc", "1", str(LOOP), "fail")
+    assert done.code == 2
+    assert "this script fails by itself" in done.err

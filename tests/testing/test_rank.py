@@ -95,8 +95,11 @@ def test_every_rank_knows_its_place() -> None:
     ]
 
 
-def test_defaults_are_one_thread_and_detail() -> None:
+def test_defaults_are_one_thread_and_detail_unless_the_environment_says_otherwise(monkeypatch) -> None:
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
     assert run_world(2, settings).values == [(1, "DETAIL", "gloo", 2)] * 2
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    assert run_world(2, settings).values == [(1, "INFO", "gloo", 2)] * 2
 
 
 def test_env_changes_what_torch_reads() -> None:

@@ -43,6 +43,7 @@ def _all_equal(runs: list[Run]) -> None:
             assert settings.get("zero") == 3 or len(gradient.raw) == len(gradient.truth_of_passes)
 
 
+@pytest.mark.slow
 def test_everything_that_two_ranks_hold_is_equal_to_one_process() -> None:
     run_world(2, _all_equal, ON_TWO)
 

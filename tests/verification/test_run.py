@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
+@pytest.mark.long  # `colonnade verify` of tests/cli shows the same
 def test_a_loop_on_an_engine_is_equal_with_its_dropout(colonnade_verify) -> None:
     report = colonnade_verify(SCRIPTS / "loop.py", steps=3)
     assert report.ok
@@ -32,6 +33,7 @@ def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_veri
         colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
 
 
+@pytest.mark.long  # `colonnade verify` of tests/cli shows the same
 def test_a_script_that_fails_says_so_with_its_own_words() -> None:
     with pytest.raises(ScriptError, match="this script fails by itself"):
         verify_script(Script(str(SCRIPTS / "loop.py"), ("fail",)))

@@ -54,7 +54,7 @@ def test_the_second_run_is_told_who_holds_the_folder(tmp_path, holder):
     asked = time.monotonic()
     with pytest.raises(CheckpointError, match=f"process {holder.pid} on {socket.gethostname()}, since 20"):
         CheckpointManager(tmp_path, ParallelContext())
-    assert time.monotonic() - asked < 1
+    assert time.monotonic() - asked < 10  # and does not wait for it
     CheckpointManager(tmp_path, ParallelContext(), read_only=True).close()
 
 
