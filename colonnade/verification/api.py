@@ -229,9 +229,9 @@ def _not_joined(
         one, start, _ = _one_process(engine, reference, criterion, records, dropping)
         load(one.model, start)
         one.model.train()
-        with dropping.watching(one.model), dropping:
-        one.model.train()
         rest(one.model, one.resting)
+        with dropping.watching(one.model), dropping:
+            one.passed(joined_steps(given, engine, records)[0][0][0])
         return dropping.found.not_joined
 
 
