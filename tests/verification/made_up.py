@@ -201,6 +201,7 @@ class World:
             dtype=self.dtype,
             accumulation=self.accumulation,
             max_norm=self.max_norm,
+            masks_apart={"up": self.planted("masks", ())},
         )
 
     def _info(self, name: str) -> ParameterInfo:

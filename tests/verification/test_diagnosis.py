@@ -304,6 +304,9 @@ PLANTED = {
     ],
     "weights-differ-at-start": [(World(2, 1), {"start": start_of_rank_1})],
     "forward-differs": [(World(2, 1), {"activation": only_module("up"), "raw": times(1.1), "loss": more})],
+    "masks-differ": [
+        (World(1, 2), {"masks": lambda world, value: (1,), "activation": only_module("up"), "loss": more})
+    ],
     "recomputation-differs": [(World(2, 1), {"recomputed": only_module("up"), "raw": times(1.1, ["up.weight"])})],
     "loss-differs": [(World(2, 1), {"loss": lambda world, value, **_: 2 * value})],
     "buffers-differ": [(World(2, 1), {"buffer": lambda world, value, rank, **_: value + 0.1 * rank})],
