@@ -64,7 +64,10 @@ def file_error(name: str, file: str, text: str, *, line: int | None = None, show
     """Return the error of a file that could not be read; `shown` is source text to print below."""
     where = file if line is None else f"{file}:{line}"
     below = [f"      {row}" for row in shown.splitlines()]
-    return ConfigError("\n".join([_head(1, name), f"  {where}  {text}", *below]), code="C001")
+    # The code stands behind what is said, not behind the source.
+    error = ConfigError("\n".join([_head(1, name), f"  {where}  {text} [C001]", *below]))
+    error.code = "C001"
+    return error
 
 
 def dotted(path: KeyPath) -> str:

@@ -330,7 +330,7 @@ def test_problems_have_their_lines(tmp_path: Path) -> None:
     assert str(caught.value).splitlines() == [
         f"colonnade: 2 problems in {toml}",
         "  train.toml:3  parallel.tensro = 2   unknown key. Did you mean `tensor`?",
-        "  train.toml:4  parallel.tensor.size   is missing; it must be an int >= 1",
+        "  train.toml:4  parallel.tensor.size   is missing; it must be an int >= 1 [C001]",
     ]
 
 

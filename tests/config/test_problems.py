@@ -89,7 +89,7 @@ def test_problems_are_told_in_aligned_rows() -> None:
     assert str(config_error(problems, source)).splitlines() == [
         "colonnade: 2 problems in runs/train.py",
         "  train.py:3   a = None   must be an int",
-        "  train.py:12  b.c   is missing",
+        "  train.py:12  b.c   is missing [C001]",
     ]
 
 
@@ -97,7 +97,7 @@ def test_file_error_shows_source_below() -> None:
     error = file_error("runs/train.py", "train.py", "SyntaxError: x", line=2, shown="one\ntwo")
     assert str(error).splitlines() == [
         "colonnade: 1 problem in runs/train.py",
-        "  train.py:2  SyntaxError: x",
+        "  train.py:2  SyntaxError: x [C001]",
         "      one",
         "      two",
     ]
