@@ -39,7 +39,8 @@ def fake_rank(config: Config, world_size: int, rank: int, context: ParallelConte
         raise ContextError("a plan is made in a process that has joined no world: call it before launch(), or apart")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the backend "fake" comes with it
 
-    hook = sys.excepthook
+    hook, level = sys.excepthook, dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # it would put real groups around these
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     sys.excepthook = hook  # no error is that of one rank
     try:
@@ -51,3 +52,4 @@ def fake_rank(config: Config, world_size: int, rank: int, context: ParallelConte
             context.destroy()
     finally:
         dist.destroy_process_group()
+        dist.set_debug_level(level)
