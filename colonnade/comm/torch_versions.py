@@ -55,6 +55,21 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+@contextmanager
+def apart_from_world() -> Iterator[None]:
+    """Inside, this thread has joined no world, whatever it has joined outside, and may join another."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    before, rank = distributed_c10d._world, dist.get_rank() if dist.is_initialized() else -1
+    distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
+    distributed_c10d._world.group_count = 1 << 20  # torch numbers groups by it, and keeps one list of all numbers
+    try:
+        yield
+    finally:
+        distributed_c10d._world = before
+        torch._C._distributed_c10d._set_global_rank(rank)
+
+
 def forget_failed_start() -> None:
     """After an `init_process_group` that failed: the next one names its group as it would have in a new process."""
     if not dist.is_initialized():

@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from colonnade.comm.groups import ProcessGroups
+from colonnade.comm.torch_versions import apart_from_world
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.errors import ContextError
 
 
 class FakeGroups(ProcessGroups):
@@ -35,19 +35,20 @@ class FakeGroups(ProcessGroups):
 @contextmanager
 def fake_rank(config: Config, world_size: int, rank: int, context: ParallelContext) -> Iterator[FakeGroups]:
     """`context` is this rank of a world that is not there, but in which it can talk."""
-    if dist.is_initialized():
-        raise ContextError("a plan is made in a process that has joined no world: call it before launch(), or apart")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # the backend "fake" comes with it
 
-    hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    sys.excepthook = hook  # no error is that of one rank
-    try:
-        groups = FakeGroups(rank)
-        context.simulate(config, world_size, rank, groups)
+    hook, level = sys.excepthook, dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.OFF)  # it would put real groups around these
+    with apart_from_world():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        sys.excepthook = hook  # no error is that of one rank
         try:
-            yield groups
+            groups = FakeGroups(rank)
+            context.simulate(config, world_size, rank, groups)
+            try:
+                yield groups
+            finally:
+                context.destroy()
         finally:
-            context.destroy()
-    finally:
-        dist.destroy_process_group()
+            dist.destroy_process_group()
+            dist.set_debug_level(level)

@@ -291,7 +291,10 @@ class Steps:
     def _mode(self, ranks: tuple[int, ...], rank: int) -> str:
         """The mode whose group these ranks are; else the modes that they join."""
         layout = self.kinds.layout
-        for mode in layout.modes:
+        if ranks is self._world:
+            return ParallelMode.GLOBAL.name
+        axes = [axis.mode for axis in layout.axes]
+        for mode in (*axes, *layout.modes):
             if layout.has(mode, rank):
                 group = layout.group_of(mode, rank)
                 if len(group) == len(ranks) and tuple(group) == tuple(sorted(ranks)):

@@ -1,5 +1,206 @@
-"""Plans of jobs of any size, made in one process: groups, sums, memory, timelines, modes of one's own."""
+"""Plans, made in one process: groups, sums, memory, timelines, and a mode of one's own."""
 
 from __future__ import annotations
 
-from colonnade.parallel.collectives import all_reduce_of  # noqa: F401
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.config import load_config
+from colonnade.engine.schedule.orders import make_table
+from colonnade.engine.schedule.simulate import simulate
+from colonnade.errors import ConfigError
+from colonnade.planner.clock import Clock, known_hardware, load_hardware
+from colonnade.planner.job import Job
+from colonnade.planner.plan import plan
+from tests.planner.jobs import JOBS, batch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parallelism"
+LAYOUT = dict(
+    parallel=dict(tensor=dict(size=2, mode="1d"), expert=2, pipeline=2), num_microbatches=4, clip_grad_norm=1.0
+)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Any:
+    return plan(load_config(LAYOUT), 16, load_hardware("h100"), JOBS["moe"])
+
+
+def test_a_plan_has_groups_kinds_of_ranks_and_sums(planned: Any) -> None:
+    assert planned.axes == {"data": 4, "pipeline": 2, "tensor": 2}
+    modes = {mode.mode: mode for mode in planned.modes}
+    assert (modes["EXPERT"].count, modes["EXPERT"].size, modes["EXPERT"].groups[0]) == (8, 2, (0, 4))
+    assert [(one.name, one.rank, one.count) for one in planned.classes] == [("stage 0", 0, 8), ("stage 1", 2, 8)]
+    (expert,) = [line for line in planned.ledger if line.parameters == "blocks.*.feed_forward.experts.up"]
+    assert (expert.mode, expert.ranks, expert.divisor, expert.stages) == ("EXPERT_DATA", 2, 4, (0, 1))
+    assert planned.problems == ()
+    assert planned.totals.fits
+    json.dumps(planned.to_dict())
+
+
+def test_parameters_gradients_and_state_are_those_of_the_model(planned: Any) -> None:
+    whole = sum(parameter.numel() for parameter in _one_process().parameters())
+    assert planned.totals.parameters == whole
+    for one in planned.classes:
+        assert one.memory.parameters == 4 * one.parameters
+        assert one.memory.gradients >= one.memory.parameters  # with the padding of buckets
+        assert one.memory.state == 8 * one.parameters
+
+
+def test_a_world_of_many_ranks_costs_what_its_kinds_cost() -> None:
+    large = plan(load_config(LAYOUT), 102_400, load_hardware("h100"), JOBS["moe"])
+    assert [one.count for one in large.classes] == [51_200, 51_200]
+    assert next(mode for mode in large.modes if mode.mode == "DATA").size == 25_600
+    (norm,) = [call for call in large.classes[0].collectives if call.what == "norm of the gradients"]
+    assert (norm.mode, norm.ranks, norm.link) == ("GLOBAL", 102_400, "network")
+
+
+@pytest.mark.parametrize(
+    ("order", "chunks", "bubble"),
+    [
+        ("gpipe", None, lambda p, m, v: (p - 1) / (m + p - 1)),
+        ("1f1b", None, lambda p, m, v: (p - 1) / (m + p - 1)),
+        ("interleaved_1f1b", 2, lambda p, m, v: (p - 1) / (v * m + p - 1)),
+        ("breadth_first", 2, lambda p, m, v: (p - 1) / (v * m + p - 1)),
+        ("interleaved_zero_bubble", 1, lambda p, m, v: (p - 1) / (3 * m + p - 1)),
+        ("zb_v", None, lambda p, m, v: (p - 1) / (3 * 2 * m + p - 1)),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 4), (4, 8), (8, 16)])
+def test_bubbles_are_those_of_the_closed_forms(
+    order: str, chunks: int | None, bubble: Any, ranks: int, passes: int
+) -> None:
+    made = simulate(make_table(order, ranks, passes, chunks)).bubble
+    assert made == pytest.approx(bubble(ranks, passes, chunks or 1), abs=1e-12)
+
+
+def test_the_timeline_is_the_table_with_the_costs_of_the_stages(planned: Any) -> None:
+    timeline = planned.timeline
+    assert timeline.equal_bubble == pytest.approx(1 / 5)
+    assert [len(row) for row in timeline.rows] == [8, 8]
+    work = {one.stages[0]: one.work[0] for one in planned.classes}
+    for row in timeline.rows:
+        for each in row:
+            one = work[each.stage]
+            cost = one.forward if each.kind == "F" else one.backward_input + one.backward_weight
+            assert each.end - each.start == pytest.approx(cost)
+
+
+def test_recomputing_keeps_less_and_computes_more() -> None:
+    plain, again = (
+        plan(load_config(dict(activation_checkpoint=mode)), 2, load_hardware("a100"), JOBS["gpt"])
+        for mode in ("none", "full")
+    )
+    assert again.classes[0].memory.activations < 0.5 * plain.classes[0].memory.activations
+    assert again.totals.flops > 1.2 * plain.totals.flops
+
+
+def test_equal_blocks_are_run_once_or_twice_and_counted_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, machine = load_config(dict(parallel=dict(tensor=dict(size=2, mode="1d")))), load_hardware("h100")
+    short = plan(config, 4, machine, JOBS["gpt"])
+    monkeypatch.setattr("colonnade.planner.repeats._FEWEST", 99)
+    whole = plan(config, 4, machine, JOBS["gpt"])
+    one, other = short.classes[0], whole.classes[0]
+    assert one.memory == other.memory
+    assert one.work[0].flops == other.work[0].flops
+    assert sorted(map(repr, one.collectives)) == sorted(map(repr, other.collectives))
+    assert short.totals.step_seconds == pytest.approx(whole.totals.step_seconds)
+
+
+def test_a_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    sys.modules.pop("head_data", None)
+    from head_data import HeadDataAttention, HeadDataSequential  # type: ignore[import-not-found]
+    from plain_model import layers  # type: ignore[import-not-found]
+
+    def build() -> nn.Module:
+        return HeadDataSequential(*layers(HeadDataAttention, 8, 16, 4, 2))
+
+    def samples() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(4, 6, 8), torch.zeros(4, 6, 8)
+
+    config = load_config(dict(parallel=dict(head_data=dict(size=2, mode="head_data", heads=4))))
+    found = plan(config, 8, load_hardware("h100"), Job(build, samples, criterion=nn.MSELoss))
+    assert {mode.mode: mode.count for mode in found.modes}["HEAD_DATA"] == 4
+    assert "HEAD_DATA" in {call.mode for call in found.classes[0].collectives if call.when == "forward"}
+    assert "HEAD_DATA" in {line.mode for line in found.ledger}
+    assert found.problems == ()
+
+
+def test_without_a_model_the_groups_alone() -> None:
+    found = plan(
+        load_config(dict(parallel=dict(tensor=dict(size=8, mode="1d"), pipeline=16), num_microbatches=4)),
+        1 << 20,
+        load_hardware("b200"),
+    )
+    assert found.classes == ()
+    assert {mode.mode: mode.size for mode in found.modes}["DATA"] == 8192
+
+
+def test_what_initialize_would_refuse_is_a_problem() -> None:
+    def unplaced() -> nn.Module:
+        return nn.Linear(4, 4)
+
+    config = load_config(dict(sync=dict(automatic=False)))
+    found = plan(config, 2, load_hardware("h100"), Job(unplaced, lambda: torch.zeros(2, 4)))
+    assert "the gradients would not be those of one process" in found.problems[0]
+
+
+def test_a_model_that_reads_numbers_is_told_so() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[: int(x.sum().item())]
+
+    with pytest.raises(ConfigError, match="reads a number"):
+        plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Reads(4, 4), lambda: torch.zeros(2, 4)))
+
+
+def test_hardware_files(tmp_path: Path) -> None:
+    assert known_hardware() == ["a100", "b200", "h100", "h200"]
+    with pytest.raises(ConfigError, match="Did you mean"):
+        load_hardware("h10")
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "x"\nspeed = 3\n')
+    with pytest.raises(ConfigError, match="unknown key 'speed'"):
+        load_hardware(str(file))
+    file.write_text('name = "x"\n')
+    with pytest.raises(ConfigError, match="devices_per_node"):
+        load_hardware(str(file))
+
+
+def test_the_clock_takes_a_ring_for_large_messages_and_a_tree_for_small_ones() -> None:
+    machine = load_hardware("h100")
+    clock = Clock(machine)
+    ring = 2 * 7 * machine.node_latency + 2 * 7 / 8 * 1e9 / machine.node_bandwidth
+    assert clock.collective("all_reduce", 10**9, range(8)) == pytest.approx(ring)
+    tree = 2 * 3 * machine.node_latency + 2 * 8 / machine.node_bandwidth
+    assert clock.collective("all_reduce", 8, range(8)) == pytest.approx(tree)
+    assert clock.link(range(8)) == "node"
+    assert clock.link((7, 8)) == "network"
+    assert clock.collective("all_reduce", 8, (3,)) == 0.0
+
+
+def test_a_plan_is_made_beside_a_joined_world() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = plan(load_config({}), 2, load_hardware("h100"), JOBS["gpt"])
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert (found.totals.world_size, dist.get_world_size(), dist.get_backend()) == (2, 1, "gloo")
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_process() -> nn.Module:
+    from colonnade.context import ParallelContext
+
+    context = ParallelContext()
+    assert batch()[0].shape == (8, 64)
+    return JOBS["moe"].build(context)

@@ -92,7 +92,7 @@ def train(folder: Path, config: dict[str, Any], kind: str, save: int, kill: tupl
         AccuracyHook(),
         LRSchedulerHook(scheduler, by_epoch=False),
         EarlyStopHook(patience=50),
-        JsonlHook(folder / "log.jsonl"),
+        JsonlHook(folder / "log.jsonl", report=False),
         CsvHook(folder / "log.csv"),
         SaveCheckpointHook(save, folder / "steps", by_epoch=False, background=kind == "background"),
         StopOnSignal(),

@@ -49,9 +49,10 @@ def test_tensorboard_has_every_second_step_and_the_metrics(tmp_path):
 
 @pytest.mark.long
 def test_wandb_keeps_the_run_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the extra `long`")
+    wandb = pytest.importorskip("wandb", reason="the extra `long`")
     monkeypatch.setenv("WANDB_SILENT", "true")
     losses = train(WandbHook("mine", name="first", mode="offline", dir=str(tmp_path)))
+    wandb.teardown()  # as at the end of a process: its own process has written everything then
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = wandb_history(log)
     assert [row["step/loss"] for row in rows if "step/loss" in row] == pytest.approx(losses)

@@ -31,14 +31,14 @@ def record(step: int, epoch: int = 0, **values: float) -> StepRecord:
 
 
 class Spoil(BaseHook):
-    """Makes the gradient of the second step infinite, and warns."""
+    """Makes the gradient of the second step NaN, and warns."""
 
     def before_train_iter(self, trainer):
         weight = trainer.engine.model[0].weight
         if trainer.cur_step == 1:
             trainer.logger.warning("about to spoil")
             self._was = weight.detach().clone()
-            weight.data[0, 0] = math.inf
+            weight.data[0, 0] = math.nan
         elif trainer.cur_step == 2:
             weight.data.copy_(self._was)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.registry import HOOKS
@@ -81,7 +82,15 @@ class ProfilerHook(BaseHook):
     def _end(self, trainer: Trainer) -> None:
         self._profile.stop()
         profile, self._profile = self._profile, None
-        context = trainer.context
+        try:
+            self._write(profile, trainer.context)
+        finally:
+            _meet(trainer, 1)  # all traces are there when one rank says so; one that failed keeps nobody waiting
+        trainer.logger.info(
+            f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
+        )
+
+    def _write(self, profile: Any, context: ParallelContext) -> None:
         rank = context.get_global_rank()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / NAME.format(rank)
@@ -90,10 +99,6 @@ class ProfilerHook(BaseHook):
         trace = json.loads(path.read_text(encoding="utf-8"))
         trace["colonnade"] = {"rank": rank, "met_us": self._met, "place": place}
         path.write_text(json.dumps(trace), encoding="utf-8")
-        _meet(trainer, 1)  # all of them are there when one says so
-        trainer.logger.info(
-            f"traces of {self._steps} steps in {self.folder}; colonnade report --trace {self.folder} joins them"
-        )
 
 
 def _meet(trainer: Trainer, times: int) -> list[float]:
