@@ -202,7 +202,9 @@ def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.devic
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     everyone = mine.new_empty((members.size, len(numbers)))
     all_gather_flat(everyone.flatten(), mine, group=members.group)
-    if dist.get_backend(members.group) == "fake":  # a plan, on tensors without values: the others are taken to say the same
+    if (
+        dist.get_backend(members.group) == "fake"
+    ):  # a plan, on tensors without values: the others are taken to say the same
         return [list(numbers)] * members.size
     return everyone.tolist()
 
