@@ -70,6 +70,12 @@ def apart_from_world() -> Iterator[None]:
         torch._C._distributed_c10d._set_global_rank(rank)
 
 
+def start_fsdp(module: Any) -> None:
+    """Let FSDP2 do now what it does before its first forward pass: find all modules that it has wrapped."""
+    if hasattr(module, "_get_fsdp_state"):
+        module._get_fsdp_state()._lazy_init()
+
+
 def forget_failed_start() -> None:
     """After an `init_process_group` that failed: the next one names its group as it would have in a new process."""
     if not dist.is_initialized():

@@ -229,7 +229,7 @@ class _Planning:
                 def run() -> StagePass:
                     return run_stage(stage, module, self.first, value, criterion, recorder, apart)
 
-                found = run_repeated(module, run)
+                found = run_repeated(module, run, sharded=self.zero.stage == 3)
         return found, summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:

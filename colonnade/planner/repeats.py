@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from colonnade.comm.torch_versions import start_fsdp
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.split import Stage
 from colonnade.planner.passes import StagePass
@@ -53,9 +54,16 @@ class Repeat:
             self.container._modules.update(layers)
 
 
-def run_repeated(module: nn.Module, run: Callable[[], StagePass]) -> StagePass:
-    """`run()`, which passes once through the module; of many equal blocks only a few are run."""
+def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool = False) -> StagePass:
+    """`run()`, which passes once through the module; of many equal blocks only a few are run.
+
+    `sharded`: FSDP2 must see all of them when it starts, and its first pass is not like the others.
+    """
     found = find_repeat(module)
+    if sharded:
+        start_fsdp(module)
+        with found.shortened(2) if found is not None else nullcontext():
+            run()
     if found is None:
         return run()
     with found.shortened(1):

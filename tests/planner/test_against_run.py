@@ -1,0 +1,57 @@
+"""Plans beside real runs: every collective with its bytes, and the memory of every kind of rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colonnade.config import load_config
+from colonnade.planner.clock import load_hardware
+from colonnade.planner.observe import planned_calls
+from colonnade.planner.plan import plan
+from colonnade.testing import run_world
+from tests.planner.jobs import JOBS
+from tests.planner.real import counted_step
+
+TENSOR, BY_GROUP = dict(size=2, mode="1d"), dict(shared_memory=False)
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "data": ("gpt", 2, dict(clip_grad_norm=1.0)),
+    "tensor": ("gpt", 4, dict(parallel=dict(tensor=TENSOR), clip_grad_norm=1.0)),
+    "pipeline": ("gpt", 4, dict(parallel=dict(pipeline=2), num_microbatches=4, clip_grad_norm=1.0)),
+    "expert": ("moe", 4, dict(parallel=dict(expert=2))),
+    "zero 1": ("gpt", 2, dict(zero=1, clip_grad_norm=1.0)),
+    "zero 2": ("gpt", 2, dict(zero=2, gradient_accumulation=2)),
+    "zero 3": ("gpt", 2, dict(zero=3, clip_grad_norm=1.0, activation_checkpoint="full")),
+    "interleaved": (
+        "gpt",
+        8,
+        dict(
+            parallel=dict(tensor=TENSOR, pipeline=2),
+            schedule=dict(type="Interleaved1F1B", num_microbatches=4, num_chunks=2),
+            model=dict(num_chunks=2),
+            clip_grad_norm=1.0,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("pipeline",) else pytest.mark.long) for n in LAYOUTS]
+)
+def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
+    job, ranks, settings = LAYOUTS[name]
+    config = {**settings, "sync": BY_GROUP}
+    made = plan(load_config(config), ranks, _on_cpu(), JOBS[job])
+    real = run_world(ranks, counted_step, config, job, backend=None, timeout=100).values
+    for one in made.classes:
+        found = real[one.rank]
+        if job == "gpt":  # how many tokens an expert gets is a matter of data
+            assert planned_calls(one) == found.calls
+        assert one.memory.total == pytest.approx(found.memory, rel=0.05)
+
+
+def _on_cpu() -> Any:
+    from dataclasses import replace
+
+    return replace(load_hardware("h100"), device="cpu", backend="gloo")
