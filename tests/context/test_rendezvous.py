@@ -32,7 +32,7 @@ raise SystemExit(75)
 
 @pytest.mark.slow
 def test_no_thread_of_gloo_that_is_late_costs_the_exit_status(monkeypatch):
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # otherwise a busy machine is not done with them in time
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     command = [sys.executable, "-c", SCRIPT]
     # Without the wait two of three abort.
     started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
