@@ -200,7 +200,9 @@ def reduce_to(x: Tensor, members: Members, target: int) -> Tensor:
 def numbers_of_all(numbers: Sequence[int], members: Members, device: torch.device) -> list[list[int]]:
     """What every member says, as integers; the answer is waited for."""
     everyone = gather_rows(torch.tensor(list(numbers), dtype=torch.int64, device=device), members.group)
-    if dist.get_backend(members.group) == "fake":  # a plan, on tensors without values: the others are taken to say the same
+    if (
+        dist.get_backend(members.group) == "fake"
+    ):  # a plan, on tensors without values: the others are taken to say the same
         return [list(numbers)] * members.size
     return everyone.tolist()
 
