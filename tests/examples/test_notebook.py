@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/notebook.ipynb"
 
@@ -14,6 +12,9 @@ NOTEBOOK = Path(__file__).parents[2] / "examples/notebook.ipynb"
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_notebook_runs_and_its_ranks_equal_one_process(tmp_path: Path) -> None:
+    import nbformat  # the extra `long`, which `make long` installs
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
