@@ -91,8 +91,10 @@ def gather_evidence(
 
 def _refuse_a_begun_optimizer(engine: Engine) -> None:
     """One process begins with no state of the optimizer, so the run has to."""
-    kept = [value for state in engine.optimizer.state.values() for value in state.values()]
-    begun = torch.tensor(float(any(isinstance(value, Tensor) for value in kept)), device=engine.context.device)
+    keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # a sharded optimizer has one for this rank's slices
+    kept = [value for state in keeper.state.values() for value in state.values()]
+    stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
+    begun = torch.tensor(float(stepped), device=engine.context.device)
     if engine.context.world_size > 1:
         dist.all_reduce(begun, dist.ReduceOp.MAX)
     if float(begun):
