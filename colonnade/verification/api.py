@@ -91,7 +91,7 @@ def gather_evidence(
 
 def _refuse_a_begun_optimizer(engine: Engine) -> None:
     """One process begins with no state of the optimizer, so the run has to."""
-    keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # a sharded optimizer has one for this rank's slices
+    keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # of a sharded one: that of this rank's slices
     kept = [value for state in keeper.state.values() for value in state.values()]
     stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
     begun = torch.tensor(float(stepped), device=engine.context.device)
