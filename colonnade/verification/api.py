@@ -98,8 +98,10 @@ def gather_evidence(
 
 def _refuse_a_begun_optimizer(engine: Engine) -> None:
     """One process begins with no state of the optimizer, so the run has to."""
-    kept = [value for state in engine.optimizer.state.values() for value in state.values()]
-    if any(everyones(any(isinstance(value, Tensor) for value in kept), engine.context)):
+    keeper = getattr(engine.optimizer, "stepped", engine.optimizer)  # of a sharded one: that of this rank's slices
+    kept = [value for state in keeper.state.values() for value in state.values()]
+    stepped = engine._total_passes > 0 and any(isinstance(value, Tensor) for value in kept)
+    if any(everyones(stepped, engine.context)):
         raise ParityError(
             f"the {type(engine.optimizer).__name__} of this engine has stepped already, and its state (momentum, moments) would make "
             f"the run differ from one process, which begins with none; verify before the first step, or an engine that is built "
