@@ -108,6 +108,8 @@ def _fail(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.write(2, HIDDEN_FROM_HERE + b"\n" + fields["traceback"].encode("utf-8", "backslashreplace"))
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(status)  # to take torch's groups down would wait for ranks that are gone
     sys.exit(status)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -80,3 +82,14 @@ def test_a_shell_completes_commands_and_what_they_take(words: str, found: str) -
         check=False,
     )
     assert done.stdout.split() == [found]
+
+
+def test_nobody_is_told_that_numpy_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        main(["--version"])
+    assert os.environ["PYTHONWARNINGS"] == "default,ignore:Failed to initialize NumPy:UserWarning"
+    code = "import warnings; warnings.warn('Failed to initialize NumPy: gone'); warnings.warn('another')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "another" in done.stderr
+    assert "NumPy: gone\n" not in done.stderr.replace(code, "")
