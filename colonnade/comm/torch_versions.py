@@ -60,13 +60,17 @@ def apart_from_world() -> Iterator[None]:
     """Inside, this thread has joined no world, whatever it has joined outside, and may join another."""
     from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+    torch_dist: Any = dist
     before, rank = distributed_c10d._world, dist.get_rank() if dist.is_initialized() else -1
+    level = torch_dist.get_debug_level()
+    torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # it puts groups of gloo around all others
     distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
     distributed_c10d._world.group_count = 1 << 20  # torch numbers groups by it, and keeps one list of all numbers
     try:
         yield
     finally:
         distributed_c10d._world = before
+        torch_dist.set_debug_level(level)
         torch._C._distributed_c10d._set_global_rank(rank)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class BucketCalls:
     calls: tuple[Call, ...]
     early: bool
     numel: int
+    every_pass: bool = False
 
 
 @dataclass
@@ -165,7 +166,7 @@ def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucke
     for _, bucket, calls in made:
         early = calls.early and last[bucket.sum.ranks] is not bucket  # the last one waits for the end of backward
         if calls.calls:
-            plan.buckets.append(BucketCalls(calls.calls, early, calls.numel))
+            plan.buckets.append(replace(calls, early=early))
     if kind is Collective:
         plan.notes = [Call("all_gather", NOTE_BYTES * len(ranks), ranks) for ranks in sorted(groups) if len(ranks) > 1]
     return [bucket for _, bucket, _ in made]
@@ -182,7 +183,8 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
             if work is not None:
                 work.wait()
             plan.gathers += recorder.take().calls
-    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel)
+    sharding = bucket.sum.sharding
+    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, sharding is not None and sharding.every_pass)
 
 
 def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[torch.dtype, ...]]) -> None:

@@ -34,6 +34,8 @@ class StagePass:
     """Bytes of the message to the next stage, and of the gradient back."""
     returned: int
     counted: bool
+    result: int = 0
+    """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
 
 
 def fake_module(module: nn.Module, device: str = "cpu") -> None:
@@ -80,6 +82,7 @@ def run_stage(
         sent=HEADER_BYTES + payload_bytes(_tensors(graph.output)),
         returned=HEADER_BYTES + payload_bytes(returned),
         counted=graph.counted,
+        result=sum(_bytes(each) for each in _tensors(graph.result)),
     )
 
 
@@ -89,6 +92,7 @@ class _Graph:
     gradients: list[Tensor]
     inputs: list[StageInput]
     output: Any
+    result: Any
     kept: int
     extra: int
     counted: bool
@@ -104,16 +108,16 @@ def _forward(
     recorder.start_peak()
     with recorder:
         output = call_module(stage, module, given, micro_batch)
-        counted = False
+        counted, result = False, None
         roots = [each for each in _tensors(output) if each.requires_grad]
         if criterion is not None:
             loss, count = split_loss(call_criterion(criterion, output, micro_batch.label))
             roots, counted = [loss] if loss.requires_grad else [], count is not None
-            output = None
+            output, result = None, output  # whoever asked for the step gets it
     kept = recorder.live - before + sum(_bytes(each) for each in _tensors(given))
     gradients = [torch.empty_like(each) for each in roots]
     found = tree_map_only(Tensor, lambda each: torch.empty_like(each), output)
-    return _Graph(roots, gradients, entered, found, kept, recorder.peak - recorder.live, counted)
+    return _Graph(roots, gradients, entered, found, result, kept, recorder.peak - recorder.live, counted)
 
 
 def _input_part(

@@ -15,7 +15,8 @@ from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, Action, Kind, Table
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import simulate
-from colonnade.engine.schedule.transfer.plan import add_transfers
+from colonnade.engine.schedule.transfer.link import SENDS_KEPT
+from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage
 from colonnade.engine.schedule.transfer.values import HEADER_BYTES
 from colonnade.engine.slots import label_of
 from colonnade.optim.clip_settings import ClipSettings
@@ -26,6 +27,8 @@ from colonnade.planner.recorder import Call
 from colonnade.planner.records import Collective, Interval, Memory, RankClass, Timeline, When, Work
 from colonnade.verification.explaining.roles import stage_of
 
+RECEIVES_AHEAD = 2
+"""Messages of one kind from one rank that memory is ready for: the one that is used, and the next."""
 COUNT_BYTES = 16
 """What ranks add up where losses are (sum, count): two numbers in float64."""
 
@@ -202,7 +205,7 @@ class Steps:
             gradients=gradients.gradients,
             state=gradients.state,
             activations=self._activations(at),
-            communication=gradients.turns + moved,
+            communication=gradients.turns + moved + self._frames(at),
             host=gradients.host,
         )
 
@@ -215,8 +218,22 @@ class Steps:
                 live += one.kept
             most = max(most, live + one.extra[action.kind is not Kind.FORWARD])
             if action.kind in ENDS_MICRO_BATCH:
-                live -= one.kept
+                live -= one.kept - one.result
         return most
+
+    def _frames(self, at: int) -> int:
+        """Messages between stages that are kept until they have surely gone, and memory that waits for the next ones."""
+        peers: set[int] = set()
+        ways: dict[tuple[int, Kind], int] = {}
+        largest, homes = 0, self.kinds.stage_ranks
+        for action in add_transfers(self.table)[at] if len(self.table) > 1 else ():
+            if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                peers.add(homes[peer_stage(action)])
+                one = self.kinds.passes[action.stage]
+                largest = max(largest, one.sent if action.kind is Kind.SEND_FORWARD else one.returned)
+            elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
+                ways[homes[peer_stage(action)], action.kind] = RECEIVES_AHEAD
+        return (SENDS_KEPT * len(peers) + sum(ways.values())) * largest
 
     # -- collectives --------------------------------------------------------------------------------------
 
@@ -229,7 +246,11 @@ class Steps:
             yield from self._gathered(one.forward.calls, rank, "forward", times, what=f"stage {stage}")
             yield from self._gathered(one.backward.calls, rank, "backward", times, what=f"stage {stage}")
         yield from self._transfers(at, rank)
-        calls = [call for bucket in gradients.buckets for call in bucket.calls]
+        calls = [
+            call
+            for bucket in gradients.buckets
+            for call in bucket.calls * (self.accumulation if bucket.every_pass else 1)
+        ]
         seconds = self._calls_time(calls)
         exposed = self._exposed(gradients, rank) / seconds if seconds else 0.0
         yield from self._gathered(calls, rank, "gradients", 1, exposed, "gradients")

@@ -48,7 +48,7 @@ def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
         found = real[one.rank]
         if job == "gpt":  # how many tokens an expert gets is a matter of data
             assert planned_calls(one) == found.calls
-        assert one.memory.total == pytest.approx(found.memory, rel=0.05)
+        assert one.memory.total == pytest.approx(found.memory, rel=0.06)
 
 
 def _on_cpu() -> Any:

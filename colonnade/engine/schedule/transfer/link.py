@@ -49,7 +49,7 @@ _APART, _INSIDE = 0, 1
 _TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
 """The tags of what a message is made of."""
 _DESCRIPTIONS_KEPT = 4096
-_SENDS_KEPT = 4
+SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
 _FAILURE_TIMEOUT = timedelta(seconds=10)
 """How long a failing rank waits for each sign of another one."""
@@ -195,7 +195,7 @@ class Link:
     def sent(self, key: Action) -> None:
         """The receiver has used what was sent as `key`, if ranks keep to the plan: let go of it, or soon."""
         self._over.append(key)
-        while len(self._over) > _SENDS_KEPT:
+        while len(self._over) > SENDS_KEPT:
             self._wait_sent(self._over.popleft())
 
     def expect(self, key: Action) -> None:
