@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks.loop_watch import LoopWatch
 from colonnade.engine.checks.same_batch import SameBatch
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.last_step import LastStep
 from colonnade.engine.losses import LossBook
 from colonnade.engine.memory import MemoryTable, memory_table
 from colonnade.engine.observers import Observers
@@ -29,7 +29,7 @@ from colonnade.hf.loss import ModelLoss
 _NO_BATCH = object()
 
 
-class Engine(WholeWeights):
+class Engine(LastStep, WholeWeights):
     """Runs training steps: `zero_grad`, call, `criterion`, `backward`, `step`.
 
     With `accumulation=k` the gradients of k backward passes make one step: `zero_grad` and `step` act on the
@@ -120,7 +120,8 @@ class Engine(WholeWeights):
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
         if self._passes == 0:
             raise GradientError(
-                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not loss.backward(): that one sums nothing over the ranks",
+                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
+                "loss.backward(): that one sums nothing over the ranks",
                 code="C046",
             )
         self._check_not_failed()
@@ -164,7 +165,8 @@ class Engine(WholeWeights):
         """
         if any(hasattr(module, "unshard") for module in self._model.modules()):
             raise GradientError(
-                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
+                "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
+                "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
                 code="C046",
             )
         iterator = iter(loader)
@@ -207,22 +209,7 @@ class Engine(WholeWeights):
         self._sync.close()
         self._precision.undo(self._model, self._criterion)
 
-    # -- what the last step was ---------------------------------------------------------------------------
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The gradient norm of the last step before clipping, as a device tensor; None if clipping is off."""
-        return self._stepper.last.norm if self._stepper.last is not None else None
-
-    def grad_norms(self) -> dict[str, Tensor]:
-        """The norm of every group, layer or parameter at the last step, out of the same collective."""
-        return self._stepper.norms()
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were dropped because their gradient was not finite, or a spike. Waits for the last one."""
-        self._stepper.report_skips(wait=True)
-        return self._stepper.skips.total
+    # -- scales and state ---------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float | Tensor:
@@ -235,27 +222,6 @@ class Engine(WholeWeights):
         """What a loss given as (sum, count) is multiplied by before its backward pass: the scale of fp16, and 1/count."""
         scaler = self._stepper.scaler
         return scaler.scale / scaler.count if scaler is not None else 1.0
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last step was dropped. Waits for its norm."""
-        self._stepper.report_skips(wait=True)
-        return self._stepper.skips.last
-
-    @property
-    def clip_divisor(self) -> Tensor | None:
-        """What the last step's gradient was divided by to clip it, at most: 1 if it was not; None if clipping is off."""
-        return self._stepper.last.divisor.amax() if self._stepper.last is not None else None
-
-    @property
-    def last_skip_flag(self) -> HostCopy | None:
-        """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
-        return HostCopy(torch.ones(())) if self._failed else self._stepper.skips.flag
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a step may be dropped for its gradient's sake."""
-        return self._stepper.policy is not None
 
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint saves as `extra` beside model and optimizer: the history of a clip method, and the loss scale."""
@@ -339,7 +305,8 @@ class Engine(WholeWeights):
     def _check_not_failed(self) -> None:
         if self._failed:
             raise GradientError(
-                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which gives the step up (the other ranks drop it too), and go on with the next batch",
+                "the last backward pass of this step failed, so its gradients are not whole; call engine.zero_grad(), which "
+                "gives the step up (the other ranks drop it too), and go on with the next batch",
                 code="C046",
             )
 
@@ -353,7 +320,8 @@ class Engine(WholeWeights):
         """Count one pass of a step."""
         if self._passes == self.accumulation:
             raise GradientError(
-                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call step() after each, add up losses that belong together, or set gradient_accumulation in the config",
+                f"backward() was called {self._passes + 1} times for one step, which has {self.accumulation}; call "
+                f"step() after each, add up losses that belong together, or set gradient_accumulation in the config",
                 code="C046",
             )
         self._passes += 1
@@ -383,7 +351,8 @@ class Engine(WholeWeights):
         if passes != 1 or self._passes == self.accumulation:
             raise GradientError(
                 f"the body of a loop over engine.batches() called backward() {passes} times and left "
-                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the ranks lose count of each other",
+                f"{self._passes} of {self.accumulation} passes; call backward() and step() once for every batch, or the "
+                f"ranks lose count of each other",
                 code="C046",
             )
 

@@ -41,8 +41,7 @@ VARIABLE = "COLONNADE_VERIFY"
 JOINED, START, MASKS, REFERENCE = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt"
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
-_LOADED = 64
-"""How many batches of each loader are kept."""
+_LOADED = 64  # batches of each loader that are kept
 _FROM_GRAPH = "from the graph"
 
 
