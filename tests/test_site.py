@@ -71,7 +71,7 @@ def test_a_row_of_the_player_is_the_timeline():
         assert [word for word in row.split() if word[0] != "~"] == [str(each.action) for each in timed]
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0, 2.83, 3.3, 4.0, 700.0])
+@pytest.mark.parametrize("ratio", [0.5, 0.985, 1.0, 1.015, 2.0, 2.83, 3.3, 4.0, 700.0])
 def test_the_table_of_bugs_has_the_librarys_answer_for_any_ratio(ratio):
     sizes, said = (4, 2, 1, 2, 4), {}
     rows = [part.split(":") for part in tables._answers("norm", sizes, said).split()]

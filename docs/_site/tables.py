@@ -251,11 +251,15 @@ def _answers(of: Any, sizes: tuple[int, ...], said: dict[tuple[Any, ...], int]) 
     written: list[str] = []
     last = None
     for low, high in zip(edges, [*edges[1:], 2 * edges[-1] + 1], strict=True):
-        found, near = fitting(single, pairs, (low + high) / 2)
-        answer = ("?" if near else "") + ".".join(_number(one, said) for one in found or near)
-        if answer != last:
-            written.append(f"{low:.7g}:{answer}")
-            last = answer
+        # An edge itself may belong to the answer below it or to the one above.
+        for begins, ratio in ((low, low), (low * (1 + 1e-6), (low + high) / 2)):
+            if ratio == 0:
+                continue
+            found, near = fitting(single, pairs, ratio)
+            answer = ("?" if near else "") + ".".join(_number(one, said) for one in found or near)
+            if answer != last:
+                written.append(f"{begins if written else 0:.8g}:{answer}")
+                last = answer
     return " ".join(written)
 
 
