@@ -36,8 +36,8 @@ def test_every_code_is_raised_somewhere_and_every_raised_one_has_a_page():
 
 
 def test_the_page_of_the_documents_is_the_table():
-    told = "python -m colonnade.error_pages docs/errors.md"
-    assert (ROOT / "docs/errors.md").read_text(encoding="utf-8") == document(), f"write it again: {told}"
+    told = "python -m colonnade.error_pages docs/reference/errors.md"
+    assert (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8") == document(), f"write it again: {told}"
     assert [page.more for page in PAGES.values() if page.more and not (ROOT / f"docs/{page.more}.md").exists()] == []
 
 

@@ -238,7 +238,8 @@ class ParallelContext:
     def ensure_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Create groups for the rank sets that any rank asks for. Collective over the world, once at start-up."""
         if self.is_simulated:
-            return  # there, a group is made when it is asked for
+            self._joined()  # an error where it has none
+            return  # each is made when it is asked for
         asked = sorted({tuple(sorted(ranks)) for ranks in rank_sets})
         new = [ranks for ranks in asked if ranks not in self._joined() and not self._layout.is_group(ranks)]
         if is_same_everywhere(len(new), self.device) and not new:

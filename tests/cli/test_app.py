@@ -71,7 +71,7 @@ def test_no_help_says_of_a_switch_that_it_is_a_bool(name: str, capsys: Any) -> N
     assert "<bool>" not in shown
 
 
-@pytest.mark.parametrize(("words", "found"), [("colonnade r", "run"), ("colonnade ckpt v", "verify")])
+@pytest.mark.parametrize(("words", "found"), [("colonnade ru", "run"), ("colonnade ckpt v", "verify")])
 def test_a_shell_completes_commands_and_what_they_take(words: str, found: str) -> None:
     asked = {"_COLONNADE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = subprocess.run(

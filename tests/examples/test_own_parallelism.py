@@ -255,7 +255,7 @@ def test_it_is_one_file_of_at_most_150_lines_that_uses_public_names_alone():
 
 
 def test_the_page_shows_the_file_as_it_is():
-    page = (ROOT / "docs" / "own_parallelism.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/own_parallelism.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     text = FILE.read_text(encoding="utf-8")
     quoted = [block for block in blocks if re.search(r"^(class|def|HEAD_DATA =)", block, re.MULTILINE)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,6 @@ def test_equal_blocks_are_run_once_or_twice_and_counted_all(monkeypatch: pytest.
 
 def test_a_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    sys.modules.pop("head_data", None)
     from head_data import HeadDataAttention, HeadDataSequential  # type: ignore[import-not-found]
     from plain_model import layers  # type: ignore[import-not-found]
 

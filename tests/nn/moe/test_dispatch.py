@@ -73,7 +73,7 @@ def test_rows_are_sent_by_expert_and_choice_and_come_back_to_their_tokens(limits
 )
 def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back(arriving):
     traffic = Traffic(torch.tensor(arriving).flatten(), len(arriving), ParallelContext())
-    assert traffic.sizes() == ([sum(rank) for rank in arriving],) * 2
+    assert traffic.sizes(rows=6) == ([sum(rank) for rank in arriving],) * 2
     blocks = {
         (rank, at): [100 * rank + 10 * at + i for i in range(n)]
         for rank, row in enumerate(arriving)
