@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.comm.memory import Memory
@@ -62,6 +63,8 @@ class GradientPlan:
     host: int = 0
     stepped: int = 0
     """Bytes that the optimizer's step reads and writes."""
+    carries_counts: bool = False
+    """Whether counts of losses ride with a bucket."""
 
 
 class _Queued(DeviceCollective):
@@ -163,6 +166,8 @@ def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucke
                 made.append((done / total, bucket, _calls(bucket, group, plan)))
     made.sort(key=lambda entry: entry[:1])
     last = {entry[1].sum.ranks: entry[1] for entry in made}
+    world = dist.get_world_size()
+    plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for _, bucket, _ in made)
     for _, bucket, calls in made:
         early = calls.early and last[bucket.sum.ranks] is not bucket  # the last one waits for the end of backward
         if calls.calls:

@@ -265,7 +265,8 @@ class Steps:
         counted = any(one.counted for one in self.kinds.passes.values())
         one_mean = len(self.table) == 1 and self.accumulation == 1 and self.kinds.layout.distinct_data == 1
         world = self._world
-        if counted and not one_mean and len(world) > 1:
+        carried = gradients.carries_counts and len(self.table) == 1  # in a pipeline they are known when it has ended
+        if counted and not one_mean and len(world) > 1 and not carried:
             found += self._gathered([Call("all_reduce", COUNT_BYTES, world)], rank, "step", 1, what="counts of losses")
         if self._clip is not None and len(world) > 1:
             norm = Call("all_reduce", 16 * self._slots(self._clip), world)

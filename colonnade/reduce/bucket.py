@@ -108,6 +108,16 @@ class Bucket:
         return self.sum.sharding is not None and self.sum.sharding.every_pass
 
     @property
+    def carries(self) -> bool:
+        """Whether numbers can ride behind its gradients."""
+        return self.shard is None and self.transport.carries
+
+    @property
+    def carries_counts(self) -> bool:
+        """Whether counts of losses can: these are large."""
+        return self.carries and self.layout.dtype in (torch.float32, torch.float64)
+
+    @property
     def gradient(self) -> Tensor:
         """The final gradient of what this rank owns."""
         if self.shard is not None:

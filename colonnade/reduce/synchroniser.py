@@ -356,12 +356,8 @@ class Synchroniser:
         self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
         world = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
         to_all = [bucket for bucket in self.buckets if bucket.sum.ranks == world]
-        can = [bucket.shard is None and bucket.transport.carries for bucket in to_all]
-        self._last_to_all = to_all[-1] if can[-1:] == [True] else None
-        exact = (torch.float32, torch.float64)
-        self._first_to_all = next(
-            (b for b, able in zip(to_all, can, strict=True) if able and b.layout.dtype in exact), None
-        )
+        self._last_to_all = to_all[-1] if to_all and to_all[-1].carries else None
+        self._first_to_all = next((bucket for bucket in to_all if bucket.carries_counts), None)
         self._remove_hooks()
         for at, bucket in enumerate(self.buckets):
             if bucket.recording:

@@ -116,7 +116,7 @@ class JsonlHook(_Lines):
         self._put("test", trainer.cur_step, trainer.cur_epoch, trainer.metric_values("test"))
 
     def kept(self, lines: list[str], trainer: Trainer) -> list[str]:
-        kept = [line for line in lines if line.endswith("\n") and _is_behind(line, trainer)]
+        kept = _behind(lines, trainer)
         self._cut = sum('"kind": "step"' in line for line in lines) - sum('"kind": "step"' in line for line in kept)
         return kept
 
@@ -185,20 +185,26 @@ class CsvHook(_Lines):
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
 
-def _is_behind(line: str, trainer: Trainer) -> bool:
-    """Whether a line is of something that the trainer will not do again."""
-    try:
-        entry = json.loads(line)
-        kind, step, epoch = entry["kind"], entry["step"], entry["epoch"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    if kind == "run":
-        return True
-    if kind in ("step", "event"):
-        return bool(step <= trainer.cur_step)
-    if kind == "test" and epoch == trainer.cur_epoch:  # an EvaluateHook's; that of the whole epoch is made again
-        return bool(step < trainer.cur_step + (not trainer.epoch_done))
-    return bool(epoch < trainer.cur_epoch + (kind == "train" and trainer.epoch_done))
+def _behind(lines: list[str], trainer: Trainer) -> list[str]:
+    """The lines of what the trainer will not do again. The evaluation at the end of an epoch comes after its `train`."""
+    kept, ended = [], False
+    for line in filter(lambda line: line.endswith("\n"), lines):
+        try:
+            entry = json.loads(line)
+            kind, step, epoch = entry["kind"], entry["step"], entry["epoch"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        here = epoch == trainer.cur_epoch
+        ended = ended or (here and kind == "train")
+        if (
+            kind == "run"
+            or epoch < trainer.cur_epoch
+            or (kind in ("step", "event") and step <= trainer.cur_step)
+            or (kind == "train" and here and trainer.epoch_done)
+            or (kind == "test" and here and step <= trainer.cur_step and not ended)
+        ):
+            kept.append(line)
+    return kept
 
 
 def _row(cells: list[Any]) -> str:
