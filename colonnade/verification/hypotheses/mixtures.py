@@ -120,7 +120,7 @@ class _Pattern:
 def passes(case: GradientCase) -> Iterator[Claim]:
     """Other weights of the passes than one each."""
     count = len(case.gradient.truth_of_passes)
-    if count < 2 or case.reduction_is_right:
+    if count < 2:
         return
     for like in similar(case):
         truths = like.gradient.truth_of_passes
