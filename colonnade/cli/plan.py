@@ -61,8 +61,15 @@ def plan(
     count = world_size if world_size is not None else least_world(loaded)
     if search:
         found = _search(loaded, count, machine, job, model or "", limit, as_json)
-        _draw(found.to_dict(), html, svg)
-        raise typer.Exit(0 if found.fitting else 1)
+        good = bool(found.fitting)
+    else:
+        found = _plan(loaded, count, machine, job, as_json)
+        good = found.totals.fits and not found.problems
+    _draw(found.to_dict(), html, svg)
+    raise typer.Exit(0 if good else 1)
+
+
+def _plan(loaded: Any, count: int, machine: Any, job: Any, as_json: bool) -> Any:
     from colonnade.planner.plan import plan as plan_job
 
     made = plan_job(loaded, count, machine, job)
@@ -72,9 +79,7 @@ def plan(
         from colonnade.cli.plan_pictures import show
 
         show(made)
-    _draw(made.to_dict(), html, svg)
-    if made.problems or not made.totals.fits:
-        raise typer.Exit(1)
+    return made
 
 
 def _job(model: str, folder: Path) -> Any:

@@ -75,6 +75,7 @@ def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     text = path.with_suffix(".html").read_text()
     assert "clipped (3 of 4)" in text
     assert "skipped (1)" in text
+    trainer.context.destroy()
 
 
 def test_other_ranks_write_nothing(tmp_path):
