@@ -33,6 +33,7 @@ from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
 _TELL_SECONDS = 10.0
+_QUIET_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
 _QUIET_SECONDS = 3.0
 _AGREED = (1, 1, 1)
 """The parts of what `agree_on_layout` compares."""
@@ -165,7 +166,7 @@ def _wait_for_threads() -> None:
     """
     until = time.monotonic() + _QUIET_SECONDS
     quiet = 0
-    while quiet < 2 and time.monotonic() < until:
+    while quiet < _QUIET_LOOKS and time.monotonic() < until:
         time.sleep(0.001)
         quiet = 0 if any(_is_busy(task) for task in Path("/proc/self/task").glob("*")) else quiet + 1
 
