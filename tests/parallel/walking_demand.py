@@ -154,7 +154,8 @@ def _stages(tied: Tied | None, own: int) -> tuple[int, ...]:
     if own not in tied.stages:
         raise PlacementError(
             f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but this rank is at stage {own}; "
-            f"place it on the ranks of those stages only"
+            f"place it on the ranks of those stages only",
+            code="C030",
         )
     return tied.stages
 
@@ -164,11 +165,13 @@ def _check_modes(layout: Layout, placement: Placement) -> None:
         if not layout.has(mode):
             raise PlacementError(
                 f"a parameter is placed on {mode}, which has no groups here; the modes are "
-                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place it on one of these."
+                f"{listed(known.name for known in layout.modes)}. Add it under `parallel`, or place it on one of these.",
+                code="C030",
             )
     tied = placement.tied
     if tied is not None and max(tied.stages) >= layout.grid.sizes.get("pipeline", 1):
         raise PlacementError(
             f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but the pipeline has stages "
-            f"0 to {layout.grid.sizes.get('pipeline', 1) - 1}"
+            f"0 to {layout.grid.sizes.get('pipeline', 1) - 1}",
+            code="C030",
         )
