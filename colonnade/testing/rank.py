@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from colonnade.testing.outcome import description, end_with_parent
 
 LOADED = b"loaded"
+JOINED = b"joined"
 REPORTED = b"reported"
 STACK_SIGNAL = signal.SIGUSR1
 GUARD = "_watch_parent"
@@ -54,7 +55,7 @@ class WorldSpec:
 
 
 def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: socket.socket | None) -> NoReturn:
-    """Run the world's function as `rank`, report, and leave when told over `link` that all ranks are done."""
+    """Run the world's function as `rank`, report, and leave when told so over `link`."""
     gc.freeze()  # collections need not walk, and so copy, what the fork server imported
     _die_with_parent(spec.folder)
     _capture_output(rank, spec)
@@ -63,7 +64,10 @@ def rank_main(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: 
         report = _call(rank, spec, link, listener)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of this rank too
         _send(_failure(error), rank, spec, link)
-        _leave(1)  # at once, so that the peers' collectives fail now and not at their timeout
+        # As soon as every peer has joined the group, so that their collectives fail now and not at their timeout;
+        # not before, or a peer fails in joining and never reaches the function.
+        link.recv_bytes()
+        _leave(1)
     _send(report, rank, spec, link)
     # Peers may still talk to this rank: its sockets stay open until every rank has reported. Then nobody
     # needs the groups, and destroying gloo's takes 25 ms each (70 with DETAIL); the kernel does it in none.
@@ -76,6 +80,7 @@ def _call(rank: int, spec: WorldSpec, link: Connection[Any, Any], listener: sock
     link.send_bytes(LOADED)
     if spec.backend is not None:
         _join_group(rank, spec, spec.backend, listener)
+    link.send_bytes(JOINED)
     value = function(*args, **kwargs)
     try:
         return pickle.dumps({"kind": "value", "value": value, "time": time.monotonic()})

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from colonnade.errors import LaunchError
 from colonnade.testing.outcome import Outcome, WorldError, WorldResult
-from colonnade.testing.rank import GUARD, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
+from colonnade.testing.rank import GUARD, JOINED, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
 from colonnade.testing.start import check_backend, context_for, environments, loopback_socket, packed, private_folder
 
 # How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
@@ -108,13 +108,16 @@ class _Shown:
 class _Rank:
     """One process of the world, seen from the parent.
 
-    `heard` is false once its link is closed; `loaded` is true once it has imported what it is to call.
+    `heard` is false once its link is closed; `loaded` is true once it has imported what it is to call, `joined` once
+    it is in the group, and `dismissed` once it was told to leave.
     """
 
     process: BaseProcess
     link: Connection[Any, Any]
     heard: bool = True
     loaded: bool = False
+    joined: bool = False
+    dismissed: bool = False
 
     def waits_on(self) -> list[Any]:
         return [self.process.sentinel, *([self.link] if self.heard else [])]
@@ -124,11 +127,19 @@ class _Rank:
             while self.heard and self.link.poll():
                 message = self.link.recv_bytes()
                 self.loaded = self.loaded or message == LOADED
+                self.joined = self.joined or message == JOINED
                 if message == REPORTED:
                     return True
         except (EOFError, OSError):
             self.heard = False
         return False
+
+    def dismiss(self) -> None:
+        """Tell the rank that it may leave, once."""
+        if not self.dismissed:
+            self.dismissed = True
+            with contextlib.suppress(OSError):
+                self.link.send_bytes(b"leave")
 
     def signal(self, number: int) -> None:
         """Signal the process and its process group, which holds the children it left."""
@@ -164,6 +175,7 @@ class _World:
             self._take_events(min(stop_at - time.monotonic(), _SHOW_SECONDS if self.shown else timeout))
             if self.shown is not None:
                 self.shown.copy()
+            self._dismiss_failed()
             if stop_at == deadline and self._has_failed():
                 stop_at = min(deadline, time.monotonic() + _GRACE)
         self._stop_running("timeout" if stop_at == deadline else "ended")
@@ -185,6 +197,13 @@ class _World:
         """Whether a rank failed; not before the others could fail by themselves, on a busy machine too."""
         failed = any(not outcome.ok for outcome in self.outcomes.values())
         return failed and all(self.ranks[rank].loaded for rank in self._running())
+
+    def _dismiss_failed(self) -> None:
+        """Let failed ranks leave; not while a rank still joins the group that they are in."""
+        joined = all(self.ranks[rank].joined for rank in self._running())
+        for rank, outcome in self.outcomes.items():
+            if not outcome.ok and (joined or not self.ranks[rank].joined):
+                self.ranks[rank].dismiss()
 
     def _running(self) -> list[int]:
         return [rank for rank in range(self.spec.world_size) if rank not in self.outcomes]
@@ -219,8 +238,7 @@ class _World:
     def _let_leave(self) -> None:
         """Tell every rank that all are done, and give them time to exit by themselves."""
         for rank in self.ranks:
-            with contextlib.suppress(OSError):
-                rank.link.send_bytes(b"leave")
+            rank.dismiss()
         end = time.monotonic() + _GRACE
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))

@@ -74,6 +74,25 @@ def late_on_rank_1() -> None:
         time.sleep(6)
 
 
+class SlowToJoin:
+    """An argument that makes rank 1 need the store of rank 0 a moment after rank 0 has joined."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return join_late_on_rank_1, ()
+
+
+def join_late_on_rank_1() -> None:
+    join = dist.init_process_group
+
+    def late(*args: object, store: dist.Store, **options: object) -> None:
+        join(*args, store=store, **options)  # type: ignore[arg-type]
+        time.sleep(0.5)
+        store.add("late", 1)
+
+    if os.environ.get("RANK") == "1":
+        dist.init_process_group = late  # type: ignore[assignment]
+
+
 def raise_with(_: object) -> None:
     raise KeyError("everywhere")
 
@@ -198,6 +217,11 @@ def test_without_check_all_outcomes_come_back() -> None:
     assert [(o.kind, o.type, o.message) for o in result.outcomes] == [("exception", "KeyError", "'everywhere'")] * 2
     assert not result.ok
     assert result.values == [None, None]
+
+
+def test_a_rank_that_is_still_joining_reaches_the_function() -> None:
+    result = run_world(2, raise_with, SlowToJoin(), check=False)
+    assert [outcome.type for outcome in result.outcomes] == ["KeyError", "KeyError"]
 
 
 @pytest.mark.slow
