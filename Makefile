@@ -36,8 +36,9 @@ test: $(READY)  ## everything: `make check` and the slow tests, in under fifteen
 short: $(READY)
 	$(PYTEST) -m "not long"
 
-long: $(VENV)/.long  ## the tests that are left out of `make test`: more layouts, more kills; with TENTH=0 to 9, a tenth of them
+long: $(VENV)/.long  ## the tests that are left out of `make test`: more layouts, more kills, and the slow ones with DETAIL; with TENTH=0 to 9, a tenth of them
 	$(BIN)/python -m pytest -q -m long
+	ALL_DETAIL=1 $(PYTEST) -m "slow and not long"
 
 $(VENV)/.long: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,long]'

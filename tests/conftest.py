@@ -141,12 +141,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With DETAIL every collective is compared with the other ranks', which is half of the time of large tests.
+    """Give every test random numbers of its own, the same in each run, and say how torch watches the collectives.
 
-    So the fast and the long ones have it, and of the slow ones those that ask for it.
+    With DETAIL every collective is compared with the other ranks', which is half of the time of large tests. So the fast
+    and the long ones have it, and in `make test` the slow ones do not: `make long` runs them again with it.
     """
+    import torch
+
+    torch.manual_seed(crc32(item.nodeid.encode()))
     only_slow = item.get_closest_marker("slow") and not item.get_closest_marker("long")
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF" if only_slow else "DETAIL"
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF" if only_slow and not os.environ.get("ALL_DETAIL") else "DETAIL"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -129,7 +129,7 @@ def test_whole_blocks_weighted_by_their_replicas() -> None:
     tensor = torch.randn(5000)
     sums = [powsums([GradientBlock(tensor, 3, None)])[0] for _ in range(3)]
     assert sums[0] == sums[1] == sums[2]
-    torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
