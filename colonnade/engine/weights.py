@@ -37,7 +37,7 @@ class WholeWeights:
         """
         if to not in ("all", "first") and Path(to).suffix != ".safetensors":
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
-        self._wait()
+        self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
             from colonnade.checkpoint.pretrained import save_full
@@ -64,13 +64,13 @@ class WholeWeights:
         """
         from colonnade.checkpoint.pretrained import save_pretrained
 
-        self._wait()
+        self.wait_for_weights()
         # Asked of all: some stages of a pipeline may have no adapters.
         if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
             return save_adapters(self.model, folder, self.context, dtype)
         return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
-    def _wait(self) -> None:
-        """A sharded optimizer may still be giving slices of the last step to the others."""
+    def wait_for_weights(self) -> None:
+        """Every parameter is whole when this returns: with ZeRO's `gather_ahead` slices of the last step may be on their way."""
         if hasattr(self.optimizer, "wait"):
             self.optimizer.wait()

@@ -35,6 +35,7 @@ from colonnade.utils import get_dataloader
 from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
 
 DECAY, STEPS = 0.8, 6
+LATE = {"zero": {"stage": 1, "gather_ahead": True, "bucket_mb": 1e-4}, "sync": {"shared_memory": False}}
 SGD = partial(torch.optim.SGD, momentum=0.9)
 
 
@@ -84,8 +85,13 @@ def averaged(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    [({}, PIPELINE), ({"zero": 3}, {"zero": 3}), pytest.param(PIPELINE, {"zero": 3}, marks=pytest.mark.long)],
-    ids=["data, then pipeline", "zero 3", "pipeline, then zero 3"],
+    [
+        ({}, PIPELINE),
+        (LATE, {"zero": 3}),
+        pytest.param({"zero": 3}, {"zero": 3}, marks=pytest.mark.long),
+        pytest.param(PIPELINE, {"zero": 3}, marks=pytest.mark.long),
+    ],
+    ids=["data, then pipeline", "late gathers, then zero 3", "zero 3", "pipeline, then zero 3"],
 )
 def test_the_average_is_that_of_one_process_and_goes_on_in_another_layout(tmp_path, one_process, first, then):
     run_world(2, train, first, tmp_path, 4)

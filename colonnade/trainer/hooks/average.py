@@ -68,6 +68,7 @@ class EMAHook(BaseHook):
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
         if not trainer.step_done or trainer.cur_step % self.interval:
             return
+        trainer.engine.wait_for_weights()
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warm_up else self.decay
         weights = [part.to(mean.dtype) for part, mean in zip(self._parts, self._average, strict=True)]
         torch._foreach_lerp_(self._average, weights, 1 - decay)
@@ -91,7 +92,8 @@ class EMAHook(BaseHook):
 
     @torch.no_grad()
     def _put_in(self) -> None:
-        if self._aside is None:
+        if self._aside is None and self._trainer is not None:
+            self._trainer.engine.wait_for_weights()
             self._aside = [part.clone() for part in self._parts]
             _copy(self._average, self._parts)
 
