@@ -207,6 +207,10 @@ def refused(folder: Path) -> None:
         trainer.fit(cut(range(8), 8), max_steps=9, hooks=[LRFinderHook(folder=folder), scheduler])
     with pytest.raises(HookError, match="max_steps=100"):
         trainer.fit(cut(range(8), 8), epochs=1, hooks=[LRFinderHook(folder=folder)])
+    (folder / "mine").write_text("kept")
+    with pytest.raises(HookError, match="is not empty, and it is removed at the end"):
+        trainer.fit(cut(range(8), 8), max_steps=9, hooks=[LRFinderHook(folder=folder)])
+    assert (folder / "mine").read_text() == "kept"
 
 
 def test_what_they_refuse(tmp_path):

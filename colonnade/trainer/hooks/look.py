@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.registry import HOOKS
@@ -43,7 +44,7 @@ class LRFinderHook(BaseHook):
 
     `trainer.fit(loader, max_steps=100, hooks=[finder])`, then `finder.suggestion`: the rate at which the smoothed loss fell
     fastest, and `finder.rates` and `finder.losses` to draw. It stops early where the loss is `stop_at` times its best. Weights,
-    optimizer and random streams are kept in `folder` meanwhile, which all ranks must see.
+    optimizer and random streams are kept in `folder` meanwhile, a new or empty one which all ranks must see.
     """
 
     def __init__(
@@ -86,6 +87,12 @@ class LRFinderHook(BaseHook):
             raise ConfigError(
                 "LRFinderHook spreads the rates over the steps of the run: fit(..., max_steps=100)", code="C092"
             )
+        # It is removed at the end, so it must be nobody else's. All look before one writes.
+        if any(gather_json(self.folder.exists() and any(self.folder.iterdir()), trainer.context)):
+            raise ConfigError(
+                f"LRFinderHook: folder={str(self.folder)!r} is not empty, and it is removed at the end; name a new one",
+                code="C092",
+            )
         self.rates, self.losses, self._mean = [], [], 0.0
         self._first = trainer.cur_step
         self._manager = CheckpointManager(self.folder, trainer.context)
@@ -102,7 +109,8 @@ class LRFinderHook(BaseHook):
         self._mean = 0.9 * self._mean + 0.1 * record.loss
         self.rates.append(record.lr)
         self.losses.append(self._mean / (1 - 0.9 ** len(self.rates)))
-        if not math.isfinite(record.loss) or record.loss > self.stop_at * min(self.losses):
+        best = min(self.losses)
+        if not math.isfinite(record.loss) or record.loss > best + (self.stop_at - 1) * abs(best):
             trainer.request_stop(f"the loss grows at a learning rate of {record.lr:.3g}")
 
     def after_train(self, trainer: Trainer) -> None:
