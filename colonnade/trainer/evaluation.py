@@ -33,19 +33,23 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
     hooks.call("before_test")
     hooks.call("before_test_epoch")
     trainer.time("start", "Test-epoch")
-    with _evaluating(engine):
-        for batch in _batches_of(trainer, loader, lengths):
-            hooks.call("before_test_iter")
-            trainer.time("start", "Test-step")
-            output, label, loss = engine.execute_schedule(
-                iter((batch,)),
-                forward_only=True,
-                return_loss=with_loss,
-                return_output_label=trainer.returns_output,
-            )
-            trainer.time("stop", "Test-step")
-            trainer.batch_weight = weigh(engine.schedule, loss)
-            hooks.call("after_test_iter", output, label, loss)
+    try:
+        with _evaluating(engine):
+            for batch in _batches_of(trainer, loader, lengths):
+                hooks.call("before_test_iter")
+                trainer.time("start", "Test-step")
+                output, label, loss = engine.execute_schedule(
+                    iter((batch,)),
+                    forward_only=True,
+                    return_loss=with_loss,
+                    return_output_label=trainer.returns_output,
+                )
+                trainer.time("stop", "Test-step")
+                trainer.batch_weight = weigh(engine.schedule, loss)
+                hooks.call("after_test_iter", output, label, loss)
+    except BaseException:
+        hooks.call("after_test")  # what a hook changed for the time of the test is undone: EMAHook's weights
+        raise
     trainer.time("stop", "Test-epoch")
     hooks.call("after_test_epoch")
     hooks.call("after_test")

@@ -135,6 +135,9 @@ def evaluated() -> None:
     assert abs(own - average) > 1e-4
     assert trainer.evaluate(batches)["Loss"] == pytest.approx(average, rel=1e-9)
     assert loss() == own
+    with pytest.raises(RuntimeError):  # rows of another width
+        trainer.evaluate([*batches, (torch.ones(2, 1, dtype=torch.float64), torch.zeros(2, dtype=torch.long))])
+    assert loss() == own
     hook.evaluate = False
     assert trainer.evaluate(batches)["Loss"] == pytest.approx(own, rel=1e-9)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,8 @@ class MLflowHook(_Tracker):
     ) -> None:
         super().__init__(interval, priority)
         self._experiment, self._options = experiment, options
-        self._uri = Path(uri).absolute().as_uri() if uri is not None and "://" not in str(uri) else uri
+        is_folder = uri is not None and not re.match("[a-z+]+:|databricks", str(uri))
+        self._uri = Path(str(uri)).absolute().as_uri() if is_folder else uri
 
     def open(self, package: Any) -> Any:
         if self._uri is not None:
