@@ -149,7 +149,10 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     tokens: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
     store = PrefixStore(f"colonnade/{tokens[0]}", default_store())
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
+    gloo = dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
+    # A rank that let go of its connections now would break those that others are still opening.
+    gloo_all_gather(gloo, torch.empty(len(tokens), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)).wait()
+    return gloo
 
 
 def gloo_beside(group: dist.ProcessGroup) -> Gather:
