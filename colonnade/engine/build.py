@@ -259,7 +259,7 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
         raise ConfigError(
             f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
         )
-    if isinstance(built, ZeroOptimizer) or getattr(built, "is_sharded_elsewhere", False):
+    if getattr(built, "is_sharded_elsewhere", False):
         raise GradientError(
             "the optimizer was sharded by an earlier initialize(), which has its state; build a new one, and give it "
             "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",

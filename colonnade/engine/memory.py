@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from colonnade.engine.precision.table import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
-from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.synchroniser import Synchroniser
 
@@ -111,10 +110,8 @@ def _gradients(parameters: Iterable[nn.Parameter], synchroniser: Synchroniser) -
 
 
 def _state(optimizer: Any) -> Iterable[Tensor]:
-    stepped = optimizer
-    if isinstance(optimizer, ZeroOptimizer):
-        yield from optimizer.masters
-        stepped = optimizer.stepped
+    yield from getattr(optimizer, "masters", ())
+    stepped = getattr(optimizer, "stepped", optimizer)
     if isinstance(stepped, Optimizer):
         for state in stepped.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -40,7 +40,8 @@ class ShardedOptimizer(Protocol):
     """An optimizer each of whose ranks keeps the state of some elements of a parameter.
 
     `param_groups` hold the model's parameters on every rank, as in torch. No method is collective. If it shards another
-    optimizer, `optimizer_class` may say which, so that its checkpoints load into that one too.
+    optimizer, `optimizer_class` may say which, so that its checkpoints load into that one too. For `engine.memory()` and
+    `engine.precision_table()`, `stepped` may be the torch optimizer of this rank's elements, and `masters` its master copies.
     """
 
     param_groups: list[dict[str, Any]]

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from colonnade.optim.zero.fsdp import dtypes_of
 from colonnade.optim.zero.inner import state_dtypes
-from colonnade.optim.zero.optimizer import ZeroOptimizer
 from colonnade.parallel.dtensor import local_part
 from colonnade.reduce.synchroniser import Synchroniser
 
@@ -80,13 +79,12 @@ def precision_table(
         if id(parameter) not in synchroniser.parameters and parameter.requires_grad:
             gradients[parameter.dtype] += local_part(parameter).nbytes
             reduced += [summed] if summed is not None else []
-    masters = optimizer.masters if isinstance(optimizer, ZeroOptimizer) else []
     return PrecisionTable(
         count,
         (
             _row(WEIGHTS, _sizes(map(local_part, parameters)), count),
             PrecisionRow(COMPUTED, _names(computed)),
-            _row(MASTERS, _sizes(masters), count),
+            _row(MASTERS, _sizes(getattr(optimizer, "masters", ())), count),
             _row(GRADIENTS, gradients, count),
             PrecisionRow(REDUCED, _names(reduced)),
             _row(STATE, _state(optimizer), count),
@@ -96,7 +94,7 @@ def precision_table(
 
 def _state(optimizer: Any) -> Counter[torch.dtype]:
     """Bytes of the optimizer's state by dtype; without single numbers, such as counts of steps."""
-    stepped = optimizer.stepped if isinstance(optimizer, ZeroOptimizer) else optimizer
+    stepped = getattr(optimizer, "stepped", optimizer)
     if not isinstance(stepped, Optimizer):
         return Counter()
     held = [value for state in stepped.state.values() for value in state.values() if isinstance(value, Tensor)]

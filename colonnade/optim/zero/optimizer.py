@@ -33,6 +33,8 @@ class ZeroOptimizer(Optimizer):
     slices and `.grad` is None. `state_dict` and `whole_gradient` are collective.
     """
 
+    is_sharded_elsewhere = True  # another initialize() refuses it, and the original once this one has its state
+
     def __init__(
         self, optimizer: Optimizer, model: nn.Module, settings: ZeroSettings, flat: bool | None = None
     ) -> None:
