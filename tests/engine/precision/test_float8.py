@@ -129,8 +129,8 @@ def _trained() -> list[tuple[str, float, int]]:
     return found
 
 
+@pytest.mark.long
 def test_training_in_float8_stays_near_fp64():
-    pytest.importorskip("torchao", reason="float8 is an optional extra")
     for config, error, converted in run_world(2, _trained, timeout=120).values[0]:
         assert 0.001 < error < 0.15, (config, error)
         assert converted == (4 * LAYERS if "pipeline" not in config else 4 * LAYERS // 2), config
