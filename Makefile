@@ -1,4 +1,4 @@
-# Every target builds .venv by itself from a bare Python (3.10 to 3.13).
+# Every target builds .venv by itself from a bare Python (3.11 to 3.13).
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

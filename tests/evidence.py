@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import torch
 
@@ -12,7 +12,7 @@ from colonnade.version import __version__
 
 def stamp(command: str) -> str:
     """One sentence: the command, the day, the versions."""
-    day = datetime.now(timezone.utc).date().isoformat()
+    day = datetime.now(UTC).date().isoformat()
     return (
         f"Made by `{command}` on {day}, with colonnade {__version__}, torch {torch.__version__} and Python "
         f"{platform.python_version()}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from colonnade.errors import CheckpointError, listed
 
 
-class Action(str, Enum):
+class Action(StrEnum):
     """What to do with checkpoints."""
 
     ls = "ls"
@@ -22,7 +22,7 @@ class Action(str, Enum):
     import_ = "import"
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     """What is read or written beside our own checkpoints."""
 
     safetensors = "safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from colonnade.verification.explaining.ratio import Meaning
 
 
-class Of(str, Enum):
+class Of(StrEnum):
     """What is off by a factor."""
 
     gradient = "gradient"

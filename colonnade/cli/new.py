@@ -7,7 +7,7 @@ import keyword
 import re
 import shlex
 from collections.abc import Iterator
-from enum import Enum
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ _MODE = "my_mode"
 """What the templates call their parallelism: valid Python as they stand."""
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What can be begun."""
 
     parallelism = "parallelism"

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import sys
+import tomllib
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,10 +63,9 @@ def _config_names(folder: Path) -> list[str]:
 
 
 def _read_toml(source: Source) -> dict[str, Any]:
-    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return dict(toml.loads(source.text))
-    except toml.TOMLDecodeError as error:
+        return dict(tomllib.loads(source.text))
+    except tomllib.TOMLDecodeError as error:
         place = re.search(r"at line (\d+)", str(error))
         raise _failed(source, str(error), int(place[1]) if place else None) from None
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from colonnade.errors import ScheduleError, listed
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action does. Users write the first four; the library adds the transfers."""
 
     FORWARD = "F"
