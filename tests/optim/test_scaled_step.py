@@ -152,7 +152,11 @@ def test_one_divisor_per_slot(name: str) -> None:
 
 
 def test_who_decides_on_the_host() -> None:
-    assert not any(ScaledStep(make(params())).waits_for_device for make in FUSED.values())
+    for name, make in FUSED.items():
+        made = make(params())
+        # Adagrad takes a scale in later versions of torch only.
+        takes_scale = name != "adagrad" or getattr(made, "_step_supports_amp_scaling", False)
+        assert ScaledStep(made).waits_for_device is not takes_scale
     assert all(ScaledStep(make(params())).waits_for_device for make in PLAIN.values())
     for make, found_inf, reads in ((FUSED["adamw"], KEEP, 0), (PLAIN["sgd"], None, 0), (PLAIN["sgd"], KEEP, 1)):
         ours = params()
