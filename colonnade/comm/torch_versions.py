@@ -64,8 +64,11 @@ def apart_from_world() -> Iterator[None]:
     before, rank = distributed_c10d._world, dist.get_rank() if dist.is_initialized() else -1
     level = torch_dist.get_debug_level()
     torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # it puts groups of gloo around all others
-    distributed_c10d._world = ThreadLocalWorld()  # type: ignore[assignment]
-    distributed_c10d._world.group_count = 1 << 20  # torch numbers groups by it, and keeps one list of all numbers
+    world: Any = ThreadLocalWorld()
+    world.group_count = 1 << 20  # torch numbers groups by it, and keeps one list of all numbers
+    if not hasattr(world, "comms"):  # in torch 2.11, whose destroy_process_group reads it all the same
+        world.comms = []
+    distributed_c10d._world = world
     try:
         yield
     finally:
