@@ -128,9 +128,14 @@ class Engine(LastStep, WholeWeights):
         if self._passes < self.accumulation:
             return False
         self._reduce()
-        if not self._sync.synchroniser.failed_ranks:
-            self._stepper.step()
-            self.observers.stepped()
+        try:
+            if not self._sync.synchroniser.failed_ranks:
+                self._stepper.step()
+                self.observers.stepped()
+        except BaseException:  # that the caller may catch, and go on with the next step
+            self._passes = 0
+            self._book.clear()
+            raise
         self._end_step()
         return True
 
