@@ -102,7 +102,11 @@ class GatherAhead:
         for gather in gathers:
             for one in gather.values:
                 place.update((id(parameter), (gather, one)) for parameter in one.bucket.parameters)
-        self._handles = [model.register_state_dict_pre_hook(ModelHook(_waiting_for_all(self._gathers)))]
+        for_all = ModelHook(_waiting_for_all(self._gathers))
+        self._handles = [
+            model.register_state_dict_pre_hook(for_all),
+            model.register_load_state_dict_pre_hook(for_all),
+        ]
         for module in model.modules():
             mine = {id(p): place[id(p)] for p in module.parameters(recurse=False) if id(p) in place}
             if mine:

@@ -134,6 +134,31 @@ def test_two_engines_take_turns_with_one_optimizer():
     run_world(2, _two_engines_one_optimizer)
 
 
+def _not_stepped_on() -> None:
+    """The third layer has gradients, and no optimizer: they count in the norm of their own step, and of no later one."""
+    for config in [*CONFIGS, {"zero": 3, "clip_grad_norm": 0.1}]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain, rank = Net(), Net(), gpc.get_global_rank()
+            optimizer, truth = (
+                torch.optim.SGD([*one.first.parameters(), *one.second.parameters()], lr=0.1) for one in (model, plain)
+            )
+            engine = initialize(model, optimizer, context=gpc)[0]
+            for step in range(4):
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, step))
+                engine.step()
+                plain.zero_grad()
+                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
+                _clip(plain, config)
+                truth.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_gradients_that_nobody_steps_on_are_cleared_too():
+    run_world(2, _not_stepped_on)
+
+
 class Weighted(nn.Module):
     """A loss that learns its own weight."""
 
