@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeric_settings
-from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer
+from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_parts
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
@@ -269,6 +269,7 @@ def _build_optimizer(optimizer: Any, models: list[nn.Module], context: ParallelC
             code="C070",
         )
     refuse_optimizer(built, models, context)
+    refuse_parts(built, models[0], context)
     return built
 
 

@@ -14,6 +14,8 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError, GradientError, PlacementError
+from colonnade.nn import Linear
+from colonnade.nn.layer import arrange
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine.gradient_handler.scenarios import numbers
 
@@ -157,6 +159,52 @@ def _not_stepped_on() -> None:
 
 def test_gradients_that_nobody_steps_on_are_cleared_too():
     run_world(2, _not_stepped_on)
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, or in groups with nesterov each row of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.grad.norm(dim=-1, keepdim=True)
+                    parameter.sub_(parameter.grad / (rows if group["nesterov"] else parameter.grad.norm()))
+
+
+def _steps_on_parts() -> None:
+    with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        model = nn.Sequential(
+            Linear(4, 8, arrangement=here), Linear(8, 4, split="row", arrangement=here), nn.LayerNorm(4)
+        )
+        rows, columns, whole = ([layer.weight] for layer in model)
+        for optimizer, name in (
+            (torch.optim.Adafactor(model.parameters()), "0.weight"),
+            (torch.optim.Muon([*rows, *columns]), "0.weight"),
+            (Normed(model.parameters(), lr=0.1), "0.weight"),
+            (Normed([{"params": whole}, {"params": columns, "momentum": 0.1, "nesterov": True}], lr=0.1), "1.weight"),
+        ):
+            message = rf"{type(optimizer).__name__} steps otherwise on a part .* '{name}' is split.*Shard"
+            with pytest.raises(GradientError, match=message):
+                initialize(model, optimizer, context=gpc)
+        drawn = torch.get_rng_state()
+        for optimizer in (
+            torch.optim.AdamW(model.parameters()),
+            torch.optim.RMSprop(model.parameters(), momentum=0.1, centered=True),
+            torch.optim.Adafactor(whole),
+            Normed([{"params": whole}, {"params": rows, "momentum": 0.1, "nesterov": True}], lr=0.1),
+        ):
+            initialize(model, optimizer, context=gpc)[0].close()
+        knows = Normed(model.parameters(), lr=0.1)
+        knows.steps_on_parts = True
+        initialize(model, knows, context=gpc)[0].close()
+        assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split():
+    run_world(2, _steps_on_parts)
 
 
 class Weighted(nn.Module):

@@ -373,8 +373,8 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
 
     try:
         apart = []
-        for at in kinds_of_groups(optimizer):
-            whole, (shards,) = two_steps(optimizer, at, (2 * mesh.size(-1), 4), cut, mesh.device_type)
+        for first, *_ in kinds_of_groups(optimizer):
+            whole, (shards,) = two_steps(optimizer, first, (2 * mesh.size(-1), 4), cut, mesh.device_type)
             apart.append((shards.to_local() - cut(whole)[0].to_local()).abs().max().item())
     except Exception as error:
         raise GradientError(

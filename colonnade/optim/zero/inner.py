@@ -82,13 +82,13 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
     Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
     """
-    for at in kinds_of_groups(optimizer):
-        _check_group(optimizer, at)
+    for first, *_ in kinds_of_groups(optimizer):
+        _check_group(optimizer, first)
 
 
-def kinds_of_groups(optimizer: Optimizer) -> list[int]:
-    """The numbers of its groups with parameters, but of groups that differ only in how large an option is just the first."""
-    found: dict[str, int] = {}
+def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
+    """The numbers of its groups with parameters, those together that differ only in how large an option is."""
+    found: dict[str, list[int]] = {}
     for at, group in enumerate(optimizer.param_groups):
         options = {
             name: bool(value) if isinstance(value, (int, float)) else value
@@ -96,7 +96,7 @@ def kinds_of_groups(optimizer: Optimizer) -> list[int]:
             if name not in ("params", "param_names")
         }
         if group["params"]:
-            found.setdefault(repr(options), at)
+            found.setdefault(repr(options), []).append(at)
     return list(found.values())
 
 
@@ -128,12 +128,13 @@ def two_steps(
     whole, *grads = (torch.randn(shape, generator=numbers, dtype=torch.float64).to(device) for _ in range(3))
     parts = cut(whole)
     trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
-    for grad in grads:
-        whole.grad = grad
-        for part, piece in zip(parts, cut(grad), strict=True):
-            part.grad = piece
-        for trial in trials:
-            trial.step()
+    with torch.random.fork_rng(devices=[]):
+        for grad in grads:
+            whole.grad = grad
+            for part, piece in zip(parts, cut(grad), strict=True):
+                part.grad = piece
+            for trial in trials:
+                trial.step()
     return whole, parts
 
 
