@@ -174,6 +174,7 @@ def _synchronise(
     shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
     sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
     optimizer.attach(sync.synchroniser, model)
+    optimizer.waits = context.waits
     sync.before_pass = optimizer.wait
     get_dist_logger().info(
         f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "

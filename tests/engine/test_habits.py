@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.checkpoint.manager import CheckpointManager
+from colonnade.comm import waits
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError, GradientError, PlacementError
@@ -309,3 +312,35 @@ def _saved_whole() -> None:
 
 def test_a_model_can_be_saved_as_an_object_while_it_trains():
     run_world(2, _saved_whole)
+
+
+def _by_rank_0(what: str, config: dict[str, Any], folder: Path) -> None:
+    waits.SAY_AFTER = 0.3
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model, rank = Net(), gpc.get_global_rank()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        calls = {
+            "engine.full_state_dict()": engine.full_state_dict,
+            "optimizer.state_dict()": engine.optimizer.state_dict,
+            "CheckpointManager()": lambda: CheckpointManager(folder, gpc),
+        }
+        manager = CheckpointManager(folder / "all", gpc)
+        calls["CheckpointManager.save()"] = lambda: manager.save(1, model)
+        for step in range(3):
+            engine.zero_grad()
+            engine.backward(_loss(engine, rank, step))
+            engine.step()
+            if step == 1 or rank == 0:
+                calls[what]()
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", False])
+@pytest.mark.parametrize(
+    "what", ["engine.full_state_dict()", "optimizer.state_dict()", "CheckpointManager()", "CheckpointManager.save()"]
+)
+def test_what_all_ranks_must_call_and_rank_0_calls_alone(what, shared_memory, tmp_path):
+    config = {"sync": {"shared_memory": shared_memory}, "zero": 1}
+    first, second = run_world(2, _by_rank_0, what, config, tmp_path, check=False).outcomes
+    assert f"{what} is for all ranks to call, and rank 1 is" in first.message, first
+    assert "of step 1" in first.message
+    assert second.kind == "exception", second
