@@ -281,8 +281,13 @@ class Engine(LastStep, WholeWeights):
         try:
             with self.context.waits.during("in the backward pass", "backward"):
                 yield
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if "out of bounds for storage of size 0" in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
+                    "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
+                )
             raise
         self._sync.synchroniser.end_backward()
 

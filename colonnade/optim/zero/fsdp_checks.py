@@ -326,6 +326,7 @@ class ForwardGuard:
     def __init__(self, root: Any, units: Sequence[Any]) -> None:
         self._root, self._units = root, units
         self._has_run = self._running = False
+        root.register_forward_pre_hook(self._make_memory, prepend=True)
         root.register_forward_pre_hook(self._enter)
         root.register_forward_hook(self._leave)
         root.register_forward_hook(self._leave_always, always_call=True)
@@ -338,6 +339,14 @@ class ForwardGuard:
             self._root.reset_iter_state()
         for unit in self._units:
             unit.reshard()
+
+    def _make_memory(self, *_: Any) -> None:
+        """FSDP2 makes what it gathers into in the first pass; in inference mode no training pass could write to it."""
+        if torch.is_inference_mode_enabled() and not self._has_run:
+            with torch.inference_mode(False), torch.no_grad():
+                for unit in self._units:
+                    unit.unshard()
+                    unit.reshard()
 
     def _enter(self, *_: Any) -> None:
         self._has_run = self._running = True
