@@ -257,9 +257,10 @@ PAGES: dict[str, Page] = {
         "howto/huggingface",
     ),
     "C070": Page(
-        "An optimizer that cannot be sharded, or was changed after initialize",
-        "ZeRO and flat steps know the optimizer's parameters from initialize() on; stages 1 and 2 shard element-wise optimizers.",
-        "Make groups before initialize(); use AdamW, Adam or SGD, or another stage.",
+        "An optimizer that cannot step on parts, has parameters of others, or was changed after initialize",
+        "ZeRO and flat steps know the optimizer's parameters from initialize() on; stages 1 and 2, and parameters that are split over "
+        "ranks (tensor, expert), want an element-wise optimizer, which Muon and Adafactor are not.",
+        "Make groups before initialize(), of the model's parameters alone; use AdamW, Adam or SGD, or another stage.",
         "reference/zero",
     ),
     "C080": Page(

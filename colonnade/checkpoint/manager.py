@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class CheckpointManager:
         self.read_only = read_only
         self._pending: BackgroundWriter | None = None
         self._lock: RunLock | None = None
-        with agreed(context, f"opening {self.folder}"):
+        with self._together("()"), agreed(context, f"opening {self.folder}"):
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
             if not read_only and self._is_first:
@@ -82,6 +82,10 @@ class CheckpointManager:
         `extra` maps names to objects with `state_dict()` and `load_state_dict()`, or to plain JSON values. A step
         that was saved before is replaced once the new checkpoint is in place.
         """
+        with self._together(".save()"):
+            self._save(step, model, optimizer, extra)
+
+    def _save(self, step: int, model: nn.Module, optimizer: Any, extra: Mapping[str, Any] | None) -> None:
         self.wait()
         with self._saving(step):
             self._check_save(step)
@@ -166,8 +170,9 @@ class CheckpointManager:
         Objects in `extra` get their state; plain values come back in the result. `rest`, an object with `state_dict` and
         `load_state_dict`, gets all plain values as one dict, and may refuse them.
         """
-        self.wait()
-        return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
+        with self._together(".load()"):
+            self.wait()
+            return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
 
     # -- inside -------------------------------------------------------------------------------------------
 
@@ -186,6 +191,10 @@ class CheckpointManager:
                 f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the latest "
                 f"step, so delete them if this run has left them behind."
             )
+
+    def _together(self, call: str) -> AbstractContextManager[None]:
+        launched = self.context.is_launched
+        return self.context.waits.together(f"CheckpointManager{call}") if launched else nullcontext()
 
     def _saving(self, step: int) -> AbstractContextManager[None]:
         return agreed(self.context, f"saving step {step}")

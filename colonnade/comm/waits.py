@@ -11,18 +11,27 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from colonnade.comm.phases import PhaseClock
-from colonnade.comm.torch_versions import default_store
-from colonnade.errors import listed
+from colonnade.comm.torch_versions import default_store, timeout_of
+from colonnade.errors import GradientError, listed
 
 SAY_AFTER = 5.0
 """Seconds at one place after which a rank tells the others where it is; after one and a half times as long it says where
 they are."""
 
 OUTSIDE = "outside the engine"
+NEEDS_ALL = (
+    "comparing the batches",
+    "adding up the counts of the losses",
+    "summing the gradients",
+    "measuring the norm",
+)
+"""Places at the end of a step, from which a rank goes on when all have come to the end of that step."""
 _KEY = "colonnade/waits/{}"
 _RANKS_NAMED = 16
 
@@ -35,7 +44,8 @@ class _Place(NamedTuple):
     def __str__(self) -> str:
         if self.step is None:
             return self.what
-        return f"{self.what} after {self.step} steps" if self.what == OUTSIDE else f"{self.what} of step {self.step}"
+        outside = self.what.startswith(OUTSIDE)
+        return f"{self.what} after {self.step} steps" if outside else f"{self.what} of step {self.step}"
 
 
 class _During:
@@ -89,6 +99,53 @@ class WaitWatch:
     def during(self, what: str, phase: str | None = None) -> _During:
         """`with` this, the rank is here, and then again where it was; the time counts as that of `phase`."""
         return _During(self, what, phase)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around what users call on all ranks, `what`: begins when all ranks have called it.
+
+        They meet by the store, so that no collective pairs up with another of a rank that is elsewhere. One that ends
+        a step with which this rank would have to help never comes: then it is an error here.
+        """
+        with self.during(f"{OUTSIDE}, in {what}"):
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self._meet(what, dist.get_world_size())
+            yield
+
+    def _meet(self, what: str, world_size: int) -> None:
+        store, key, limit = default_store(), f"colonnade/meet/{what}", timeout_of().total_seconds()
+        count = store.add(key, 1)
+        whole = -(-count // world_size) * world_size
+        began = time.monotonic()
+        look, pause = began + 1.5 * SAY_AFTER, 0.0001
+        while count < whole:
+            time.sleep(pause)
+            pause, now = min(2 * pause, 0.05), time.monotonic()
+            count = store.add(key, 0)
+            if count < whole and now > look:
+                look = now + SAY_AFTER / 5
+                stuck = self._needs_me(world_size) or (
+                    f"{whole - count} have not for {limit:g} s" if now > began + limit else ""
+                )
+                if stuck:
+                    store.add(key, -1)
+                    raise GradientError(f"{what} is for all ranks to call, and {stuck}", code="C043")
+
+    def _needs_me(self, world_size: int) -> str:
+        """Which rank is at the end of a step that this one has not made."""
+        for rank in range(world_size):
+            place = _place_of(rank)
+            if (
+                place is not None
+                and place.what in NEEDS_ALL
+                and place.step is not None
+                and place.step >= (self.step or 0)
+            ):
+                return (
+                    f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
+                    f"such as `if rank == 0`"
+                )
+        return ""
 
     def enter(self, phase: str | None) -> str | None:
         """Go to a phase of `comm.phases`, if time is kept; returns the one before, None where nothing has changed."""
@@ -159,12 +216,17 @@ class WaitWatch:
 
 def told_by(rank: int) -> tuple[str, Any] | None:
     """(Where a rank stands that has not moved for `SAY_AFTER` seconds, what it tells beside that); None if it goes on."""
-    store, key = default_store(), _KEY.format(rank)
-    note = store.get(key) if store.check([key]) else b""
-    if not note:
+    store, key, place = default_store(), _KEY.format(rank), _place_of(rank)
+    if place is None:
         return None
     more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
-    return str(_Place(*json.loads(note.decode()))), json.loads(more.decode())
+    return str(place), json.loads(more.decode())
+
+
+def _place_of(rank: int) -> _Place | None:
+    store, key = default_store(), _KEY.format(rank)
+    note = store.get(key) if store.check([key]) else b""
+    return _Place(*json.loads(note.decode())) if note else None
 
 
 def _described(place: _Place | None) -> str:

@@ -16,6 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks.advice import warn_of_batch_norm, warn_of_repeated_work
 from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeric_settings
+from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_parts
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
@@ -87,7 +88,7 @@ def initialize(
     with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
-        plain = _build_optimizer(optimizer, built)
+        plain = _build_optimizer(optimizer, [built, *(model if isinstance(model, Split) else ())], context)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
         handlers = build_handlers(_named_handlers(context), built, chosen, context)
@@ -173,6 +174,7 @@ def _synchronise(
     shards = optimizer.shards_of(pipeline=context.pipeline_parallel_size > 1)
     sync = build_sync(model, optimizer, context, handlers, options, shards=shards)
     optimizer.attach(sync.synchroniser, model)
+    optimizer.waits = context.waits
     sync.before_pass = optimizer.wait
     get_dist_logger().info(
         f"ZeRO stage {optimizer.settings.stage}: {optimizer.numel} of {sum(p.numel() for p in model.parameters())} "
@@ -208,6 +210,7 @@ def _apply_backend_flags(config: Config) -> None:
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart]:
     built = model if isinstance(model, (nn.Module, Split)) else model()
+    refuse_lazy(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
     recipes = read_recipes(built, context) if isinstance(built, (nn.Module, Split)) else {}
     whole = list(built) if isinstance(built, Split) else [built]
@@ -253,8 +256,9 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
     return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), rank)
 
 
-def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
-    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
+def _build_optimizer(optimizer: Any, models: list[nn.Module], context: ParallelContext) -> Any:
+    """That of the first of these models; it may have parameters of the others, which are other stages."""
+    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(models[0].parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
             f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
@@ -265,6 +269,8 @@ def _build_optimizer(optimizer: Any, model: nn.Module) -> Any:
             "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
             code="C070",
         )
+    refuse_optimizer(built, models, context)
+    refuse_parts(built, models[0], context)
     return built
 
 

@@ -57,6 +57,8 @@ class Engine(LastStep, WholeWeights):
         self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
         self.same_batch = SameBatch(context)  # in some steps, ranks that see the same data compare what they were given
         self.observers = Observers()  # are told of every pass and step
+        stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._not_stepped_on = [parameter for parameter in model.parameters() if id(parameter) not in stepped_on]
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
@@ -82,6 +84,8 @@ class Engine(LastStep, WholeWeights):
         if self._passes == 0:
             self._stepper.report_skips(wait=False)
             self._optimizer.zero_grad(set_to_none=True)
+            for parameter in self._not_stepped_on:
+                parameter.grad = None
 
     def backward(self, loss: Any) -> None:
         """Backward from a scalar loss (a mean), or from (sum, count); the last pass of a step synchronises.
@@ -128,9 +132,14 @@ class Engine(LastStep, WholeWeights):
         if self._passes < self.accumulation:
             return False
         self._reduce()
-        if not self._sync.synchroniser.failed_ranks:
-            self._stepper.step()
-            self.observers.stepped()
+        try:
+            if not self._sync.synchroniser.failed_ranks:
+                self._stepper.step()
+                self.observers.stepped()
+        except BaseException:  # that the caller may catch, and go on with the next step
+            self._passes = 0
+            self._book.clear()
+            raise
         self._end_step()
         return True
 
@@ -272,8 +281,13 @@ class Engine(LastStep, WholeWeights):
         try:
             with self.context.waits.during("in the backward pass", "backward"):
                 yield
-        except BaseException:
+        except BaseException as error:
             self._failed = True
+            if "out of bounds for storage of size 0" in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
+                    "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
+                )
             raise
         self._sync.synchroniser.end_backward()
 

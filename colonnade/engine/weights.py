@@ -37,6 +37,10 @@ class WholeWeights:
         """
         if to not in ("all", "first") and Path(to).suffix != ".safetensors":
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
+        with self.context.waits.together("engine.full_state_dict()"):
+            return self._full_state_dict(to, dtype)
+
+    def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
         self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
@@ -64,11 +68,12 @@ class WholeWeights:
         """
         from colonnade.checkpoint.pretrained import save_pretrained
 
-        self.wait_for_weights()
-        # Asked of all: some stages of a pipeline may have no adapters.
-        if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
-            return save_adapters(self.model, folder, self.context, dtype)
-        return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
+        with self.context.waits.together("engine.save_pretrained()"):
+            self.wait_for_weights()
+            # Asked of all: some stages of a pipeline may have no adapters.
+            if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
+                return save_adapters(self.model, folder, self.context, dtype)
+            return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 
     def wait_for_weights(self) -> None:
         """Every parameter is whole when this returns: with ZeRO's `gather_ahead` slices of the last step may be on their way."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from colonnade.errors import PlacementError
+from colonnade.parallel.dtensor import local_part
 
 _ATTRIBUTE = "_colonnade_source"
 
@@ -19,10 +20,21 @@ def note_source(part: Tensor, whole: Tensor) -> None:
 
 
 def check_ties(modules: Iterable[nn.Module]) -> None:
-    """Refuse two trained parameters that came from one: they were tied, and would now be trained apart."""
+    """Refuse two trained parameters that came from one: they were tied, and would now be trained apart.
+
+    Also two in the same memory, which would get memory of its own each. (Stages of a model share memory where it is tied.)
+    """
     seen: dict[object, tuple[str, nn.Parameter]] = {}
     for module in modules:
+        in_memory: dict[int, str] = {}
         for name, parameter in module.named_parameters():
+            address = local_part(parameter).data_ptr() if parameter.requires_grad and not parameter.is_meta else 0
+            if address and in_memory.setdefault(address, name) != name:
+                raise PlacementError(
+                    f"{in_memory[address]!r} and {name!r} lie in the same memory, but are two parameters, with a gradient and "
+                    f"optimizer state each. To tie them make them one, as in head.weight = embedding.weight (not .data); if "
+                    f"they are to be two, give one a copy: parameter.data = parameter.data.clone()"
+                )
             source = getattr(parameter, _ATTRIBUTE, parameter)
             first, other = seen.setdefault(source, (name, parameter))
             if other is not parameter and other.requires_grad and parameter.requires_grad:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.comm.rank_group import RankGroup
 from colonnade.comm.torch_versions import all_gather_flat
+from colonnade.parallel.hooks import ModelHook
 from colonnade.reduce.bucket import Bucket
 from colonnade.reduce.values import BucketValues
 
@@ -101,11 +102,15 @@ class GatherAhead:
         for gather in gathers:
             for one in gather.values:
                 place.update((id(parameter), (gather, one)) for parameter in one.bucket.parameters)
-        self._handles = [model.register_state_dict_pre_hook(_waiting_for_all(self._gathers))]
+        for_all = ModelHook(_waiting_for_all(self._gathers))
+        self._handles = [
+            model.register_state_dict_pre_hook(for_all),
+            model.register_load_state_dict_pre_hook(for_all),
+        ]
         for module in model.modules():
             mine = {id(p): place[id(p)] for p in module.parameters(recurse=False) if id(p) in place}
             if mine:
-                self._handles.append(module.register_forward_pre_hook(_waiting(self._called, mine)))
+                self._handles.append(module.register_forward_pre_hook(ModelHook(_waiting(self._called, mine))))
 
     def hold_back(self) -> None:
         """After a step: wait for every bucket with a parameter that no call of its module has announced so far."""

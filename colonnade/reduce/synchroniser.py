@@ -63,6 +63,8 @@ class Synchroniser:
         self._last_to_all: Bucket | None = None
         self._handles: list[Any] = []
         self._last = self._pass_open = self._failed = False
+        self.strayed = False
+        """Gradients have come from a backward pass that was not prepared for: nobody sums them."""
         self.failed_ranks: list[int] = []
         """The ranks that gave the last step up, so that its gradients are worth nothing."""
         self.riders: Riders | None = None
@@ -88,6 +90,7 @@ class Synchroniser:
         if self._pass_open and not self._last:
             self._end_pass()
         self._last, self._pass_open, self._ended = last, True, []
+        self.strayed = False
         for state in self._states:
             state.begin_pass()
         for bucket in self.buckets:
@@ -175,9 +178,15 @@ class Synchroniser:
 
     # During backward
 
+    def _came_to(self, at: int) -> Bucket:
+        """The bucket that a gradient has come to."""
+        bucket, self._ended = self.buckets[at], []
+        self.strayed = self.strayed or not (self._pass_open or self._state_of[id(bucket)].group.alone)
+        return bucket
+
     def _on_gradient(self, at: int, index: int) -> None:
         """While recording: note the order of gradients and move each at once."""
-        bucket, self._ended = self.buckets[at], []
+        bucket = self._came_to(at)
         self._state_of[id(bucket)].record(bucket.positions[index])
         if bucket.keeps_gradients:
             with torch.no_grad():
@@ -185,16 +194,16 @@ class Synchroniser:
 
     def _on_large(self, at: int, index: int) -> None:
         """A gradient that is moved by itself has come."""
-        bucket, self._ended = self.buckets[at], []
+        bucket = self._came_to(at)
         if not bucket.started:
             with torch.no_grad():
                 bucket.move_large(index, self._last)
 
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
-        bucket, self._ended = self.buckets[at], []
+        bucket = self._came_to(at)
         bucket.left -= 1
-        if bucket.left != 0 or bucket.started:
+        if bucket.left != 0 or bucket.started or not self._pass_open:
             return
         with torch.no_grad():
             bucket.full = bucket.is_complete() and (self._last or bucket.every_pass)

@@ -17,7 +17,9 @@ BUG = Bug(
 
 
 class Normed(torch.optim.SGD):
-    """Steps by gradients of length 1, as it is given them."""
+    """Steps by gradients of length 1, as it is given them, and says that it knows how."""
+
+    steps_on_parts = True
 
     @torch.no_grad()
     def step(self, closure=None):

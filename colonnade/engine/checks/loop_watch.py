@@ -15,6 +15,7 @@ from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.errors import GradientError
 from colonnade.nn.activations import release_blocks
 from colonnade.nn.layer.first_pass import FirstPass
+from colonnade.parallel.hooks import ModelHook
 
 _LOOK_EVERY = 100
 """Steps between two looks at the model's parameters, after the first two."""
@@ -30,6 +31,7 @@ class LoopWatch:
         self, model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync | None = None
     ) -> None:
         self.unsummed = False
+        self._sync = sync
         self._guard = guard_of(model, optimizer, context, sync)
         self._first_pass = FirstPass(model, context)
         self._same_gradients = SameGradients(model, context)
@@ -42,9 +44,19 @@ class LoopWatch:
         self._steps = 0
         # Not references to this object: it would never go.
         watch = weakref.ref(self)
-        self._handles = [model.register_load_state_dict_post_hook(lambda *_: _look(watch))]
+        self._handles = [model.register_load_state_dict_post_hook(ModelHook(lambda *_: _look(watch)))]
+        self._step_guard: _StepGuard | None = None
         if isinstance(optimizer, Optimizer):
-            self._handles.append(optimizer.register_step_pre_hook(_StepGuard(watch)))
+            hooks = optimizer._optimizer_step_pre_hooks.values()
+            self._step_guard = next((one for one in hooks if isinstance(one, _StepGuard)), None) or _StepGuard(
+                optimizer
+            )
+            self._step_guard.watches.add(self)
+
+    @property
+    def strayed(self) -> bool:
+        """Whether gradients came from a backward pass that was none of the engine's."""
+        return self._sync is not None and self._sync.synchroniser.strayed
 
     def end_sums(self, complete: bool) -> None:
         """Gradients are summed now. `complete`: this rank has made all passes of the step."""
@@ -78,6 +90,8 @@ class LoopWatch:
         self._same_gradients.close()
         for handle in self._handles:
             handle.remove()
+        if self._step_guard is not None:
+            self._step_guard.leave(self)
         self._kept = []
         if self._guard is not None:
             self._guard.close()
@@ -87,19 +101,31 @@ class LoopWatch:
 
 
 class _StepGuard:
-    """A step hook that only checks: a flat step need not treat its optimizer as one that somebody watches."""
+    """A step hook that only checks: a flat step need not treat its optimizer as one that somebody watches.
+
+    One for all engines of an optimizer: what one of them sums has strayed for the others.
+    """
 
     only_looks = True
 
-    def __init__(self, watch: weakref.ref[LoopWatch]) -> None:
-        self._watch = watch
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.watches: weakref.WeakSet[LoopWatch] = weakref.WeakSet()
+        self._handle = optimizer.register_step_pre_hook(self)
 
-    def __call__(self, *_: Any) -> None:
-        watch = self._watch()
-        if watch is not None and watch.unsummed:
+    def leave(self, watch: LoopWatch) -> None:
+        self.watches.discard(watch)
+        if not self.watches:
+            self._handle.remove()
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        watches = list(self.watches)
+        unsummed = any(watch.unsummed for watch in watches)
+        if not unsummed and watches and all(watch.strayed for watch in watches):
+            unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if unsummed:
             raise GradientError(
                 "the optimizer was told to step on gradients that were not summed over the ranks, nor clipped; write "
-                "engine.step(), which does all three",
+                "engine.step(), which does all three, after engine.backward(loss)",
                 code="C046",
             )
 

@@ -80,11 +80,32 @@ def cut(value: Any, part: Part, name: str) -> Any:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose update of an element depends on its neighbours: a slice would step otherwise.
 
-    Found out by trying: two steps on a small matrix, whole and in two halves.
+    Found out by trying, for each kind of parameter group: two steps on a small matrix, whole and in two halves.
     """
+    for first, *_ in kinds_of_groups(optimizer):
+        _check_group(optimizer, first)
+
+
+def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
+    """The numbers of its groups with parameters, those together that differ only in how large an option is."""
+    found: dict[str, list[int]] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        options = {
+            name: bool(value) if isinstance(value, (int, float)) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if group["params"]:
+            found.setdefault(repr(options), []).append(at)
+    return list(found.values())
+
+
+def _check_group(optimizer: Optimizer, at: int) -> None:
     name = type(optimizer).__name__
     try:
-        whole, halves = two_steps(optimizer, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)])
+        whole, halves = two_steps(
+            optimizer, at, (4, 6), lambda tensor: [half.clone() for half in tensor.view(-1).chunk(2)]
+        )
     except Exception as error:
         raise GradientError(
             f"zero stages 1 and 2 shard element-wise optimizers, and {name} could not step on a slice: {error}. "
@@ -93,26 +114,27 @@ def check_elementwise(optimizer: Optimizer) -> None:
         ) from error
     if not torch.allclose(whole.view(-1), torch.cat(halves), rtol=1e-9, atol=1e-12):
         raise GradientError(
-            f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: it steps otherwise on half of a "
-            f"matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
+            f"zero stages 1 and 2 shard element-wise optimizers, and {name} is none: in group {at} it steps otherwise on half of "
+            f"a matrix than on the whole. Use AdamW, SGD or the like, or turn zero off.",
             code="C070",
         )
 
 
 def two_steps(
-    optimizer: Optimizer, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
+    optimizer: Optimizer, at: int, shape: tuple[int, ...], cut: Callable[[Tensor], list[Any]], device: str = "cpu"
 ) -> tuple[Tensor, list[Any]]:
-    """A matrix, and what `cut` makes of it, each after two steps of such an optimizer on the same gradients."""
+    """A matrix, and what `cut` makes of it, each after two steps on the same gradients in group `at` of such an optimizer."""
     numbers = torch.Generator().manual_seed(0)
     whole, *grads = (torch.randn(shape, generator=numbers, dtype=torch.float64).to(device) for _ in range(3))
     parts = cut(whole)
-    trials = [_trial_of(optimizer, [whole]), _trial_of(optimizer, parts)]
-    for grad in grads:
-        whole.grad = grad
-        for part, piece in zip(parts, cut(grad), strict=True):
-            part.grad = piece
-        for trial in trials:
-            trial.step()
+    trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
+    with torch.random.fork_rng(devices=[]):
+        for grad in grads:
+            whole.grad = grad
+            for part, piece in zip(parts, cut(grad), strict=True):
+                part.grad = piece
+            for trial in trials:
+                trial.step()
     return whole, parts
 
 
@@ -121,7 +143,7 @@ def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype,
     parameter = torch.zeros(2, 2, dtype=dtype)
     parameter.grad = torch.ones_like(parameter)
     try:
-        trial = _trial_of(optimizer, [parameter])
+        trial = _trial_of(optimizer, 0, [parameter])
         trial.step()
     except Exception:  # it says why at its first step
         return ()
@@ -129,13 +151,13 @@ def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype,
     return tuple(value.dtype for value in kept if value.shape == parameter.shape)
 
 
-def _trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
-    """The optimizer's first group alone, on small tensors of the host, without hooks."""
-    trial = _twin(optimizer, [parameters, *([] for _ in optimizer.param_groups[1:])])
+def _trial_of(optimizer: Optimizer, at: int, parameters: list[Tensor]) -> Optimizer:
+    """The optimizer's group `at` alone, on small tensors of the host, without hooks."""
+    trial = _twin(optimizer, [parameters for _ in optimizer.param_groups])
     # What it changes in place must not be the user's.
     own = {key: copy.copy(value) for key, value in trial.__dict__.items() if type(value) in (list, dict)}
     trial.__dict__.update({key: value for key, value in own.items() if key != "param_groups"})
-    group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[0].items()}
+    group = {key: value if key == "params" else copy.deepcopy(value) for key, value in trial.param_groups[at].items()}
     trial.param_groups = [group]
     for option in ("fused", "foreach", "capturable", "differentiable"):
         if option in group:
@@ -146,7 +168,7 @@ def _trial_of(optimizer: Optimizer, parameters: list[Tensor]) -> Optimizer:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, name, OrderedDict())
     # Some make their state when they are built: a sample of it, of the new shapes.
-    held = [(p, state) for p, state in optimizer.state.items() if state]
+    held = [(p, optimizer.state[p]) for p in optimizer.param_groups[at]["params"] if optimizer.state.get(p)]
     like, sample = next((one for one in held if local_part(one[0]).numel()), held[0] if held else (None, {}))
     for parameter in parameters:
         trial.state[parameter] = {key: _sample(value, like, parameter, key) for key, value in sample.items()}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colonnade.comm.waits import WaitWatch
 from colonnade.errors import GradientError
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, ShardedBucket, wants_flat
 from colonnade.optim.zero.inner import Part, check_elementwise, copy_options, optimizer_of_parts
@@ -51,6 +52,8 @@ class ZeroOptimizer(Optimizer):
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._sizes = [len(group["params"]) for group in self.param_groups]
         self._frozen: list[Tensor] = []
+        self.waits = WaitWatch()
+        """Where this rank is: that of the context, once an engine has it."""
 
     def shards_of(self, pipeline: bool) -> Shards:
         """What is sharded, and how: the parameters that can get a gradient. With a `pipeline`, summed once a step."""
@@ -202,6 +205,10 @@ class ZeroOptimizer(Optimizer):
 
         Checkpoints do not use it: they take each rank's slices as they are.
         """
+        with self.waits.together("optimizer.state_dict()"):
+            return self._state_dict()
+
+    def _state_dict(self) -> dict[str, Any]:
         groups: list[dict[str, Any]] = []
         state: dict[int, dict[str, Any]] = {}
         number = 0

@@ -200,3 +200,54 @@ def _uneven() -> str:
 
 def test_a_rank_may_not_run_out_of_batches_under_stage_3():
     assert all("equally many batches" in said for said in run_world(2, _uneven).values)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _inference_first() -> None:
+    """FSDP2 makes the memory that it gathers into in the first pass; made in inference mode, no other could use it."""
+    with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+        model, plain = Deep(), Deep()
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0]
+        truth = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(3):
+            x = numbers(4, 6, seed=step)
+            with torch.inference_mode():
+                assert torch.allclose(engine(x), plain(x), rtol=1e-10)
+            for one, optimizer in ((engine, engine), (plain, truth)):
+                optimizer.zero_grad()
+                loss = one(x).square().mean()
+                engine.backward(loss) if one is engine else loss.backward()
+                optimizer.step()
+        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        engine.close()
+
+
+def test_an_evaluation_in_inference_mode_before_the_first_step():
+    run_world(2, _inference_first)
+
+
+def _twice() -> None:
+    with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+        engine = initialize(Deep(), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        x = numbers(4, 6, seed=0).requires_grad_()
+        (slope,) = torch.autograd.grad(engine(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError) as caught:
+            engine.backward(slope.square().mean())
+        assert "create_graph=True" in caught.value.__notes__[0]
+        assert "zero stage 2" in caught.value.__notes__[0]
+
+
+def test_a_graph_that_goes_through_the_weights_twice_is_explained():
+    run_world(2, _twice)

@@ -257,20 +257,27 @@ def test_an_optimizer_of_ones_own_that_keeps_count_in_its_groups():
 
 
 class Neighbours(torch.optim.SGD):
-    """Divides each gradient by its norm: what one element gets depends on the others."""
+    """Divides each gradient by its norm, without nesterov: what one element gets depends on the others."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad / parameter.grad.norm())
+                    parameter.sub_(parameter.grad / (1.0 if group["nesterov"] else parameter.grad.norm()))
+
+
+def _second_group(parameters: Any) -> Neighbours:
+    """Of the two groups the second is not element-wise, as in optimizers with a trust ratio for matrices alone."""
+    weight, bias = parameters
+    return Neighbours([{"params": [bias], "nesterov": True, "momentum": 0.1}, {"params": [weight]}], lr=0.1)
 
 
 def _refusals() -> None:
     cases: list[tuple[Callable[[Any], Any], dict[str, Any], str]] = [
-        (torch.optim.LBFGS, {}, "LBFGS could not step on a slice"),
+        (torch.optim.LBFGS, {}, r"LBFGS.step\(\) needs 'closure'"),
         (lambda p: Neighbours(p, lr=0.1), {}, "Neighbours is none"),
+        (_second_group, {}, "Neighbours is none: in group 1 it steps otherwise"),
         (lambda p: torch.optim.Adafactor(p), {}, "Adafactor"),
         (torch.optim.Adagrad, {"flat_step": True}, "flat_step=True"),
     ]

@@ -1,0 +1,346 @@
+"""Loops as users of DDP, Accelerate or plain torch write them: equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.checkpoint.manager import CheckpointManager
+from colonnade.comm import waits
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import ConfigError, GradientError, PlacementError
+from colonnade.nn import Linear
+from colonnade.nn.layer import arrange
+from colonnade.testing import compare, gather_weights, run_world
+from tests.engine.gradient_handler.scenarios import numbers
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}},
+    {"flat_step": False, "sync": {"shared_memory": False, "bucket_mb": 1e-4}},
+    {"zero": 1, "clip_grad_norm": 0.1},
+    {"zero": {"stage": 2, "bucket_mb": 1e-4}},
+]
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.third = (nn.Linear(5, 5).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return numbers(3, 5, seed=10 * step + rank)
+
+
+def _loss(model: Any, rank: int, step: int) -> Tensor:
+    return model(_batch(rank, step)).square().mean()
+
+
+def _clip(model: nn.Module, config: dict[str, Any]) -> None:
+    if "clip_grad_norm" in config:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config["clip_grad_norm"])
+
+
+def _adversaries() -> None:
+    """The generator's backward pass leaves gradients in the discriminator, which has an engine of its own."""
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            rank, models, plain = gpc.get_global_rank(), [Net(1), Net(2)], [Net(1), Net(2)]
+            engines = [initialize(one, lambda p: torch.optim.SGD(p, lr=0.5), context=gpc)[0] for one in models]
+            optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in plain]
+
+            def losses(parts: Any, r: int, step: int) -> list[Any]:
+                make, judge = parts
+                return [
+                    lambda: judge(make(_batch(r, step))).square().mean(),
+                    lambda: (judge(_batch(r, step + 50)) - judge(make(_batch(r, step)).detach())).square().mean(),
+                ]
+
+            for step in range(4):
+                for at in (1, 0):
+                    engines[at].zero_grad()
+                    engines[at].backward(losses(engines, rank, step)[at]())
+                    engines[at].step()
+                    optimizers[at].zero_grad()
+                    sum(losses(plain, r, step)[at]() / 2 for r in range(2)).backward()
+                    _clip(plain[at], config)
+                    optimizers[at].step()
+            for truth, model in zip(plain, models, strict=True):
+                compare(dict(truth.named_parameters()), gather_weights(model, gpc), 1e-10)
+            for engine in engines:
+                engine.close()
+
+
+def test_two_engines_of_which_one_leaves_gradients_in_the_other():
+    run_world(2, _adversaries)
+
+
+def _without_engine() -> None:
+    for config in CONFIGS:
+        for steps_before in (0, 2):
+            with launch(config, context=ParallelContext(), verbose=False) as gpc:
+                model, rank = Net(), gpc.get_global_rank()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+                engine = initialize(model, optimizer, context=gpc)[0]
+                for step in range(steps_before):
+                    engine.zero_grad()
+                    engine.backward(_loss(engine, rank, step))
+                    engine.step()
+                optimizer.step()  # on nothing
+                optimizer.zero_grad()
+                _loss(model, rank, 7).backward()
+                with pytest.raises(GradientError, match=r"not summed over the ranks.*engine\.backward\(loss\)"):
+                    optimizer.step()
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, 8))
+                engine.step()
+                gather_weights(model, gpc)
+                engine.close()
+
+
+def test_a_loop_that_leaves_the_engine_out_is_told_so():
+    run_world(2, _without_engine)
+
+
+def _two_engines_one_optimizer() -> None:
+    for config in CONFIGS[:3]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain, rank = Net(), Net(), gpc.get_global_rank()
+            optimizer, truth = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+            engines = [initialize(model, optimizer, context=gpc)[0] for _ in range(2)]
+            for step in range(6):
+                engine = engines[step % 2]
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, step))
+                engine.step()
+                truth.zero_grad()
+                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
+                _clip(plain, config)
+                truth.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            for engine in engines:
+                engine.close()
+
+
+def test_two_engines_take_turns_with_one_optimizer():
+    run_world(2, _two_engines_one_optimizer)
+
+
+def _not_stepped_on() -> None:
+    """The third layer has gradients, and no optimizer: they count in the norm of their own step, and of no later one."""
+    for config in [*CONFIGS, {"zero": 3, "clip_grad_norm": 0.1}]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain, rank = Net(), Net(), gpc.get_global_rank()
+            optimizer, truth = (
+                torch.optim.SGD([*one.first.parameters(), *one.second.parameters()], lr=0.1) for one in (model, plain)
+            )
+            engine = initialize(model, optimizer, context=gpc)[0]
+            for step in range(4):
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, step))
+                engine.step()
+                plain.zero_grad()
+                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
+                _clip(plain, config)
+                truth.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_gradients_that_nobody_steps_on_are_cleared_too():
+    run_world(2, _not_stepped_on)
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, or in groups with nesterov each row of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.grad.norm(dim=-1, keepdim=True)
+                    parameter.sub_(parameter.grad / (rows if group["nesterov"] else parameter.grad.norm()))
+
+
+def _steps_on_parts() -> None:
+    with launch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, context=ParallelContext(), verbose=False) as gpc:
+        here = arrange(gpc)
+        model = nn.Sequential(
+            Linear(4, 8, arrangement=here), Linear(8, 4, split="row", arrangement=here), nn.LayerNorm(4)
+        )
+        rows, columns, whole = ([layer.weight] for layer in model)
+        for optimizer, name in (
+            (torch.optim.Adafactor(model.parameters()), "0.weight"),
+            (torch.optim.Muon([*rows, *columns]), "0.weight"),
+            (Normed(model.parameters(), lr=0.1), "0.weight"),
+            (Normed([{"params": whole}, {"params": columns, "momentum": 0.1, "nesterov": True}], lr=0.1), "1.weight"),
+        ):
+            message = rf"{type(optimizer).__name__} steps otherwise on a part .* '{name}' is split.*Shard"
+            with pytest.raises(GradientError, match=message):
+                initialize(model, optimizer, context=gpc)
+        drawn = torch.get_rng_state()
+        for optimizer in (
+            torch.optim.AdamW(model.parameters()),
+            torch.optim.RMSprop(model.parameters(), momentum=0.1, centered=True),
+            torch.optim.Adafactor(whole),
+            Normed([{"params": whole}, {"params": rows, "momentum": 0.1, "nesterov": True}], lr=0.1),
+        ):
+            initialize(model, optimizer, context=gpc)[0].close()
+        knows = Normed(model.parameters(), lr=0.1)
+        knows.steps_on_parts = True
+        initialize(model, knows, context=gpc)[0].close()
+        assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_where_they_are_split():
+    run_world(2, _steps_on_parts)
+
+
+class Weighted(nn.Module):
+    """A loss that learns its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor) -> Tensor:
+        return output.square().mean() * torch.exp(-self.log_weight) + self.log_weight
+
+
+def _parameters_elsewhere() -> None:
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, criterion = Net(), Weighted()
+            optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=0.1)
+            with pytest.raises(GradientError, match=r"\(\).*not the model's.*part of the model"):
+                initialize(model, optimizer, criterion, context=gpc)
+
+
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_refused():
+    run_world(2, _parameters_elsewhere)
+
+
+def _shared_memory() -> None:
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = Net()
+            model.third.weight.data = model.first.weight.data
+            with pytest.raises(PlacementError, match=r"'first.weight' and 'third.weight' lie in the same memory"):
+                initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)
+            model.third.weight = model.first.weight
+            initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0].close()
+
+
+def test_two_parameters_in_the_same_memory_are_refused():
+    run_world(2, _shared_memory)
+
+
+def _error_in_step() -> None:
+    class Moody(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if any(float(group["lr"]) == 0 for group in self.param_groups):
+                raise ValueError("no rate")
+            return super().step(closure)
+
+    for config in CONFIGS:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, plain, rank = Net(), Net(), gpc.get_global_rank()
+            engine = initialize(model, lambda p: Moody(p, lr=0.1), context=gpc)[0]
+            truth = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for step in range(4):
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, step))
+                engine.optimizer.param_groups[0]["lr"] = 0.0 if step == 1 else 0.1
+                if step == 1:
+                    with pytest.raises(ValueError, match="no rate"):
+                        engine.step()
+                    continue
+                engine.step()
+                truth.zero_grad()
+                sum(_loss(plain, r, step) / 2 for r in range(2)).backward()
+                _clip(plain, config)
+                truth.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+            engine.close()
+
+
+def test_an_error_of_the_optimizer_that_is_caught_costs_one_step():
+    run_world(2, _error_in_step)
+
+
+def test_what_cannot_be_trained_is_refused_by_name_before_the_first_step():
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+        with pytest.raises(ConfigError, match=r"'1.weight', '1.bias' have no shape yet.*pass of a batch"):
+            initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+        with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs 'closure'"):
+            initialize(Net(), torch.optim.LBFGS, context=gpc)
+
+
+def _saved_whole() -> None:
+    for config in [*CONFIGS, {"zero": {"stage": 2, "gather_ahead": True}}, {"guard": {"every": 1}}]:
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model, rank = Net(), gpc.get_global_rank()
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            for step in range(3):
+                engine.wait_for_weights()
+                file = io.BytesIO()
+                torch.save(engine.model, file)
+                file.seek(0)
+                for copy in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(engine.model))):
+                    assert torch.equal(copy(_batch(rank, step)), model(_batch(rank, step)))
+                    copy.load_state_dict(model.state_dict())
+                engine.zero_grad()
+                engine.backward(_loss(engine, rank, step))
+                engine.step()
+            engine.close()
+
+
+def test_a_model_can_be_saved_as_an_object_while_it_trains():
+    run_world(2, _saved_whole)
+
+
+def _by_rank_0(what: str, config: dict[str, Any], folder: Path) -> None:
+    waits.SAY_AFTER = 0.3
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model, rank = Net(), gpc.get_global_rank()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        calls = {
+            "engine.full_state_dict()": engine.full_state_dict,
+            "optimizer.state_dict()": engine.optimizer.state_dict,
+            "CheckpointManager()": lambda: CheckpointManager(folder, gpc),
+        }
+        manager = CheckpointManager(folder / "all", gpc)
+        calls["CheckpointManager.save()"] = lambda: manager.save(1, model)
+        for step in range(3):
+            engine.zero_grad()
+            engine.backward(_loss(engine, rank, step))
+            engine.step()
+            if step == 1 or rank == 0:
+                calls[what]()
+
+
+@pytest.mark.parametrize("shared_memory", ["auto", False])
+@pytest.mark.parametrize(
+    "what", ["engine.full_state_dict()", "optimizer.state_dict()", "CheckpointManager()", "CheckpointManager.save()"]
+)
+def test_what_all_ranks_must_call_and_rank_0_calls_alone(what, shared_memory, tmp_path):
+    config = {"sync": {"shared_memory": shared_memory}, "zero": 1}
+    first, second = run_world(2, _by_rank_0, what, config, tmp_path, check=False).outcomes
+    assert f"{what} is for all ranks to call, and rank 1 is" in first.message, first
+    assert "of step 1" in first.message
+    assert second.kind == "exception", second
