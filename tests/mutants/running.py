@@ -6,6 +6,7 @@ import json
 import math
 import os
 import queue
+import select
 import shutil
 import signal
 import subprocess
@@ -58,7 +59,8 @@ class Known:
         """
         if not files:
             return []
-        rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
+        rest = [(tier, self._expected(tier, file), file) for tier in TIERS for file in files[1:]]
+        rest.sort(key=lambda each: each[:2])  # of equals, the nearest first
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
             if not order or spent < budget:
@@ -98,10 +100,12 @@ class Workshop:
         self.known, self.deadline = known, deadline
         self._lock = threading.Lock()
         self._free: queue.Queue[Path] = queue.Queue()
+        self._runners: dict[Path, Runner] = {}
         for number in range(jobs):
             copy = folder / f"{number}" / "tree"
             shutil.copytree(root, copy, ignore=_ignored)
             (copy.parent / "tmp").mkdir()
+            self._runners[copy] = Runner(copy)
             self._free.put(copy)
 
     @contextmanager
@@ -145,6 +149,11 @@ class Workshop:
                     return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
                 done |= {event["test"] for event in events if event.get("failed") is False}
 
+    def end(self) -> None:
+        """Let the processes go that ran the tests."""
+        for runner in self._runners.values():
+            runner.end()
+
     def _learn(self, events: list[dict[str, Any]]) -> None:
         with self._lock:
             self.known.learn(events)
@@ -179,51 +188,68 @@ class Workshop:
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
         limit = busy * 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)
-        code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
+        code, output = self._runners[copy].run(plan, tests or files, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError
         found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}: {output[-3000:]}"
 
 
-def run_tests(copy: Path, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
-    """Run pytest in the copy; return its exit status ("time limit" when it was stopped) and its output."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "TMPDIR": str(copy.parent / "tmp"),
-    }
-    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin", "--hypothesis-seed=0"]
-    output = copy.parent / "output.txt"
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"--plan={plan}", "-m", "not long", *tests],
+class Runner:
+    """Runs pytest in a copy of the tree, by a server that has imported torch once for all runs."""
+
+    def __init__(self, copy: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TMPDIR": str(copy.parent / "tmp"),
+        }
+        self._output = copy.parent / "output.txt"
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.server"],
             cwd=copy,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
-        try:
-            code: int | str = process.wait(max(limit, 0))
-        except subprocess.TimeoutExpired:
-            code = "time limit"
-        finally:
-            # Whatever the tests left running would disturb the next change.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code, output.read_text(errors="replace")
+
+    def run(self, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
+        """Return pytest's exit status ("time limit" when it was stopped) and its output."""
+        assert self._server.stdin
+        assert self._server.stdout
+        options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
+        options += ["--hypothesis-seed=0", f"--plan={plan}", "-m", "not long", *tests]
+        self._output.write_text("")
+        request = json.dumps({"output": str(self._output), "arguments": options})
+        self._server.stdin.write(f"{request}\n".encode())
+        process = int(self._server.stdout.readline())
+        is_in_time = select.select([self._server.stdout], [], [], max(limit, 0))[0]
+        if not is_in_time:
+            os.kill(process, signal.SIGKILL)
+        code = int(self._server.stdout.readline())
+        # Whatever the tests left running would disturb the next change.
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        return code if is_in_time else "time limit", self._output.read_text(errors="replace")
+
+    def end(self) -> None:
+        assert self._server.stdin
+        self._server.stdin.close()
+        self._server.wait()
 
 
 @contextmanager
 def working_copies(root: Path, jobs: int, known: Known, deadline: float) -> Iterator[Workshop]:
     """Make as many copies of the tree as runs go at a time; remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-        yield Workshop(root, Path(folder), jobs, known, deadline)
+        workshop = Workshop(root, Path(folder), jobs, known, deadline)
+        try:
+            yield workshop
+        finally:
+            workshop.end()
 
 
 @contextmanager

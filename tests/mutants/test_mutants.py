@@ -121,6 +121,8 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     root, known = tmp_path / "root", Known()
     for name, text in {
         "colonnade/__init__.py": "",
+        "colonnade/verification/__init__.py": "",
+        "colonnade/verification/plugin.py": "",  # pytest finds it by the installed package
         "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3\nfour = [4][0]",
         "tests/__init__.py": "",
         "tests/conftest.py": "import colonnade.number",
@@ -163,6 +165,7 @@ def test_the_mirrored_test_comes_first_and_users_follow():
     tests = matching.tests_for("colonnade/reduce/uneven.py")
     assert tests[0] == "tests/reduce/test_uneven.py"
     assert "tests/reduce/test_synchroniser.py" in tests  # the module that uses it is tested there
+    assert "tests/test_defaults.py" in matching.tests_for("colonnade/engine/build.py")[:9]  # its table names it
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):
         assert matching.tests_for(str(module.relative_to(ROOT))), module
