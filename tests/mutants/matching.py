@@ -42,9 +42,10 @@ class Matching:
         return [file for file in dict.fromkeys(files) if Path(file).name.startswith("test_")]
 
     def _mirrored(self, module: str) -> list[str]:
+        """Return the test of that name in the folder of the module, else in the one above it, and so on."""
         *folders, last = module.split(".")[1:] or [""]
-        wanted = ".".join(["tests", *folders, f"test_{last}"])
-        return [wanted] if wanted in self.tests else []
+        wanted = [".".join(["tests", *folders[:depth], f"test_{last}"]) for depth in range(len(folders), -1, -1)]
+        return [test for test in wanted if test in self.tests][:1]
 
     def _folder(self, folder: Path) -> list[str]:
         while True:

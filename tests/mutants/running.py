@@ -26,6 +26,8 @@ TIERS = ("fast", "slow")
 """The tests of `make check`, and the rest of `make test`."""
 GUESS = {"fast": 3.0, "slow": 15.0}
 """So many seconds are expected of the tests of a file that never ran: what most take."""
+UNSURE = 5.0
+"""A test that fails after so many seconds may have met a time limit of its own."""
 PASSED, NO_TESTS = 0, 5
 NO_IMPORT = "the tests cannot be imported"
 """What noticed a change when no test begins with it, and all files can be read without it."""
@@ -135,11 +137,13 @@ class Workshop:
                     failed = next((event for event in events if event.get("failed")), None)
                     if failed is None and ended == "passed":
                         return Outcome("", "", time.monotonic() - begin)
-                    if failed is None and events:  # it hung, or died: once more, for the machine may have been too busy
+                    # What hung, died or took long is run once more: the machine may have been too busy.
+                    if failed is None and events:
                         failed = events[-1]
-                        if self._run(copy, order, set(), [failed["test"]])[1] == "passed":
-                            done |= {event["test"] for event in events}
-                            continue
+                    is_unsure = failed is not None and failed.get("seconds", math.inf) > UNSURE
+                    if is_unsure and self._run(copy, order, set(), [failed["test"]])[1] == "passed":
+                        done |= {event["test"] for event in events}
+                        continue
                 if failed is None:  # no test began: a conftest needs the module, or its import never ended
                     _, ended = self._run(copy, [], set(), read)  # without the change; reads the files and runs nothing
                     if ended == "passed":

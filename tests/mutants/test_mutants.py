@@ -44,6 +44,7 @@ def changed(text: str, folder: Path) -> set[str]:
         ("x = not (a)", {"x = (a)"}),
         ("def f(x=True): pass", {"def f(x=False): pass"}),
         ("def f(): return a", {"def f(): return None"}),
+        ("def f(): return False", {"def f(): return True"}),
         ("f(a)", {"pass"}),
         ("x = a if b else c", {"x = a if not b else c"}),
         ("x = (\n    a  # + is not it\n    + b\n)", {"x = (\n    a  # + is not it\n    - b\n)"}),
@@ -165,6 +166,7 @@ def test_the_mirrored_test_comes_first_and_users_follow():
     tests = matching.tests_for("colonnade/reduce/uneven.py")
     assert tests[0] == "tests/reduce/test_uneven.py"
     assert "tests/reduce/test_synchroniser.py" in tests  # the module that uses it is tested there
+    assert matching.tests_for("colonnade/trainer/hooks/writers.py")[0] == "tests/trainer/test_writers.py"
     assert "tests/test_defaults.py" in matching.tests_for("colonnade/engine/build.py")[:9]  # its table names it
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):
