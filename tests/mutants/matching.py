@@ -27,16 +27,17 @@ class Matching:
         """Return the test files (paths from the root) for a file of the package, the nearest first.
 
         First the file at the mirrored place, then those that name the module or import it, then those of the modules that
-        import it, then all of the mirrored folder.
+        import it, then all of the mirrored folder; of each kind those first that import little else of the package.
         """
         name = _name(Path(module))
         users = [other for other in self.modules if name in self._imports[other]]
+        focused = sorted(self.tests, key=lambda test: len(self._reached(test)))
         near = [
             *self._mirrored(name),
-            *(test for test in self.tests if name in self._names[test]),
-            *(test for test in self.tests if name in self._reached(test)),
+            *(test for test in focused if name in self._names[test]),
+            *(test for test in focused if name in self._reached(test)),
             *(test for user in users for test in self._mirrored(user)),
-            *self._folder(Path(module).parent),
+            *sorted(self._folder(Path(module).parent), key=focused.index),
         ]
         files = [str(self.tests[test].relative_to(self.root)) for test in near]
         return [file for file in dict.fromkeys(files) if Path(file).name.startswith("test_")]

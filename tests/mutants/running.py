@@ -54,7 +54,7 @@ class Known:
     failing: list[str] = field(default_factory=list)
 
     def plan(self, files: Sequence[str], budget: float) -> list[tuple[str, str]]:
-        """Return what to run: the nearest file, then the fast tests, then the slow ones; the quick files first.
+        """Return what to run: the nearest file, then the fast tests, the quick files first, then the slow ones, the nearest first.
 
         What comes after `budget` seconds is left out, and after half of them the rest of the same file. A change that those
         tests would notice counts as not noticed.
@@ -62,7 +62,7 @@ class Known:
         if not files:
             return []
         rest = [(tier, self._expected(tier, file), file) for tier in TIERS for file in files[1:]]
-        rest.sort(key=lambda each: each[:2])  # of equals, the nearest first
+        rest.sort(key=lambda each: (0, each[1]) if each[0] == "fast" else (1, 0.0))
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
             if not order or spent < budget:

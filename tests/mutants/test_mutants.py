@@ -87,10 +87,11 @@ def test_the_same_seed_chooses_the_same_changes():
 
 def test_the_nearest_file_leads_quick_ones_follow_and_the_budget_cuts():
     known = Known({"fast": {"a": 9, "b": 5, "c": 1}, "slow": {"a": 7, "c": 30, "d": 2}}, dict.fromkeys("abcd", 1))
-    whole = [("fast", "a"), ("slow", "a"), ("fast", "d"), ("fast", "c"), ("fast", "b"), ("slow", "b"), ("slow", "d")]
-    assert known.plan("abcd", math.inf) == [*whole, ("slow", "c")]
-    assert known.plan("abcd", 24) == whole
-    assert known.plan("abcd", 25) == [*whole, ("slow", "c")]  # as far as it comes
+    whole = [("fast", "a"), ("slow", "a"), ("fast", "d"), ("fast", "c"), ("fast", "b"), ("slow", "b"), ("slow", "c")]
+    assert known.plan("abcd", math.inf) == [*whole, ("slow", "d")]
+    assert known.plan("abcd", 40) == whole
+    assert known.plan("abcd", 60) == [*whole, ("slow", "d")]
+    assert known.plan("abcd", 23) == whole  # as far as it comes
     assert known.plan("abcd", 1)[0] == ("fast", "a")
 
 
