@@ -62,6 +62,9 @@ def test_written_groups_are_read_as_digits_where_they_are_some():
         assert groups == grid.groups(*names)
     for groups in ([[0, 1], [2, 4], [3, 5]], [[0, 1], [2, 3]], [[0, 2, 3], [1, 4, 5]]):
         assert Listed(groups, 6).digits is None
+    assert grid.groups("a") != grid.groups("b")
+    assert grid.groups("a") == Grid((("a", 2), ("x", 6))).groups("a")
+    assert grid.groups("a", "b", "c") not in ("text", tuple(range(12)), [[0]])
     some = Listed([[4, 2], [1]], 6)
     assert (some.group_of(2), some.position(2), some.position(4), some.position(0)) == ([4, 2], 1, 0, -1)
     assert (some.group_of(1), len(some), some[0]) == ([1], 2, [4, 2])
@@ -77,6 +80,7 @@ def test_written_groups_are_read_as_digits_where_they_are_some():
         ([(4, 3), (1, 2)], [(4, 3), (1, 2)]),
         ([(6, 2), (2, 3)], [(2, 6)]),
         ([(4, 2), (4, 1), (1, 2)], [(4, 2), (1, 2)]),
+        ([(24, 2), (4, 2), (2, 2), (1, 2)], [(24, 2), (1, 8)]),
     ],
 )
 def test_neighbouring_digits_are_one(digits, expected):

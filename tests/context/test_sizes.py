@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.sizes import check_mode, world_axes
 from colonnade.errors import LayoutError
 
@@ -42,6 +43,12 @@ from colonnade.errors import LayoutError
             "What would fit: pipeline=5, or a world of 7 ranks.",
         ),
         (
+            {"pipeline": 2},
+            5,
+            "parallel: pipeline 2 = 2 does not divide the world of 5 ranks. "
+            "What would fit: pipeline=1, or a world of 4, 6 ranks.",
+        ),
+        (
             {"data": 3, "tensor": 2},
             8,
             "parallel: data 3 x tensor 2 = 6 is not the world of 8 ranks; data=4 would fit. "
@@ -75,6 +82,11 @@ def test_axes_slowest_first_and_what_data_each_sees():
         ("sequence", 3, axes[2].mode.data),
         ("tensor", 2, "same"),
     ]
+
+
+def test_a_tensor_axis_of_a_mode_with_data_of_its_own():
+    *_, tensor = world_axes({"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}, 4)
+    assert tensor.data == ParallelMode("sequence").data == "distinct"
 
 
 def test_a_mode_may_be_written_large():

@@ -131,6 +131,25 @@ def test_what_contradicts_itself_is_damage(change, message):
         parse(replace(GOOD, **change).dump())
 
 
+def test_what_just_fits_is_taken():
+    halves = tuple(replace(ROWS, offset=(0, at), shape=(4, size), key=f"w{at}") for at, size in ((0, 1), (1, 2)))
+    turned = replace(halves[1], order=(1, 0), cut=2)
+    for change in (
+        {"files": (replace(FILES[0], size=2), replace(FILES[1], size=54))},
+        {
+            "tensors": (
+                replace(TENSORS[0], shape=(1,) * 64, parts=(replace(ROWS, offset=(0,) * 64, shape=(1,) * 64, cut=1),)),
+            )
+        },
+        {"tensors": (replace(TENSORS[0], parts=halves),)},
+        {"tensors": (replace(TENSORS[0], parts=(halves[0], turned)),), "cuts": (*GOOD.cuts, Cut((8,), (1,)))},
+    ):
+        manifest = replace(GOOD, **change)
+        assert parse(manifest.dump()) == manifest
+    with pytest.raises(Damaged, match="the blocks of w do not make a whole"):
+        parse(replace(GOOD, tensors=(replace(TENSORS[0], parts=(halves[0], replace(turned, cut=0))),)).dump())
+
+
 def changed(edit: Any) -> bytes:
     """The manifest with another content, and the digest of that."""
     content = json.loads(GOOD.dump())

@@ -123,7 +123,16 @@ def test_tensors_in_anything_are_moved_and_counted():
     assert moved["a"][0].device.type == "meta"
     assert (moved["a"][1], moved["b"]) == (3, "text")
     assert rows_of({"a": 1, "b": [torch.tensor(3.0), TWO, ONE]}) == 5
+    assert rows_of([ONE]) == 3
     assert rows_of("text") == 0
+
+
+def test_a_batch_goes_to_the_device_of_the_engine_unless_it_is_told_not_to():
+    schedule = prepared()
+    schedule.device = torch.device("meta")
+    for to_gpu, device in ((True, "meta"), (False, "cpu")):
+        data, label = schedule.load_batch(iter([(ONE, TWO)]), to_gpu)
+        assert (data.device.type, label.device.type) == (device, device)
 
 
 def test_the_name_of_the_ancestor_is_taken():
