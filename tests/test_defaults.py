@@ -73,6 +73,7 @@ parallel.stages.Chunks.load_state_dict: strict=True assign=False
 reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 reduce.records.Sum: between_stages=False
+trainer.hooks.average.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
 trainer.hooks.base.BaseHook: priority=10
 trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
 trainer.hooks.checkpoint.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False

@@ -108,11 +108,30 @@ def test_what_a_gpu_counts_is_shared_out(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", was_reset.append)
     device = torch.device("cuda", 0)
-    held = iter([Held(400, 0, 400), Held(300, 5, 325), Held(100, 0, 100)])
+    sizes = [Held(400, 0, 400), Held(300, 5, 325), Held(100, 0, 100)]
+    held = iter([*sizes, sizes[0], Held(300, 5, 200), sizes[2], sizes[0], Held(300, 0, 3000), sizes[2]])
     monkeypatch.setattr(memory, "_held", lambda *args: next(held))
     layout: Any = type("Layout", (), {"parameters": 10, "__getitem__": lambda self, kind: SimpleNamespace(bytes=4.0)})()
     table = memory.memory_table(nn.Linear(1, 1), None, SimpleNamespace(layout=()), layout, device, reset=True)
     assert (table.other, table.activations, table.peak) == (200, 680, 1700)
     assert table.held == Held(800, 5, 825)
     assert was_reset == [device]
+    model, sync = nn.Linear(1, 1), SimpleNamespace(layout=())
+    again, gone = (memory.memory_table(model, None, sync, layout, device) for _ in range(2))
+    assert (again.activations, gone.activations) == (700, 0)  # nothing was given back; more than the peak had
+    assert was_reset == [device]
     assert str(table).splitlines()[-1].split() == ["peak", "0.0"]
+
+
+def test_bytes_are_counted_once_and_by_where_they_lie() -> None:
+    one, two, far = torch.zeros(10), torch.zeros(3, dtype=torch.float64), torch.zeros(7, device="meta")
+    known: set[int] = set()
+    cpu = torch.device("cpu")
+    assert memory._held([], cpu, known, 5) == Held(0, 0, 5)
+    assert memory._held([one, one[2:4], two, torch.zeros(0)], cpu, known, 9) == Held(64, 0, 9)
+    assert known == {one.data_ptr(), two.data_ptr()}
+    assert memory._held([one], cpu, known, 0) == Held(0, 0, 0)
+    assert memory._held([one, two], torch.device("cuda"), set(), 0) == Held(0, 64, 0)
+    assert memory._held([far], cpu, {1}, 0) == Held(0, 28, 0)
+    table = MemoryTable("cpu", Held(1, 2, 3), Held(10, 20, None), Held(100, 200, 300), None, None, None)
+    assert table.held == Held(111, 222, 303)
