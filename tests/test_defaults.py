@@ -73,6 +73,7 @@ parallel.stages.Chunks.load_state_dict: strict=True assign=False
 reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 reduce.records.Sum: between_stages=False
+trainer.hooks.average.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
 trainer.hooks.base.BaseHook: priority=10
 trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
 trainer.hooks.checkpoint.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
@@ -119,3 +120,56 @@ def test_defaults(line):
 def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
     launch = importlib.import_module("colonnade._launch")
     assert (launch.DEFAULT_SEED, launch.LEAST_TORCH) == (1024, (2, 11))
+
+
+CONSTANTS = """
+checkpoint.format.manifest.FORMAT: 2
+checkpoint.folders.LARGEST: 5000000000
+comm.host_copy.STEPS_LATE: 2
+comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
+comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
+engine.checks.guard.EVERY: 100
+engine.schedule.base.BaseSchedule.runs_backward: False
+engine.schedule.base.BaseSchedule.uses_batch: True
+engine.schedule.pipeline.PipelineSchedule.runs_backward: True
+context.dist_group_initializer.base.ProcessGroupInitializer.whole_world: True
+nn.layer.spread.ACTIVATION: (0, -2, -1)
+nn.moe.experts._INNER: {'up': 2, 'gate': 2, 'up_bias': 1, 'down': 1}
+reduce.transports.base.Transport.shares_memory: False
+reduce.transports.base.Transport.early: False
+reduce.transports.base.Transport.carries: False
+reduce.transports.base.Transport.host_waits: False
+reduce.transports.base.Transport.divides: False
+reduce.transports.shared_memory.SharedMemory.shares_memory: True
+reduce.transports.shared_memory.SharedMemory.host_waits: True
+trainer.hooks.base.BaseHook.needs_loss: False
+trainer.hooks.metrics.LossHook.needs_loss: True
+trainer.metrics.Metric.higher_is_better: False
+"""
+"""What the docs say, what is on disk, and what classes that users derive from begin with."""
+
+
+@pytest.mark.parametrize("line", CONSTANTS.strip().splitlines(), ids=lambda line: line.partition(":")[0])
+def test_constants(line):
+    path, _, expected = line.partition(": ")
+    assert repr(found(path)) == expected
+
+
+def test_the_notes_of_a_gradient_and_the_words_of_a_link_are_told_apart():
+    bucket = importlib.import_module("colonnade.reduce.bucket")
+    notes = [bucket.MISSING, bucket.OUTSIDE, bucket.SPARSE, bucket.FROZEN, bucket.FAILED]
+    assert notes == [1 << bit for bit in range(5)]  # one bit each
+    riders = importlib.import_module("colonnade.reduce.riders")
+    assert riders.SIZE == 6 <= bucket.TAIL
+    link = importlib.import_module("colonnade.engine.schedule.transfer.link")
+    marks = [link._NEW, link._FAILED, link._NO_BATCH, link._SKIPPED]
+    assert len({*marks}) == 4 > max(marks) + 4  # below any number of a description
+    assert len({link._TENSOR, link._FRAME, link._TEXT, link._BY_CPU}) == 4
+    assert link._APART != link._INSIDE
+
+
+@pytest.mark.parametrize("module", ["checks.guard", "checks.same_batch", "gradient_handler.call_log"])
+def test_digests_keep_nearly_all_bits_of_a_number_that_torch_can_hold(module):
+    bits = importlib.import_module(f"colonnade.engine.{module}")._BITS
+    assert bits.bit_count() >= 60
+    assert bits < 1 << 63

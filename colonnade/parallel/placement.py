@@ -206,13 +206,13 @@ def _attach(parameter: Tensor, record: Placement) -> None:
 
 def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
     if isinstance(spec, Shard):
-        if not -parameter.dim() <= spec.dim < max(parameter.dim(), 1):
+        dims = parameter.dim()
+        if not -dims <= spec.dim < dims:
+            has = f"dimensions 0 to {dims - 1}" if dims else "no dimension to cut: give it one, as torch.ones(1) has"
             raise PlacementError(
-                f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has dimensions "
-                f"0 to {parameter.dim() - 1}",
-                code="C030",
+                f"Shard({spec.dim}) on {mode}: a parameter of shape {tuple(parameter.shape)} has {has}", code="C030"
             )
-        return Shard(spec.dim % max(parameter.dim(), 1), spec.owes, _sections(spec, mode, parameter))
+        return Shard(spec.dim % dims, spec.owes, _sections(spec, mode, parameter))
     if isinstance(spec, Tied):
         if mode is not ParallelMode.PIPELINE:
             raise PlacementError(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 
 from colonnade.comm.torch_versions import HashStore, PrefixStore
 from colonnade.context import rendezvous
-from colonnade.errors import LaunchError
+from colonnade.errors import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -111,3 +112,56 @@ def test_rank_0_takes_a_launch_that_failed_back(monkeypatch, rank):
     with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not join the world at .*: nobody came"):
         rendezvous.join_world(rank, 2, None, "localhost", 1, 1.0)
     assert store.get(rendezvous._launch_key()) == (b"" if rank == 0 else b"7")
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(None, 10.0), (3.0, 3.0), (100.0, 10.0)])
+def test_a_rank_that_fails_before_it_joins_tells_the_store(monkeypatch, timeout, seconds):
+    store, asked = HashStore(), []
+
+    def opened(*args: object) -> HashStore:
+        asked.append(args)
+        return store
+
+    monkeypatch.setattr(rendezvous, "_store", opened)
+    with (
+        pytest.raises(ConfigError, match="no such key"),
+        rendezvous.telling_the_others(1, 2, "here", 7, timeout),
+    ):
+        raise ConfigError("no such key")
+    assert asked == [(1, 2, "here", 7, timedelta(seconds=seconds))]
+    told = rendezvous._meet(store, 0, 1 << 20, timedelta(seconds=1))
+    assert isinstance(told, ConfigError)
+    assert "rank 1" in str(told)
+    assert "no such key" in str(told)
+    assert store.add("colonnade/told", 0) == 2  # who told, and who was told
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nobody_is_told_where_nothing_failed_or_nobody_else_is(monkeypatch, world_size):
+    monkeypatch.setattr(rendezvous, "_store", lambda *args: pytest.fail("it was opened"))
+    with rendezvous.telling_the_others(0, world_size, None, None, None):
+        pass
+    with pytest.raises(KeyError), rendezvous.telling_the_others(0, 1, None, None, None):
+        raise KeyError
+
+
+def test_ranks_meet_where_the_last_one_opens_the_door():
+    store = HashStore()
+    assert rendezvous._meet(None, 0, 1, timedelta(0)) is None
+    with pytest.raises(TimeoutError, match=r"^1 of 2 ranks came within 0 s$"):
+        rendezvous._meet(store, 0, 2, timedelta(milliseconds=20))
+    assert rendezvous._meet(store, 1, 2, timedelta(seconds=1)) is None
+    assert store.get("colonnade/verdict") == b""
+    rendezvous._decide(store, "too late")  # who is first decides
+    assert store.get("colonnade/verdict") == b""
+
+
+@pytest.mark.parametrize(("rank", "others", "waits"), [(0, 0, True), (0, 1, False), (1, 0, False)])
+def test_rank_0_leaves_the_store_last(monkeypatch, rank, others, waits):
+    monkeypatch.setattr(rendezvous, "_LEAVE_SECONDS", 0.1)
+    store = HashStore()
+    store.add("colonnade/left", others)
+    begin = time.monotonic()
+    rendezvous._leave_store(store, rank, 2, "left")
+    assert (time.monotonic() - begin >= 0.1) is waits
+    assert store.add("colonnade/left", 0) == others + 1

@@ -15,9 +15,10 @@ from colonnade.comm.torch_versions import COMPILES_COLLECTIVES
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.compiling import blocks_of
+from colonnade.engine.compiling import blocks_of, compile_model
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, ViT
+from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 from tests.models.grid import MODELS, batch
@@ -157,3 +158,30 @@ def test_a_step_as_cuda_graphs_is_refused_on_a_cpu():
         layer = nn.Linear(2, 2)
         with pytest.raises(Exception, match="graph_step=True cannot be done: a parameter, or its state, is on cpu"):
             initialize(layer, torch.optim.AdamW(layer.parameters()), context=gpc)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [(True, {}), ({"blocks": True}, {}), ({"blocks": False}, {}), ({"mode": "default", "dynamic": True}, None)],
+)
+def test_what_is_compiled_and_with_which_options(monkeypatch, options, given):
+    compiled: list[tuple[nn.Module, dict[str, Any]]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((self, options)))
+    gpt = GPT(16, 8, 16, 4, 2, context=ParallelContext())
+    counted, mean = CrossEntropyLoss(reduction="sum_and_count"), CrossEntropyLoss()
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        compile_model(gpt, None, False, gpc)
+        assert compiled == []
+        compile_model(gpt, nn.ModuleList([counted, mean, nn.CrossEntropyLoss(reduction="sum")]), options, gpc)
+    by_block = not isinstance(options, dict) or options.get("blocks", True)
+    assert [module for module, _ in compiled] == [counted, *(blocks_of(gpt) if by_block else [gpt])]
+    assert all(each == (options if given is None else given) for _, each in compiled)
+
+
+def test_each_chunk_of_a_stage_is_compiled(monkeypatch):
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append(self))
+    chunks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        compile_model(chunks, None, {"blocks": False}, gpc)
+    assert compiled == [*chunks]

@@ -20,7 +20,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.losses import LossBook
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.loss import LossForm, own_loss, split_loss
 from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -270,3 +270,103 @@ def test_the_scaler_of_fp16_is_told_what_a_step_counted(counts, expected):
         divisor = len(counts) / 2 if counts[0] is None else total / 8 or 1.0
         assert factor.item() == pytest.approx(1 / divisor)
     assert [number.item() for number in told] == [expected]
+
+
+@pytest.mark.parametrize(("accumulation", "is_one"), [(1, True), (2, False)])
+def test_the_mean_of_one_pass_on_one_rank_stays_a_mean(accumulation, is_one):
+    labels = torch.tensor([1, -100, 0])
+    with world_of_one() as gpc:
+        book = LossBook(gpc, accumulation)
+        mean = F.cross_entropy(numbers(3, 4, seed=0).requires_grad_(), labels)
+        value, count, over = book.read(mean)
+        assert (value is mean, over.item()) == (is_one, 2)
+        assert count is None if is_one else count.item() == 2
+        plain = mean * 1.0
+        assert book.read(plain) == (plain, None, None)
+        value, count, over = book.read((mean, 5))
+        assert (value is mean, count, over) == (True, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("totals", "device", "form", "is_refused"),
+    [
+        ((3.0, 2.0), "cpu", None, True),
+        ((3.0, 2.0), "cpu", True, True),
+        ((3.0, 0.0), "cpu", True, False),
+        ((0.0, 2.0), "cpu", False, False),
+        ((3.0, 2.0), "meta", True, False),  # who gave counts does not wait for the device
+    ],
+)
+def test_two_forms_in_one_step_are_refused_once(totals, device, form, is_refused):
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 1)
+        book._form.counted, book._totals = form, torch.tensor(totals, device=device)
+        if is_refused:
+            with pytest.raises(
+                GradientError, match=r"^some ranks gave their loss as \(sum, count\), others as a mean; use"
+            ):
+                book.refuse_two_forms()
+        book.refuse_two_forms()
+        assert book._totals is None
+
+
+def test_a_run_keeps_the_form_of_its_first_loss():
+    form = LossForm()
+    assert form.counted is None
+    mean = numbers(3, seed=0).requires_grad_().sum()
+    assert form.read((mean, 3)) == (mean, 3)
+    assert form.counted is True
+    with pytest.raises(GradientError, match=r"^the loss was \(sum, count\) before and is a mean now; use one form"):
+        form.read(mean)
+    form = LossForm()
+    assert form.read(mean) == (mean, None)
+    with pytest.raises(GradientError, match=r"^the loss was a mean before and is \(sum, count\) now; use one form"):
+        form.read((mean, 3))
+    with pytest.raises(
+        GradientError, match=r"^a loss given as \(sum, count\) is known to all ranks: leave out loss_ev"
+    ):
+        LossForm(allow_counts=False).read((mean, 3))
+    labelled = F.cross_entropy(numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0]))
+    for allow, implicit, counted in ((True, True, True), (True, False, False), (False, True, False)):
+        form = LossForm(allow, implicit)
+        form.read(labelled)
+        assert form.counted is counted
+
+
+class HasLoss:
+    loss = "mine"
+
+
+@pytest.mark.parametrize(
+    ("output", "loss"),
+    [
+        ({"loss": "mine", "x": 1}, "mine"),
+        ({"x": 1}, None),
+        (HasLoss(), "mine"),
+        ((3.0, "logits"), 3.0),
+        ((3.0, 2), (3.0, 2)),
+        ([3.0, 2, 1], 3.0),
+        ((), None),
+        (("logits", 3.0), None),
+        (3.0, 3.0),
+        ("text", None),
+    ],
+)
+def test_where_a_model_that_makes_its_loss_has_it(output, loss):
+    assert own_loss(output) == loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.ones(2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+        ("text", "a loss is one number, not str: return its mean, or (sum, count)"),
+        ((1, 2), "a loss is a scalar tensor (a mean) or (sum, count), not a tuple of 2"),
+        ([torch.ones(()), 1, 2], "a loss is a scalar tensor (a mean) or (sum, count), not a list of 3"),
+        ((torch.ones(2), 2), "a loss is one number, not a tensor of shape (2,): return its mean, or (sum, count)"),
+    ],
+)
+def test_what_is_no_loss_is_said(loss, message):
+    with pytest.raises(GradientError) as error:
+        split_loss(loss)
+    assert str(error.value).startswith(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine import memory
 from colonnade.engine.build import initialize
-from colonnade.engine.memory import MemoryTable
+from colonnade.engine.memory import Held, MemoryTable
 from colonnade.testing import run_world
 
 WIDTH, LAYERS = 128, 8
@@ -97,3 +99,39 @@ def test_on_a_gpu_it_adds_up() -> None:
     aside, _ = table(1024, True)
     assert aside.state.device < 1e6 < aside.state.host
     assert aside.peak < few.peak - few.state.device // 2
+
+
+def test_what_a_gpu_counts_is_shared_out(monkeypatch) -> None:
+    """The arithmetic, with numbers that a GPU could give; all tensors are on the host."""
+    was_reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", was_reset.append)
+    device = torch.device("cuda", 0)
+    sizes = [Held(400, 0, 400), Held(300, 5, 325), Held(100, 0, 100)]
+    held = iter([*sizes, sizes[0], Held(300, 5, 200), sizes[2], sizes[0], Held(300, 0, 3000), sizes[2]])
+    monkeypatch.setattr(memory, "_held", lambda *args: next(held))
+    layout: Any = type("Layout", (), {"parameters": 10, "__getitem__": lambda self, kind: SimpleNamespace(bytes=4.0)})()
+    table = memory.memory_table(nn.Linear(1, 1), None, SimpleNamespace(layout=()), layout, device, reset=True)
+    assert (table.other, table.activations, table.peak) == (200, 680, 1700)
+    assert table.held == Held(800, 5, 825)
+    assert was_reset == [device]
+    model, sync = nn.Linear(1, 1), SimpleNamespace(layout=())
+    again, gone = (memory.memory_table(model, None, sync, layout, device) for _ in range(2))
+    assert (again.activations, gone.activations) == (700, 0)  # nothing was given back; more than the peak had
+    assert was_reset == [device]
+    assert str(table).splitlines()[-1].split() == ["peak", "0.0"]
+
+
+def test_bytes_are_counted_once_and_by_where_they_lie() -> None:
+    one, two, far = torch.zeros(10), torch.zeros(3, dtype=torch.float64), torch.zeros(7, device="meta")
+    known: set[int] = set()
+    cpu = torch.device("cpu")
+    assert memory._held([], cpu, known, 5) == Held(0, 0, 5)
+    assert memory._held([one, one[2:4], two, torch.zeros(0)], cpu, known, 9) == Held(64, 0, 9)
+    assert known == {one.data_ptr(), two.data_ptr()}
+    assert memory._held([one], cpu, known, 0) == Held(0, 0, 0)
+    assert memory._held([one, two], torch.device("cuda"), set(), 0) == Held(0, 64, 0)
+    assert memory._held([far], cpu, {1}, 0) == Held(0, 28, 0)
+    table = MemoryTable("cpu", Held(1, 2, 3), Held(10, 20, None), Held(100, 200, 300), None, None, None)
+    assert table.held == Held(111, 222, 303)

@@ -111,7 +111,7 @@ class _Finder(ast.NodeVisitor):
             yield "constant", *self._span(node), str(node.value - 1)
         elif isinstance(node, ast.Name) and node.id in NAMES and isinstance(node.ctx, ast.Load):
             yield "any/all, min/max", *self._span(node), NAMES[node.id]
-        elif isinstance(node, ast.Return) and not (node.value is None or _is_none(node.value)):
+        elif isinstance(node, ast.Return) and not (node.value is None or _is_nothing(node.value)):
             yield "return None", *self._span(node), "return None"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield "dropped call", *self._span(node), "pass"
@@ -166,8 +166,9 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_nothing(node: ast.expr) -> bool:
+    """Whether None in its place would say the same: of a function that answers no."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def _is_sentence(node: ast.AST) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -20,28 +21,32 @@ class Matching:
         self._defined = {name: _top_level_names(path) for name, path in self.modules.items()}
         everything = {**self.modules, **self.tests}
         self._imports = {name: set(self._imported(path)) for name, path in everything.items()}
+        self._names = {name: set(self._named(path)) for name, path in self.tests.items()}
 
     def tests_for(self, module: str) -> list[str]:
         """Return the test files (paths from the root) for a file of the package, the nearest first.
 
-        First the file at the mirrored place, then those that import the module, then those of the modules that
-        import it, then all of the mirrored folder.
+        First the file at the mirrored place, then those that name the module or import it, then those of the modules that
+        import it, then all of the mirrored folder; of each kind those first that import little else of the package.
         """
         name = _name(Path(module))
         users = [other for other in self.modules if name in self._imports[other]]
+        focused = sorted(self.tests, key=lambda test: len(self._reached(test)))
         near = [
             *self._mirrored(name),
-            *(test for test in self.tests if name in self._reached(test)),
+            *(test for test in focused if name in self._names[test]),
+            *(test for test in focused if name in self._reached(test)),
             *(test for user in users for test in self._mirrored(user)),
-            *self._folder(Path(module).parent),
+            *sorted(self._folder(Path(module).parent), key=focused.index),
         ]
         files = [str(self.tests[test].relative_to(self.root)) for test in near]
         return [file for file in dict.fromkeys(files) if Path(file).name.startswith("test_")]
 
     def _mirrored(self, module: str) -> list[str]:
+        """Return the test of that name in the folder of the module, else in the one above it, and so on."""
         *folders, last = module.split(".")[1:] or [""]
-        wanted = ".".join(["tests", *folders, f"test_{last}"])
-        return [wanted] if wanted in self.tests else []
+        wanted = [".".join(["tests", *folders[:depth], f"test_{last}"]) for depth in range(len(folders), -1, -1)]
+        return [test for test in wanted if test in self.tests][:1]
 
     def _folder(self, folder: Path) -> list[str]:
         while True:
@@ -70,6 +75,17 @@ class Matching:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     yield from self._behind(node.module, alias.name)
+
+    def _named(self, path: Path) -> Iterable[str]:
+        """Yield the modules behind the dotted names in the texts of a file, as in a table of names."""
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for word in re.findall(r"(?:\w+\.)+\w+", node.value):
+                    module, _, name = f"{PACKAGE}.{word.removeprefix(f'{PACKAGE}.')}".rpartition(".")
+                    while module != PACKAGE and module not in self.modules:
+                        module, _, name = module.rpartition(".")
+                    if module != PACKAGE:
+                        yield from self._behind(module, name)
 
     def _behind(self, module: str, name: str) -> Iterable[str]:
         if f"{module}.{name}" in self.modules or module.startswith("tests"):

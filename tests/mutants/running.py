@@ -6,6 +6,7 @@ import json
 import math
 import os
 import queue
+import select
 import shutil
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from tests.mutants.changes import Change
 
 TIERS = ("fast", "slow")
 """The tests of `make check`, and the rest of `make test`."""
-GUESS = {"fast": 3.0, "slow": 15.0}
-"""So many seconds are expected of the tests of a file that never ran: what most take."""
+GUESS = {"fast": 1.0, "slow": 5.0}
+"""So many seconds are expected of the tests of a file that never ran. Too few is better: what comes late is left out anyway."""
+UNSURE = 5.0
+"""A test that fails after so many seconds may have met a time limit of its own."""
 PASSED, NO_TESTS = 0, 5
 NO_IMPORT = "the tests cannot be imported"
 """What noticed a change when no test begins with it, and all files can be read without it."""
@@ -51,14 +54,15 @@ class Known:
     failing: list[str] = field(default_factory=list)
 
     def plan(self, files: Sequence[str], budget: float) -> list[tuple[str, str]]:
-        """Return what to run: the nearest file, then the fast tests, then the slow ones; the quick files first.
+        """Return what to run: the nearest file, then the fast tests, the quick files first, then the slow ones, the nearest first.
 
         What comes after `budget` seconds is left out, and after half of them the rest of the same file. A change that those
         tests would notice counts as not noticed.
         """
         if not files:
             return []
-        rest = sorted((tier, self._expected(tier, file), file) for file in files[1:] for tier in TIERS)
+        rest = [(tier, self._expected(tier, file), file) for tier in TIERS for file in files[1:]]
+        rest.sort(key=lambda each: (0, each[1]) if each[0] == "fast" else (1, 0.0))
         order, spent = [], 0.0
         for tier, seconds, file in [*((tier, self._expected(tier, files[0]), files[0]) for tier in TIERS), *rest]:
             if not order or spent < budget:
@@ -98,10 +102,12 @@ class Workshop:
         self.known, self.deadline = known, deadline
         self._lock = threading.Lock()
         self._free: queue.Queue[Path] = queue.Queue()
+        self._runners: dict[Path, Runner] = {}
         for number in range(jobs):
             copy = folder / f"{number}" / "tree"
             shutil.copytree(root, copy, ignore=_ignored)
             (copy.parent / "tmp").mkdir()
+            self._runners[copy] = Runner(copy)
             self._free.put(copy)
 
     @contextmanager
@@ -131,11 +137,13 @@ class Workshop:
                     failed = next((event for event in events if event.get("failed")), None)
                     if failed is None and ended == "passed":
                         return Outcome("", "", time.monotonic() - begin)
-                    if failed is None and events:  # it hung, or died: once more, for the machine may have been too busy
+                    # What hung, died or took long is run once more: the machine may have been too busy.
+                    if failed is None and events:
                         failed = events[-1]
-                        if self._run(copy, order, set(), [failed["test"]])[1] == "passed":
-                            done |= {event["test"] for event in events}
-                            continue
+                    is_unsure = failed is not None and failed.get("seconds", math.inf) > UNSURE
+                    if is_unsure and self._run(copy, order, set(), [failed["test"]])[1] == "passed":
+                        done |= {event["test"] for event in events}
+                        continue
                 if failed is None:  # no test began: a conftest needs the module, or its import never ended
                     _, ended = self._run(copy, [], set(), read)  # without the change; reads the files and runs nothing
                     if ended == "passed":
@@ -144,6 +152,11 @@ class Workshop:
                 if self._passes(copy, failed["test"]):
                     return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
                 done |= {event["test"] for event in events if event.get("failed") is False}
+
+    def end(self) -> None:
+        """Let the processes go that ran the tests."""
+        for runner in self._runners.values():
+            runner.end()
 
     def _learn(self, events: list[dict[str, Any]]) -> None:
         with self._lock:
@@ -179,51 +192,69 @@ class Workshop:
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
         limit = busy * 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)
-        code, output = run_tests(copy, plan, tests or files, min(limit, self.deadline - time.monotonic()))
+        code, output = self._runners[copy].run(plan, tests or files, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError
         found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         return found, "passed" if code in (PASSED, NO_TESTS) else f"ended with {code}: {output[-3000:]}"
 
 
-def run_tests(copy: Path, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
-    """Run pytest in the copy; return its exit status ("time limit" when it was stopped) and its output."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "TMPDIR": str(copy.parent / "tmp"),
-    }
-    options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin", "--hypothesis-seed=0"]
-    output = copy.parent / "output.txt"
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, f"--plan={plan}", "-m", "not long", *tests],
+class Runner:
+    """Runs pytest in a copy of the tree, by a server that has imported torch once for all runs."""
+
+    def __init__(self, copy: Path) -> None:
+        environment = {
+            # Without compiled files every run would compile the package and its tests again.
+            **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+            "PYTHONPATH": str(copy),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "TMPDIR": str(copy.parent / "tmp"),
+        }
+        self._output = copy.parent / "output.txt"
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.server"],
             cwd=copy,
             env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
-        try:
-            code: int | str = process.wait(max(limit, 0))
-        except subprocess.TimeoutExpired:
-            code = "time limit"
-        finally:
-            # Whatever the tests left running would disturb the next change.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return code, output.read_text(errors="replace")
+
+    def run(self, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
+        """Return pytest's exit status ("time limit" when it was stopped) and its output."""
+        assert self._server.stdin
+        assert self._server.stdout
+        options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
+        options += ["--hypothesis-seed=0", f"--plan={plan}", "-m", "not long", *tests]
+        self._output.write_text("")
+        request = json.dumps({"output": str(self._output), "arguments": options})
+        self._server.stdin.write(f"{request}\n".encode())
+        process = int(self._server.stdout.readline())
+        is_in_time = select.select([self._server.stdout], [], [], max(limit, 0))[0]
+        if not is_in_time:
+            os.kill(process, signal.SIGKILL)
+        code = int(self._server.stdout.readline())
+        # Whatever the tests left running would disturb the next change.
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)
+        return code if is_in_time else "time limit", self._output.read_text(errors="replace")
+
+    def end(self) -> None:
+        assert self._server.stdin
+        self._server.stdin.close()
+        self._server.wait()
 
 
 @contextmanager
 def working_copies(root: Path, jobs: int, known: Known, deadline: float) -> Iterator[Workshop]:
     """Make as many copies of the tree as runs go at a time; remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
-        yield Workshop(root, Path(folder), jobs, known, deadline)
+        workshop = Workshop(root, Path(folder), jobs, known, deadline)
+        try:
+            yield workshop
+        finally:
+            workshop.end()
 
 
 @contextmanager

@@ -89,3 +89,19 @@ def test_chunks_cover_every_span_once(sizes: list[tuple[int, int]]) -> None:
 def test_orders_that_are_no_norm(p: float) -> None:
     with pytest.raises(GradientError, match="above 0 and up to 32, or inf"):
         check_order(p)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"count": 2, "index": 2}, "the index of a block held by 2 ranks is 0 to 1, not 2"),
+        ({"count": 2, "index": -1}, "the index of a block held by 2 ranks is 0 to 1, not -1"),
+        ({"slot": -1}, "a slot is a number from 0 on, not -1"),
+    ],
+)
+def test_what_is_no_block_is_said(more: dict[str, int], message: str) -> None:
+    with pytest.raises(GradientError) as error:
+        GradientBlock(torch.ones(2), **more)
+    assert str(error.value).startswith(message)
+    GradientBlock(torch.ones(2), count=2, index=1, slot=1)
+    assert GradientBlock(torch.ones(200), count=2, index=None).owned.numel() == 200

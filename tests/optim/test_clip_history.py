@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,3 +160,52 @@ def test_settings_out_of_range() -> None:
     for make in (lambda: ZClip(alpha=1.0), lambda: PercentileClip(0), lambda: AdaGC(warmup=0)):
         with pytest.raises(ConfigError):
             make()
+
+
+STEPS = [0, -1, 1_000_001, True, 2.0, "3", None]
+FRACTIONS = [0, 1, -0.5, 1.5, True, "0.5", None]
+
+
+@pytest.mark.parametrize("value", STEPS)
+def test_what_is_no_number_of_steps(value: Any) -> None:
+    for make, name in ((ZClip, "warmup"), (PercentileClip, "window"), (SkipOnSpike, "window"), (AdaGC, "warmup")):
+        with pytest.raises(ConfigError) as error:
+            make(**{name: value})
+        assert str(error.value).startswith(f"{name} is a number of steps from 1 to 1000000, not {value!r}")
+        for fits in (1, 1_000_000):
+            assert getattr(make(**{name: fits}), name) == fits
+
+
+@pytest.mark.parametrize("value", FRACTIONS)
+def test_what_is_no_fraction(value: Any) -> None:
+    for make, name in ((ZClip, "alpha"), (AdaGC, "beta")):
+        with pytest.raises(ConfigError) as error:
+            make(**{name: value})
+        assert str(error.value).startswith(f"{name} is a number between 0 and 1, not {value!r}")
+        assert getattr(make(**{name: 0.25}), name) == 0.25
+
+
+@pytest.mark.parametrize("percentile", [0, 100, -1, 101])
+def test_what_is_no_percentile(percentile: float) -> None:
+    with pytest.raises(ConfigError, match=r"^percentile / 100 is a number between 0 and 1, not"):
+        PercentileClip(percentile)
+    assert PercentileClip(99).fraction == 0.99
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (ZClip, "z_max"),
+        (ZClip, "max_norm"),
+        (SkipOnSpike, "sigmas"),
+        (SkipOnSpike, "bound"),
+        (SkipOnSpike, "max_norm"),
+        (AdaGC, "factor"),
+        (AdaGC, "max_norm"),
+    ],
+)
+def test_limits_are_above_zero(make: Any, name: str) -> None:
+    for value in (0, -1.0, math.nan, True, "1"):
+        with pytest.raises(ConfigError, match=f"^{name}"):
+            make(**{name: value})
+    assert getattr(make(**{name: 2}), name) == 2.0

@@ -42,3 +42,12 @@ def test_where_a_tensor_lies_does_not_matter():
     turned = whole.t().contiguous().t()
     assert torch.equal(checksum(turned), checksum(whole))
     assert words_of(torch.ones(3)).shape == (2,)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 16), (8, 8), (9, 8), (1, 7), (3, 5), (0, 0)])
+def test_words_are_the_bytes_wherever_they_begin(start, count):
+    raw = torch.arange(1, 33, dtype=torch.uint8)[start : start + count]
+    words = words_of(raw)
+    assert words.dtype is torch.int64
+    expected = bytes(raw.tolist()) + bytes(-count % 8)
+    assert words.numpy().tobytes() == expected

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from colonnade._launch import launch
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel import collectives
+from colonnade.parallel.collectives.wire import Members, numbers_of_all
+from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
 
 MODE = ParallelMode.PARALLEL_1D
@@ -248,3 +251,11 @@ def _recorded() -> list[tuple[str, int]]:
 def test_calls_are_recorded_with_the_bytes_that_arrive():
     expected = [("all_reduce", 192), ("all_gather", 192), ("reduce_scatter", 192), ("all_reduce", 192)]
     assert list(run_world(2, _recorded).values) == [expected] * 2
+
+
+def test_in_a_plan_the_others_say_the_same():
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": {"tensor": {"size": 4, "mode": "1d"}}}), 4, 1, context):
+        members = Members(MODE, context.get_group(MODE), (0, 1, 2, 3), 1)
+        said = numbers_of_all((5, -7), members, torch.device("cpu"))
+        assert said == [[5, -7]] * 4

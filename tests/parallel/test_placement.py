@@ -69,6 +69,22 @@ def test_bad_placements_are_refused(modes, shape, part):
     assert part in str(error.value)
 
 
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_single_number_has_nothing_to_cut(dim):
+    with pytest.raises(PlacementError) as error:
+        place(nn.Parameter(torch.tensor(1.0)), {M.TENSOR: Shard(dim)})
+    assert str(error.value).startswith(
+        f"Shard({dim}) on ParallelMode.TENSOR: a parameter of shape () has no dimension to cut: "
+        "give it one, as torch.ones(1) has"
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_dimensions_count_from_either_end(dim):
+    placed = placement_of(place(parameter(2, 3), {M.TENSOR: Shard(dim)}))
+    assert placed.modes[M.TENSOR] == Shard(dim % 2)
+
+
 def test_placements_survive_deepcopy_to_and_pickle():
     model = nn.Linear(4, 2)
     place(model.weight, {M.TENSOR: Shard(0)})

@@ -216,6 +216,15 @@ def refused(folder: Path) -> None:
     assert (folder / "mine").read_text() == "kept"
 
 
+def test_a_decay_is_from_0_to_below_1():
+    for decay in (0, 0.5, 0.9999):
+        assert EMAHook(decay).decay == decay
+    for decay in (1, 1.5, -0.001, float("nan")):
+        with pytest.raises(ConfigError) as error:
+            EMAHook(decay)
+        assert str(error.value).startswith(f"EMAHook: decay is from 0 to below 1, such as 0.999, not {decay!r}")
+
+
 def test_what_they_refuse(tmp_path):
     run_world(1, refused, tmp_path)
     for wrong in (partial(EMAHook, 1.0), partial(EMAHook, -0.1), partial(EvaluateHook, [], 0)):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,3 +96,87 @@ def test_mlflow_has_the_config_and_the_metrics_in_a_folder(tmp_path):
     history = sorted(client.get_metric_history(run.info.run_id, "step/loss"), key=lambda one: one.step)
     assert [one.value for one in history] == pytest.approx(losses)
     assert math.isfinite(run.data.metrics["test/Loss"])
+
+
+class Told:
+    """Stands for the package of a tracker and for what it writes to: every call, with what was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **named: Any) -> Told:
+            self.calls.append((name, *args, *([named] if named else [])))
+            return self
+
+        return call
+
+
+def hooked(hook: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of a tracker over two steps, an epoch and an evaluation, and a second close."""
+    told = Told()
+    monkeypatch.setattr(hook, "_import", lambda: told)
+    trainer = SimpleNamespace(
+        context=SimpleNamespace(get_global_rank=lambda: 0, config={"a": {"b": 1}, "long": "x" * 600}),
+        metric_values=lambda kind: {"Loss": {"train": 0.5, "test": 0.25}[kind]},
+        cur_step=7,
+    )
+    hook.close()  # nothing is open yet
+    hook.before_train(trainer)
+    for step in (3, 4):
+        hook.on_record(trainer, SimpleNamespace(step=step, numbers=lambda step=step: {"loss": float(step)}))
+    hook.after_train_epoch(trainer)
+    hook.after_test_epoch(trainer)
+    hook.close()
+    hook.close()
+    hook.on_record(trainer, SimpleNamespace(step=5, numbers=lambda: {"loss": 5.0}))
+    hook.after_test_epoch(trainer)
+    return told.calls
+
+
+def test_what_tensorboard_is_told(monkeypatch, tmp_path):
+    assert hooked(TensorBoardHook(tmp_path, interval=2), monkeypatch) == [
+        ("SummaryWriter", str(tmp_path)),
+        ("add_scalar", "step/loss", 4.0, 4),
+        ("add_scalar", "train/Loss", 0.5, 7),
+        ("add_scalar", "test/Loss", 0.25, 7),
+        ("close",),
+    ]
+
+
+def test_what_wandb_is_told(monkeypatch):
+    assert hooked(WandbHook("mine", mode="offline"), monkeypatch) == [
+        ("init", {"project": "mine", "mode": "offline"}),
+        ("log", {"step/loss": 3.0, "step": 3}),
+        ("log", {"step/loss": 4.0, "step": 4}),
+        ("log", {"train/Loss": 0.5, "step": 7}),
+        ("log", {"test/Loss": 0.25, "step": 7}),
+        ("finish",),
+    ]
+
+
+def test_what_mlflow_is_told(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    told = hooked(MLflowHook("mine", uri=tmp_path, interval=3, run_name="first"), monkeypatch)
+    assert told == [
+        ("set_tracking_uri", tmp_path.as_uri()),
+        ("set_experiment", "mine"),
+        ("start_run", {"run_name": "first"}),
+        ("log_params", {"a.b": "1", "long": "x" * 500}),
+        ("log_metrics", {"step/loss": 3.0}, {"step": 3}),
+        ("log_metrics", {"train/Loss": 0.5}, {"step": 7}),
+        ("log_metrics", {"test/Loss": 0.25}, {"step": 7}),
+        ("end_run",),
+    ]
+    assert os.environ["MLFLOW_ALLOW_FILE_STORE"] == "true"
+    for uri in (None, "http://here", "databricks", "sqlite:///a.db"):
+        asked = [call for call in hooked(MLflowHook("mine", uri=uri), monkeypatch) if call[0] == "set_tracking_uri"]
+        assert asked == ([("set_tracking_uri", uri)] if uri else [])
+
+
+@pytest.mark.parametrize("hook", [WandbHook("x"), MLflowHook("x"), TensorBoardHook("x")])
+def test_rank_0_alone_sends(hook, monkeypatch):
+    monkeypatch.setattr(hook, "_import", lambda: pytest.fail("opened on rank 1"))
+    hook.before_train(SimpleNamespace(context=SimpleNamespace(get_global_rank=lambda: 1)))
+    hook.after_train_epoch(SimpleNamespace())
+    hook.close()

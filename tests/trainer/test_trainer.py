@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -270,3 +271,29 @@ def own_schedule() -> float:
 def test_a_schedule_of_the_users():
     x, y = samples(8)
     assert run_world(1, own_schedule).values[0] == pytest.approx(2 * F.cross_entropy(model()(x), y).item())
+
+
+class Slow(BaseHook):
+    """Takes its time between epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        time.sleep(0.3)
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        time.sleep(0.3)
+
+    def on_record(self, trainer: Trainer, record: StepRecord) -> None:
+        self.seconds.append(record.seconds - record.values.get("time/evaluation", 0.0))
+
+
+def test_what_hooks_do_between_epochs_is_no_time_of_a_step() -> None:
+    hook = Slow()
+    trainer = make_trainer({})
+    trainer.fit(cut(range(4), 4), epochs=3, test_dataloader=cut(range(4), 4), hooks=[hook])
+    trainer.context.destroy()
+    assert len(hook.seconds) == 3
+    assert max(hook.seconds) < 0.3

@@ -106,7 +106,7 @@ def live_counts(actions: Sequence[Action]) -> list[float]:
     With v chunks on a rank each counts 1/v. A micro-batch is live from its forward pass to the end of its
     last backward action.
     """
-    chunks = len({action.stage for action in actions}) or 1
+    chunks = len({action.stage for action in actions})
     counts, live = [], 0
     for action in actions:
         live += action.kind is Kind.FORWARD

@@ -129,8 +129,6 @@ class Sight:
 
     def _band(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
         """Without the rows and keys at the edges that see or are seen by nobody: so neither side of a band is negative."""
-        if queries.length <= 0 or keys.length <= 0:
-            return
         left, right = self.window, self.behind
         if left is not None:
             keys = _inside(keys, queries.start - left, keys.start + keys.length)

@@ -84,3 +84,47 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path, file):
         with pytest.raises(CheckpointError, match=said):
             tensors_in(tmp_path)
     assert set(tensors_in(file)) == set(tensors_in(file.parent)) == set(TENSORS)
+
+
+def test_a_pickle_is_read_only_where_it_is_trusted(tmp_path):
+    value = torch.arange(6, dtype=torch.int16).reshape(2, 3)
+    torch.save({"a": value, "step": 3}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="is a pickle, which may run code when it is read"):
+        tensors_in(tmp_path)
+    found = tensors_in(tmp_path, trust=True)
+    assert found.keys() == {"a"}
+    stored = found["a"]
+    assert (stored.dtype, stored.shape, stored.size, str(stored)) == (torch.int16, (2, 3), 12, "a in pytorch_model.bin")
+    assert stored.read().equal(value)
+    assert stored.read(Box((0, 1), (2, 2))).equal(value[:, 1:])
+    target = torch.zeros(1, 3)
+    stored.read_into(target, Box((1, 0), (1, 3)))
+    assert target.equal(value[1:].float())
+
+
+def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupted_is_said(tmp_path, file):
+    (tmp_path / ".old-1").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        tensors_in(tmp_path)
+    assert str(error.value).startswith(
+        f"{tmp_path} has no weights: neither model.safetensors nor {INDEX} is there. They were being replaced when a "
+        f"save was killed: save again, or move back what is in {tmp_path / '.old-1'}"
+    )
+    for name in ("a", "b"):
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="has no weights"):
+        tensors_in(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
+    assert tensors_in(tmp_path).keys() == {"a", "b"}
+    save_file({"all": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert tensors_in(tmp_path).keys() == {"all"}
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 1 << 40])
+def test_a_table_is_as_long_as_it_can_be_at_most(tmp_path, length):
+    (tmp_path / "x.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}      ")
+    with pytest.raises(CheckpointError, match=f"a table of {length} bytes in a file of 16"):
+        stored_tensors(tmp_path / "x.safetensors")
+    for fits in (2, 8):
+        (tmp_path / "x.safetensors").write_bytes(fits.to_bytes(8, "little") + b"{}      ")
+        assert stored_tensors(tmp_path / "x.safetensors") == {}

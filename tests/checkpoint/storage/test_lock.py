@@ -130,3 +130,14 @@ def open_a_held_folder(folder: Path) -> str:
 def test_every_rank_of_the_second_run_is_refused(tmp_path, holder):
     for message in run_world(2, open_a_held_folder, tmp_path).values:
         assert f"process {holder.pid} on" in message
+
+
+def test_the_file_says_who_holds_it_and_nothing_of_who_did(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("x" * 500)
+    lock = RunLock(tmp_path)
+    told = json.loads((tmp_path / LOCK_FILE).read_text())
+    assert (told["pid"], told["host"]) == (os.getpid(), socket.gethostname())
+    lock.release()
+    assert (tmp_path / LOCK_FILE).read_text() == ""
+    lock.release()
+    RunLock(tmp_path).release()

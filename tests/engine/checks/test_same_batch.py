@@ -213,6 +213,8 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
             "ranks 0 and 1 .* different inputs: 4 rows .* other content",
         ),
         ([_Said(), _Said(), _Said(1, 7, 4), _Said(1, 6, 5)], "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 on rank 3"),
+        ([_Said(1, 7, 0), _Said(1, 6, 0), _Said(), _Said()], "different inputs: 0 rows .* other content"),  # scalars
+        ([_Said(1, 0, 4), _Said(1, 0, 3), _Said(), _Said()], None),  # nothing was looked at
         (
             [_Said(1, 7, 4, 8, 4), _Said(1, 7, 4, 8, 3), _Said(), _Said()],
             "different labels: 4 rows on rank 0, 3 on rank 1",

@@ -108,3 +108,32 @@ def test_a_window_is_not_negative():
 @pytest.mark.parametrize(("length", "expected"), [(0, slice(0, 0)), (1, slice(0, 1)), (5, slice(0, 1))])
 def test_a_turn_in_which_a_rank_needs_nothing_takes_one_row(length, expected):
     assert _needed([], length) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_causal", "is_full"),
+    [
+        (Mask(), False, True),
+        (Mask(right=0), True, False),
+        (Mask(right=1), False, False),
+        (Mask(left=3, right=0), False, False),
+        (Mask(right=0, documents=(0, 4)), False, False),
+        (Mask(documents=(0, 4)), False, False),
+        (Mask(left=0), False, False),
+    ],
+)
+def test_which_masks_have_a_name(mask, is_causal, is_full):
+    assert (mask.is_causal, mask.is_full) == (is_causal, is_full)
+
+
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (Mask(), [range(6)] * 4),
+        (Mask(right=0), [range(3), range(4), range(5), range(6)]),
+        (Mask(left=1, right=1), [range(1, 4), range(2, 5), range(3, 6), range(4, 6)]),
+        (Mask(left=9), [range(6)] * 4),
+    ],
+)
+def test_what_each_of_four_queries_sees_of_six_keys(mask, seen):
+    assert [mask.seen(row, 4, 6) for row in range(4)] == seen

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from colonnade.engine.materialise import read_recipes
 from colonnade.errors import PlacementError
-from colonnade.parallel.meta import counter, meta_init
+from colonnade.parallel.meta import counter, forget_start, give_source, keep_start, meta_init, source_of, start_of
 from colonnade.parallel.meta.recipe import Recipe, recipes_of
 
 
@@ -300,3 +300,23 @@ def test_names_are_those_of_the_whole_model_unless_stages_are_built_apart(everyt
     whole, stage = ({recipe.name for recipe in read_recipes(everything, context).values()} for context in contexts)
     assert whole == {name for name, parameter in everything.named_parameters() if parameter.is_meta}
     assert stage == {f"stage 1: {name}" for name in whole}
+
+
+def test_what_was_noted_goes_when_a_parameter_has_its_values():
+    with meta_init():
+        layer = nn.Linear(2, 2)
+    part = nn.Parameter(torch.empty(1, 2, device="meta"))
+    assert start_of(layer.weight) is not None
+    assert start_of(part) is None
+    keep_start(part, layer.weight)
+    give_source(part, "a file")  # type: ignore[arg-type]
+    assert start_of(part)[1:] == (start_of(layer.weight).tensor, part._version)
+    assert source_of(part) == "a file"
+    forget_start(part)
+    assert (start_of(part), source_of(part)) == (None, None)
+    assert vars(part) == {}
+    forget_start(part)
+    with torch.no_grad():
+        layer.weight.zero_()  # so it does not start as it was noted
+    keep_start(part, layer.weight)
+    assert start_of(part).version == -1

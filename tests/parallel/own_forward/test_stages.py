@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
+from colonnade.parallel.own_forward import recorder
 from colonnade.parallel.own_forward.make import OwnForward
 from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import WIDTH, Block, Decoder, Net, Outer, Telling, Writing, ids, run_all
@@ -203,3 +204,16 @@ def test_a_stage_keeps_no_weight_of_another_alive() -> None:
     gc.collect()
     assert other() is None
     assert last.head.weight.numel()
+
+
+def test_what_depends_on_values_is_guessed_by_its_form() -> None:
+    aten = torch.ops.aten
+    guess = recorder._Recorder._guessed
+    rows, experts = torch.zeros(6, 4), torch.zeros(3, 4, 5)
+    assert guess(None, aten.nonzero.default, [torch.ones(2, 3)]).shape == (0, 2)  # type: ignore[arg-type]
+    found = guess(None, aten._grouped_mm.default, [rows, experts])  # type: ignore[arg-type]
+    assert (found.shape, found.dtype) == ((6, 5), torch.float32)
+    assert guess(None, aten._grouped_mm.default, [experts, experts]) is NotImplemented  # type: ignore[arg-type]
+    assert guess(None, aten._grouped_mm.default, [rows, rows]) is NotImplemented  # type: ignore[arg-type]
+    assert guess(None, aten._local_scalar_dense.default, [rows]) == 0  # type: ignore[arg-type]
+    assert guess(None, aten.add.Tensor, [rows]) is NotImplemented  # type: ignore[arg-type]

@@ -131,3 +131,14 @@ def check_early_receives(table: Table) -> None:
             assert [a for a in early if a.kind in kinds] == [a for a in actions if a.kind in kinds]
         moved = [early.index(a) - actions.index(a) for a in actions if a.kind in receives]
         assert all(places <= 0 for places in moved)
+
+
+def test_a_confirmation_letter_by_letter() -> None:
+    """From the last stage to the first, but not between stages of one rank."""
+    rows = ["0F0 0B0", "1F0 2F0 2B0 1B0", "3F0 3B0"]
+    told = confirmation(parse_table(rows))
+    assert {rank: [(action.stage, action.kind, action.micro_batch) for action in told[rank]] for rank in told} == {
+        0: [(0, Kind.RECEIVE_BACKWARD, -1)],
+        1: [(2, Kind.RECEIVE_BACKWARD, -1), (1, Kind.SEND_BACKWARD, -1)],
+        2: [(3, Kind.SEND_BACKWARD, -1)],
+    }

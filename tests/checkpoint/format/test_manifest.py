@@ -1,0 +1,220 @@
+"""The manifest: it comes back as it was, each contradiction in it is named, and a piece is found wherever it lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from colonnade.checkpoint.format.boxes import Box
+from colonnade.checkpoint.format.manifest import (
+    FORMAT,
+    WIDTHS,
+    Cut,
+    FileRecord,
+    GroupRecord,
+    ItemRecord,
+    LayoutRecord,
+    Manifest,
+    Part,
+    StoredBox,
+    TensorRecord,
+    _digest,
+    parse,
+    tensors_file,
+)
+from colonnade.checkpoint.format.records import Damaged
+from colonnade.context import build_layout
+from colonnade.errors import CheckpointError
+from colonnade.version import __version__
+
+FILES = tuple(FileRecord(tensors_file(rank), 100, "ab") for rank in (0, 1))
+ROWS = Part((0, 0), (4, 3), None, "w", 0)
+SCALAR = Part((), (), None, "s", 1)
+TENSORS = (
+    TensorRecord("w", "", ("w", "tied"), (4, 3), "F32", (ROWS,)),
+    TensorRecord("s", "step", ("s",), (), "F64", (SCALAR,)),
+)
+OPTIONS = ItemRecord("group 0", (0, 1), {"lr": {"$tensor": 0}}, 1, FILES[0].name, "options")
+ITEM = ItemRecord("epoch", (0,), [1, {"$tensor": 1}, {"a": {"$tensor": 0}}], 2, FILES[1].name, "epoch")
+PLAIN = ItemRecord("name", (1,), "mine", 0, None, "name")
+GOOD = Manifest(
+    7,
+    1.5,
+    LayoutRecord(2, (("data", 2, "data"),)),
+    FILES,
+    (Cut((3, 4), (0, 1)), Cut((1,), (0,))),
+    TENSORS,
+    (GroupRecord(0, ("w",), OPTIONS, "AdamW"),),
+    (ITEM, PLAIN),
+)
+
+
+def test_a_manifest_comes_back():
+    assert parse(GOOD.dump()) == GOOD
+    assert GOOD.size == 200
+    assert [tensor.size for tensor in GOOD.tensors] == [48, 8]
+    assert [str(tensor) for tensor in GOOD.tensors] == ["w", "s (step)"]
+    assert ITEM.entry(1) == "epoch#1"
+    assert parse(replace(GOOD, groups=None).dump()).groups is None
+
+
+def test_the_numbers_of_the_format():
+    assert FORMAT == 2
+    assert tensors_file(7) == "rank-00007.safetensors"
+    assert {width: [name for name in WIDTHS if WIDTHS[name] == width] for width in set(WIDTHS.values())} == {
+        1: ["BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"],
+        2: ["U16", "I16", "F16", "BF16"],
+        4: ["U32", "I32", "F32"],
+        8: ["U64", "I64", "F64", "C64"],
+    }
+
+
+def test_a_layout_in_words():
+    layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2}}, world_size=8)
+    record = LayoutRecord.of(layout)
+    assert (record.world_size, str(record)) == (8, "data 2 x pipeline 2 x tensor 2")
+    assert record.axes[0] == ("data", 2, "data")
+    assert str(LayoutRecord(1, (("data", 1, "data"),))) == "one rank"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": (replace(FILES[0], name="../x.safetensors"), FILES[1])}, "names the file '../x.safetensors'; only"),
+        ({"files": (FILES[0], FILES[0])}, "names a file twice"),
+        ({"files": (replace(FILES[0], size=1), replace(FILES[1], size=54))}, "56 bytes of tensors in files of 55"),
+        ({"cuts": (Cut((3, 4), (0,)), GOOD.cuts[1])}, "a cut whose 1 pieces do not follow each other"),
+        ({"cuts": (Cut((4, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces do not follow each other"),
+        ({"cuts": (Cut((0, 4), (0, 1)), GOOD.cuts[1])}, "a cut whose 2 pieces do not follow each other"),
+        ({"cuts": (Cut((3, 4), (0, 2)), GOOD.cuts[1])}, "speaks of file 2, and has 2 files"),
+        ({"cuts": (Cut((3, 4), (0, 0)), GOOD.cuts[1])}, "uses one entry of a file twice"),
+        ({"cuts": (Cut((2, 3), (0, 1)), GOOD.cuts[1])}, "the blocks of w do not make a whole of shape"),
+        ({"tensors": (replace(TENSORS[0], dtype="F33"),)}, "w has the type F33, which is none of BOOL"),
+        ({"tensors": (replace(TENSORS[0], shape=(1,) * 65),)}, "w has 65 dimensions; at most 64"),
+        (
+            {"tensors": (replace(TENSORS[0], shape=(5, 3)),)},
+            r"the blocks of w do not make a whole of shape \[5, 3\]: \[0, 0\]\+\[4, 3\]",
+        ),
+        ({"tensors": (replace(TENSORS[0], parts=()),)}, r"do not make a whole of shape \[4, 3\]: none"),
+        (
+            {"tensors": (replace(TENSORS[0], parts=(replace(ROWS, offset=(0,)),)),)},
+            r"do not make a whole of shape \[4, 3\]: \[0\]\+\[4, 3\]",
+        ),
+        (
+            {"tensors": (replace(TENSORS[0], parts=(replace(ROWS, order=(0, 0)),)),)},
+            r"do not make a whole of shape \[4, 3\]",
+        ),
+        ({"tensors": (*TENSORS, replace(TENSORS[1], label="t"))}, "uses one entry of a file twice"),
+        (
+            {"tensors": (replace(TENSORS[1], parts=(replace(SCALAR, key="epoch#0"),)),)},
+            "uses one entry of a file twice",
+        ),
+        ({"items": (ITEM, replace(ITEM, name="other"))}, "uses one entry of a file twice"),
+        (
+            {"items": (replace(ITEM, value={"$tensor": 0}, tensors=1, key="options", file=FILES[0].name),)},
+            "uses one entry of a file twice",
+        ),
+        ({"items": (replace(ITEM, file="rank-00009.safetensors"),)}, "speaks of rank-00009.safetensors, which is not"),
+        ({"items": (replace(PLAIN, file="rank-00009.safetensors"),)}, "speaks of rank-00009.safetensors, which is not"),
+        ({"items": (replace(ITEM, tensors=3),)}, "epoch has 3 tensors, of which its value has 2"),
+        ({"items": (replace(ITEM, tensors=0),)}, "epoch has 0 tensors, of which its value has 2"),
+        ({"items": (replace(ITEM, value=[{"$tensor": 0}, {"$tensor": 0}]),)}, "epoch has 2 tensors, of which its .* 2"),
+        ({"items": (replace(ITEM, value=[{"$tensor": 1}, {"$tensor": 2}]),)}, "epoch has 2 tensors, of which its .* 2"),
+        ({"items": (replace(ITEM, file=None),)}, "a value whose tensors are nowhere"),
+    ],
+)
+def test_what_contradicts_itself_is_damage(change, message):
+    with pytest.raises(Damaged, match=message):
+        parse(replace(GOOD, **change).dump())
+
+
+def test_what_just_fits_is_taken():
+    halves = tuple(replace(ROWS, offset=(0, at), shape=(4, size), key=f"w{at}") for at, size in ((0, 1), (1, 2)))
+    turned = replace(halves[1], order=(1, 0), cut=2)
+    for change in (
+        {"files": (replace(FILES[0], size=2), replace(FILES[1], size=54))},
+        {
+            "tensors": (
+                replace(TENSORS[0], shape=(1,) * 64, parts=(replace(ROWS, offset=(0,) * 64, shape=(1,) * 64, cut=1),)),
+            )
+        },
+        {"tensors": (replace(TENSORS[0], parts=halves),)},
+        {"tensors": (replace(TENSORS[0], parts=(halves[0], turned)),), "cuts": (*GOOD.cuts, Cut((8,), (1,)))},
+    ):
+        manifest = replace(GOOD, **change)
+        assert parse(manifest.dump()) == manifest
+    with pytest.raises(Damaged, match="the blocks of w do not make a whole"):
+        parse(replace(GOOD, tensors=(replace(TENSORS[0], parts=(halves[0], replace(turned, cut=0))),)).dump())
+
+
+def changed(edit: Any) -> bytes:
+    """The manifest with another content, and the digest of that."""
+    content = json.loads(GOOD.dump())
+    del content["digest"]
+    edit(content)
+    body = json.dumps(content).encode()[:-1]
+    return body + f', "digest": "{_digest(body)}"}}\n'.encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "does not begin with its format"),
+        (b'{"format": 0,' + GOOD.dump()[12:], "does not begin with its format"),
+        (GOOD.dump()[:-1], "it is not the text that was written"),
+        (GOOD.dump() + b"\n", "it is not the text that was written"),
+        (GOOD.dump().replace(b'"step":7', b'"step":8'), "its digest is [0-9a-f]{64}, expected [0-9a-f]{64}"),
+        (changed(lambda content: content.update(time=float("nan"))), "NaN is not JSON"),
+        (changed(lambda content: content.update(step=-1)), "manifest.json: step is '-1', not a whole number from 0 on"),
+        (changed(lambda content: content.update(tensors=5)), "manifest.json: tensors is '5', not a list"),
+    ],
+)
+def test_what_was_not_written_so_is_damage(raw, message):
+    with pytest.raises(Damaged, match=message):
+        parse(raw)
+
+
+def test_a_newer_format_names_who_wrote_it():
+    for by, raw in (("9.9", changed(lambda content: content.update(colonnade="9.9"))), ("?", b'{"format": 2,')):
+        with pytest.raises(CheckpointError) as error:
+            parse(raw.replace(b'"format": 2', b'"format": 3'))
+        assert not isinstance(error.value, Damaged)
+        assert str(error.value).startswith(
+            f"it has format 3, written by Colonnade {by}; this is {__version__}, which reads formats up to 2. "
+            "Update Colonnade to load it."
+        )
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "pieces"),
+    [
+        (0, 9, [(5, 0, 3), (6, 3, 4), (7, 4, 9)]),
+        (2, 4, [(5, 0, 3), (6, 3, 4)]),
+        (3, 4, [(6, 3, 4)]),
+        (4, 5, [(7, 4, 9)]),
+        (3, 3, []),
+        (9, 9, []),
+    ],
+)
+def test_the_pieces_of_a_range(first, last, pieces):
+    assert list(Cut((3, 4, 9), (5, 6, 7)).pieces(first, last)) == pieces
+
+
+def test_where_rows_and_elements_lie():
+    name = [file.name for file in FILES]
+    box = Box((1, 1), (3, 1))
+    assert list(GOOD.stored_boxes(ROWS, box)) == [
+        StoredBox(name[0], "w", (3, 3), Box((0, 0), (3, 3))),
+        StoredBox(name[1], "w", (1, 3), Box((3, 0), (1, 3))),
+    ]
+    assert list(GOOD.stored_boxes(SCALAR, Box((), ()))) == [StoredBox(name[0], "s", (), Box((), ()))]
+    by_columns = Part((2, 0), (2, 2), (1, 0), "w", 0)
+    assert by_columns.length == 4
+    assert list(GOOD.stored_boxes(by_columns, Box((3, 0), (1, 2)))) == [
+        StoredBox(name[0], "w", (3,), Box((3, 0), (1, 1)), 1, (1, 0)),
+        StoredBox(name[0], "w", (3,), Box((2, 1), (1, 1)), 2, (1, 0)),
+        StoredBox(name[1], "w", (1,), Box((3, 1), (1, 1)), 0, (1, 0)),
+    ]

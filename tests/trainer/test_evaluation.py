@@ -1,0 +1,122 @@
+"""Predictions in one process: which samples they are of, padded to one length, in the order of the dataset."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from colonnade.engine.schedule.executor import join
+from colonnade.errors import ConfigError, TrainerError
+from colonnade.trainer.evaluation import _check_even, _evaluating, _filled, _indices, _join_padded, _ordered
+
+ROWS = list(range(5))
+
+
+class Named:
+    """A sampler of names."""
+
+    def __iter__(self) -> Any:
+        return iter("abcde")
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_the_samples_of_a_loader_are_known_beforehand():
+    assert _indices(DataLoader(ROWS, 2)).tolist() == ROWS
+    assert _indices(DataLoader(ROWS, 2, drop_last=True)).tolist() == [0, 1, 2, 3]
+    reversed_ones = BatchSampler(list(reversed(ROWS)), 2, False)  # type: ignore[arg-type]
+    assert _indices(DataLoader(ROWS, batch_sampler=reversed_ones)).tolist() == [4, 3, 2, 1, 0]
+    assert _indices([ROWS]) is None
+    assert _indices(DataLoader(ROWS, None)) is None
+    assert _indices(DataLoader(dict.fromkeys("abcde", 1), 2, sampler=Named())) is None  # type: ignore[arg-type]
+    for sampler in (RandomSampler(ROWS), WeightedRandomSampler([1.0] * 5, 5)):
+        with pytest.raises(
+            ConfigError, match=r"^predict gives outputs in the order of the dataset: give it a loader with"
+        ):
+            _indices(DataLoader(ROWS, 2, sampler=sampler))
+    assert _indices(DataLoader(ROWS, 2, sampler=SequentialSampler(ROWS))).tolist() == ROWS
+
+
+def test_a_sampler_with_a_state_is_where_it_was():
+    class Stateful(SequentialSampler):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return super().__iter__()
+
+        def state_dict(self) -> dict[str, int]:
+            return {"passes": self.passes}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.passes = state["passes"]
+
+    sampler = Stateful(ROWS)
+    assert _indices(DataLoader(ROWS, 2, sampler=sampler)).tolist() == ROWS
+    assert sampler.passes == 0
+
+
+def test_outputs_of_unequal_lengths_are_filled_up():
+    short, long = torch.ones(1, 2, 1), torch.full((2, 1, 3), 2.0)
+    filled = _filled([short, long])
+    assert filled[0].tolist() == [[[1, -100, -100], [1, -100, -100]]]
+    assert filled[1].tolist() == [[[2, 2, 2], [-100, -100, -100]]] * 2
+    for alone in ([torch.ones(2), torch.ones(3)], [torch.ones(1, 2), "text"], [torch.ones(1, 2), torch.ones(1, 2, 3)]):
+        assert _filled(alone) is alone
+    same = torch.ones(2, 3)
+    assert all(each is same for each in _filled([same, same]))
+    joined = _join_padded([{"a": torch.ones(1, 2), "b": torch.ones(1)}, {"a": torch.zeros(1, 1), "b": torch.zeros(1)}])
+    assert joined["a"].tolist() == [[1, 1], [0, -100]]
+    assert joined["b"].tolist() == [1, 0]
+
+
+def test_outputs_stand_in_the_order_of_the_dataset_and_each_once():
+    def part(indices: list[int] | None, *rows: float) -> dict[str, Any]:
+        output = {"x": torch.tensor(rows), "one": torch.tensor([9.0, 9.0])}
+        return {"indices": None if indices is None else torch.tensor(indices), "output": output}
+
+    assert _ordered([], join) is None
+    found = _ordered([part([0, 2, 0], 10.0, 12.0, 99.0), part([1, 3], 11.0, 13.0)], join)
+    assert found["x"].tolist() == [10.0, 11.0, 12.0, 13.0]  # the first output of each
+    assert found["one"].tolist() == [9.0] * 4
+    unknown = _ordered([part([1], 11.0), part(None, 10.0)], join)
+    assert unknown["x"].tolist() == [11.0, 10.0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_engine_evaluates_without_gradients_and_is_then_as_it_was(training):
+    told: list[str] = []
+    engine: Any = SimpleNamespace(
+        training=training, eval=lambda: told.append("eval"), train=lambda: told.append("train")
+    )
+    with _evaluating(engine):
+        assert not torch.is_grad_enabled()
+        assert told == ["eval"]
+    assert told == (["eval", "train"] if training else ["eval"])
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("sums", "is_refused"), [((4.0, 0.0), False), ((0.0, 4.0), False), ((3.0, 1.0), True)])
+def test_ranks_that_run_out_of_batches_are_counted(sums, is_refused):
+    given: list[list[float]] = []
+
+    def added(mine: list[float]) -> tuple[float, float]:
+        given.append(mine)
+        return sums
+
+    trainer: Any = SimpleNamespace(context=SimpleNamespace(world_size=4), _exchange=SimpleNamespace(sum=added))
+    if is_refused:
+        with pytest.raises(
+            TrainerError, match=r"^1 of 4 ranks have run out of batches before the others, and this layout"
+        ):
+            _check_even(trainer, True)
+    else:
+        _check_even(trainer, True)
+    trainer._exchange.sum = lambda mine: given.append(mine) or (0.0, 0.0)
+    _check_even(trainer, False)
+    assert given == [[1.0, 0.0], [0.0, 1.0]]
