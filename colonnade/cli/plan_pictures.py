@@ -17,7 +17,7 @@ KINDS = (
     ("state", "magenta"),
     ("activations", "yellow"),
     ("communication", "cyan"),
-    ("reserved", "white"),
+    ("buffers", "white"),
 )
 ROWS_SHOWN = 16
 _PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
@@ -139,7 +139,7 @@ def _modes(plan: Plan) -> Table:
 def _memory(console: Console, plan: Plan) -> None:
     """A bar for each kind of rank; the mark is what a device has."""
     console.print("Memory of a rank", style="bold")
-    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS[:-1]))
+    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS))
     limit = plan.hardware.memory
     scale = max(limit, plan.totals.peak_memory)
     for one in _few(plan.classes):

@@ -45,6 +45,8 @@ class BucketCalls:
     early: bool
     numel: int
     every_pass: bool = False
+    beside: int = 0
+    """Bytes that are held as long as they are under way, beside the bucket."""
 
 
 @dataclass
@@ -178,8 +180,9 @@ def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucke
 
 
 def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
-    with Recorder() as recorder:
+    with Recorder(memory=True) as recorder:
         bucket.transport.start()
+        beside = recorder.live
         bucket.transport.finish(1.0)
         calls = recorder.take().calls
         if bucket.is_sharded:
@@ -188,8 +191,10 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
             if work is not None:
                 work.wait()
             plan.gathers += recorder.take().calls
-    sharding = bucket.sum.sharding
-    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, sharding is not None and sharding.every_pass)
+    if bucket.transport.host_waits:  # gloo reduces and scatters a copy
+        beside += sum(call.bytes for call in calls if call.op == "reduce_scatter")
+    every_pass = bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
+    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, every_pass, beside)
 
 
 def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[torch.dtype, ...]]) -> None:

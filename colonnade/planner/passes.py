@@ -57,11 +57,15 @@ def run_stage(
     criterion: Any,
     recorder: Recorder,
     apart: bool,
+    fresh: bool = False,
 ) -> StagePass:
-    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W."""
+    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: gradients
+    are none before it and come one after another, so that their memory is a part of what the pass takes."""
     for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)  # gradients lie in buckets, which are counted elsewhere
+        if (
+            parameter.requires_grad
+        ):  # else gradients lie in buckets, or are there from the pass before: counted elsewhere
+            parameter.grad = None if fresh else torch.empty_like(parameter)
     part = 0.5
     if apart and stage > 0:
         part = _input_part(stage, module, micro_batch, inputs, criterion, recorder)

@@ -80,14 +80,14 @@ class Memory:
     """What is kept for backward by all micro-batches in flight, and the most that operators hold beyond that."""
     communication: int
     """Buffers of gradients on their way that are no gradients, and what collectives of the model keep."""
-    reserved: int = 0
-    """What the libraries take by themselves (the device's context, communicators)."""
+    buffers: int = 0
+    """Of the model: running means, masks, tables."""
     host: int = 0
     """On the host, beside the device: what was offloaded."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.reserved
+        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.buffers
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from colonnade.report.charts import bar_chart
 from colonnade.report.plan_pictures import ledger_svg, mesh_svg, timeline_svg
 from colonnade.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
 
-MEMORY = ("parameters", "gradients", "state", "activations", "communication", "reserved")
+MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
 MOST_ROWS = 60
 _PARTS = 20_000
 """Of a makespan: what a time on the page is rounded to."""

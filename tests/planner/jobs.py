@@ -9,6 +9,7 @@ import torch
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import GPT, MoEGPT
+from colonnade.nn.moe import TopKRouter
 from colonnade.planner.job import Job
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 512
@@ -20,6 +21,20 @@ def gpt(context: ParallelContext) -> Any:
 
 def moe(context: ParallelContext) -> Any:
     return _cut(MoEGPT(VOCABULARY, LENGTH, 64, 4, 4, 4, router=dict(k=2), context=context), context)
+
+
+def even(context: ParallelContext) -> Any:
+    """Experts that get equal shares of the tokens, whatever the data are: what a plan assumes."""
+    model = MoEGPT(VOCABULARY, LENGTH, 64, 4, 4, 4, router=dict(k=2), context=context)
+    for router in (each for each in model.modules() if isinstance(each, TopKRouter)):
+        router._of_best_groups = _dealt  # type: ignore[method-assign]
+    return _cut(model, context)
+
+
+def _dealt(ranking: torch.Tensor) -> torch.Tensor:
+    """Scores by which tokens choose experts (0, 1), (2, 3), (0, 1), and so on."""
+    token, expert = torch.arange(len(ranking)).unsqueeze(1), torch.arange(ranking.size(1))
+    return ranking + (token % 2 == expert // 2)
 
 
 def _cut(model: Any, context: ParallelContext) -> Any:
@@ -36,4 +51,4 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe))}
+JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))}
