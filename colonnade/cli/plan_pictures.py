@@ -77,8 +77,8 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
 
 def size(count: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 1000 or unit == "PB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return ""

@@ -51,9 +51,11 @@ class BucketCalls:
 
 @dataclass
 class GradientPlan:
-    """What one rank sums and holds. `buckets` in the order in which they start; `gathers` bring parameters back (ZeRO)."""
+    """What one rank sums and holds; `rank` is the one that it was planned for, among those that are alike. `buckets` in the
+    order in which they start; `gathers` bring parameters back (ZeRO)."""
 
     ledger: Ledger
+    rank: int = 0
     buckets: list[BucketCalls] = field(default_factory=list)
     gathers: list[Call] = field(default_factory=list)
     notes: list[Call] = field(default_factory=list)
@@ -109,10 +111,11 @@ def plan_gradients(
     except ColonnadeError as error:
         problems[str(error)] = None
         demands = read_demands(model, context.layout, context.get_global_rank())
-        return GradientPlan(match(demands, [], context.layout, context.get_global_rank()))
+        rank = context.get_global_rank()
+        return GradientPlan(match(demands, [], context.layout, rank), rank)
     sums = make_sums(found.grouped, context, shards)
     sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
-    plan = GradientPlan(found.ledger)
+    plan = GradientPlan(found.ledger, context.get_global_rank())
     states = {
         dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
     }

@@ -34,6 +34,8 @@ class StagePass:
     """Bytes of the message to the next stage, and of the gradient back."""
     returned: int
     counted: bool
+    rank: int = 0
+    """The rank that ran it, among those that are alike: its calls are to that rank's groups."""
     result: int = 0
     """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
 

@@ -235,7 +235,7 @@ class _Planning:
                     return run_stage(stage, module, self.first, value, criterion, recorder, apart, kinds.fresh)
 
                 found = run_repeated(module, run, sharded=sharded)
-        return found, summed
+        return replace(found, rank=rank), summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:
         """The modes that a rank is in, and the links of their groups: what else tells two kinds of ranks apart."""

@@ -183,8 +183,9 @@ class LedgerLine:
 
     parameters: str
     count: int
+    """On one rank: the one that has most of them."""
     elements: int
-    """On one rank, all `count` together."""
+    """On that rank, all `count` together."""
     stages: tuple[int, ...]
     placement: str
     mode: str

@@ -263,8 +263,8 @@ class Steps:
         times = self.kinds.num_microbatches * self.accumulation
         for stage in stages:
             one = self.kinds.passes[stage]
-            yield from self._gathered(one.forward.calls, rank, "forward", times, what=f"stage {stage}")
-            yield from self._gathered(one.backward.calls, rank, "backward", times, what=f"stage {stage}")
+            yield from self._gathered(one.forward.calls, one.rank, "forward", times, what=f"stage {stage}")
+            yield from self._gathered(one.backward.calls, one.rank, "backward", times, what=f"stage {stage}")
         yield from self._transfers(at, rank)
         calls = [
             call
@@ -273,12 +273,13 @@ class Steps:
         ]
         seconds = self._calls_time(calls)
         exposed = self._exposed(gradients, rank) / seconds if seconds else 0.0
-        yield from self._gathered(calls, rank, "gradients", 1, exposed, "gradients")
+        yield from self._gathered(calls, gradients.rank, "gradients", 1, exposed, "gradients")
         yield from self._after(gradients, rank)
 
     def _after(self, gradients: GradientPlan, rank: int) -> list[Collective]:
         """What follows the gradients: agreement, counts of losses, clipping, parameters of ZeRO."""
-        found = list(self._gathered(gradients.notes, rank, "gradients", 1, what="agreement on gradients"))
+        planned = gradients.rank
+        found = list(self._gathered(gradients.notes, planned, "gradients", 1, what="agreement on gradients"))
         if len(self.table) > 1:
             shared = [Call("broadcast", COUNT_BYTES, self._pipeline_ranks(rank))]
             found += self._gathered(shared, rank, "step", self.accumulation, what="loss of the last stage")
@@ -291,7 +292,7 @@ class Steps:
         if self._clip is not None and len(world) > 1:
             norm = Call("all_reduce", 16 * self._slots(self._clip), world)
             found += self._gathered([norm], rank, "step", 1, what="norm of the gradients")
-        return [*found, *self._gathered(gradients.gathers, rank, "step", 1, what="parameters of the owners")]
+        return [*found, *self._gathered(gradients.gathers, planned, "step", 1, what="parameters of the owners")]
 
     def _slots(self, clip: ClipSettings) -> int:
         """How many norms a step measures."""
@@ -341,7 +342,9 @@ class Steps:
                 group = layout.group_of(mode, rank)
                 if len(group) == len(ranks) and tuple(group) == tuple(sorted(ranks)):
                     return mode.name
-        return "several modes"
+        places = [layout.coordinates(each) for each in ranks]
+        joined = [axis.mode.name for axis in layout.axes if len({place[axis.name] for place in places}) > 1]
+        return " x ".join(joined) or "several modes"
 
     # -- ranks --------------------------------------------------------------------------------------------
 

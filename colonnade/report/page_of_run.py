@@ -68,8 +68,8 @@ def _figures(run: Run) -> str:
     norms, skipped = run.column("grad_norm"), _marked(run, "skipped")
     figures: list[tuple[str, str] | tuple[str, str, bool]] = [(f"{last['step']:,}", "steps")]
     if last.get("loss") is not None:
-        figures.append((f"{last['loss']:.4g}", "loss of the last step"))
-    figures += [(f"{value:.4g}", "loss on the test data") for _, value in run.test("Loss")[-1:]]
+        figures.append((f"{last['loss']:.3g}", "loss of the last step"))
+    figures += [(f"{value:.3g}", "loss on the test data") for _, value in run.test("Loss")[-1:]]
     figures.append((f"{median(value for _, value in rate):,.4g}", "samples/s, median"))
     figures.append((seconds(median(value for _, value in run.column("seconds"))), "a step, median"))
     if norms:

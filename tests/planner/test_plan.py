@@ -10,14 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+import colonnade
 from colonnade.config import load_config
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ConfigError
+from colonnade.models import GPT
 from colonnade.planner.clock import Clock, known_hardware, load_hardware
 from colonnade.planner.job import Job
 from colonnade.planner.plan import plan
-from tests.planner.jobs import JOBS, batch
+from tests.planner.jobs import JOBS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parallelism"
 LAYOUT = dict(
@@ -111,6 +114,21 @@ def test_equal_blocks_are_run_once_or_twice_and_counted_all(monkeypatch: pytest.
     assert short.totals.step_seconds == pytest.approx(whole.totals.step_seconds)
 
 
+def test_stages_that_are_run_once_have_each_their_own_sums_and_groups() -> None:
+    def build(context: ParallelContext) -> Any:
+        return colonnade.split(GPT(512, 64, 64, 4, 12, context=context), num_stages=6)
+
+    config = dict(parallel=dict(pipeline=6, tensor=dict(size=2, mode="1d")), num_microbatches=6)
+    found = plan(load_config(config), 24, load_hardware("h100"), Job(build, JOBS["gpt"].batch))
+    (norm,) = [line for line in found.ledger if line.parameters == "blocks.*.first_norm.weight"]
+    assert (norm.mode, norm.ranks, norm.stages) == ("DATA", 2, tuple(range(6)))
+    assert norm.elements == 64 * norm.count < 64 * 4  # of one rank
+    for one in found.classes:
+        assert {call.mode for call in one.collectives if call.when == "forward"} == {"TENSOR"}
+        tied = {"DATA x PIPELINE"} if one in (found.classes[0], found.classes[-1]) else set()
+        assert {call.mode for call in one.collectives if call.what == "gradients"} == {"DATA", *tied}
+
+
 def test_a_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     from head_data import HeadDataAttention, HeadDataSequential  # type: ignore[import-not-found]
@@ -200,5 +218,4 @@ def _one_process() -> nn.Module:
     from colonnade.context import ParallelContext
 
     context = ParallelContext()
-    assert batch()[0].shape == (8, 64)
     return JOBS["moe"].build(context)
