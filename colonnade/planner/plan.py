@@ -110,10 +110,11 @@ def _ledger(kinds: Kinds) -> list[LedgerLine]:
                 one = gathered.setdefault(key, {}).setdefault(stage_of(kinds.layout, rank), [0, 0])
                 one[0] += 1
                 one[1] += held.elements
-    return [
-        LedgerLine(pattern, *max(stages.values()), tuple(sorted(stages)), placement, mode, size, divisor, who)
-        for (pattern, placement, mode, size, divisor, who), stages in gathered.items()
-    ]
+    lines = []
+    for (pattern, placement, mode, size, divisor, who), stages in gathered.items():
+        count, elements = max(stages.values())
+        lines.append(LedgerLine(pattern, count, elements, tuple(sorted(stages)), placement, mode, size, divisor, who))
+    return lines
 
 
 def _totals(
