@@ -72,7 +72,8 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
     if found.config:
         console.print("\nThe best, to paste:\n", style="bold")
         console.print(found.config, markup=False, soft_wrap=True)
-        console.print(f"\nIts small twin on this machine: {found.verify}", markup=False, soft_wrap=True)
+        console.print("\nIts small twin, verified on this machine:\n", style="bold")
+        console.print(found.verify, markup=False, soft_wrap=True)
 
 
 def size(count: float) -> str:

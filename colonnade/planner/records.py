@@ -275,7 +275,7 @@ class SearchResult:
     config: str
     """The winner as a config to paste; "" where nothing fits."""
     verify: str
-    """The command that verifies its small twin on this machine."""
+    """Commands that write the config of its small twin, and verify it on this machine."""
     best: Plan | None = None
     notes: tuple[str, ...] = field(default=())
 

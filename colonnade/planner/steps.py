@@ -12,7 +12,7 @@ import torch
 from colonnade.config import Config
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind, Table
+from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.engine.schedule.transfer.link import SENDS_KEPT
@@ -30,6 +30,8 @@ from colonnade.verification.explaining.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
 """The end of a send, and the send."""
+_PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""In the order of `StagePass.extra`."""
 COUNT_BYTES = 16
 """What ranks add up where losses are (sum, count): two numbers in float64."""
 
@@ -194,7 +196,7 @@ class Steps:
             flops=one.forward.flops + one.backward.flops,
             moved=one.forward.moved + one.backward.moved,
             kept=one.kept,
-            peak=max(one.extra),
+            peak=max(one.extra[:2]),
             output=max(0, one.sent - HEADER_BYTES),
         )
 
@@ -243,12 +245,16 @@ class Steps:
                     came.pop(action, 0)  # it is what the pass keeps of its input
                     live += one.kept
                 frames = came.total() + going.total() + sum(map(sum, gone.values()))
-                most = max(most, (live + one.extra[action.kind is not Kind.FORWARD], frames), key=sum)
+                most = max(most, (live + one.extra[_PARTS.index(action.kind)], frames), key=sum)
                 if action.kind in GIVES_INPUT_GRADIENT:
                     came.pop(action._replace(kind=Kind.BACKWARD), 0)
-                if action.kind in ENDS_MICRO_BATCH:
-                    live -= one.kept - one.result
+                live += self._stays(action) - (one.waiting if action.kind is Kind.WEIGHT else one.kept)
         return most
+
+    def _stays(self, action: Action) -> int:
+        """Bytes of a micro-batch that are kept when an action has ended."""
+        one = self.kinds.passes[action.stage]
+        return {Kind.FORWARD: one.kept, Kind.INPUT: one.waiting}.get(action.kind, one.result)
 
     def _program(self, at: int) -> Sequence[Action]:
         """What a pipeline rank does in a step, with its transfers."""
@@ -289,8 +295,10 @@ class Steps:
         carried = gradients.carries_counts and len(self.table) == 1  # in a pipeline they are known when it has ended
         if counted and not one_mean and len(world) > 1 and not carried:
             found += self._gathered([Call("all_reduce", COUNT_BYTES, world)], rank, "step", 1, what="counts of losses")
-        if self._clip is not None and len(world) > 1:
-            norm = Call("all_reduce", 16 * self._slots(self._clip), world)
+        # A loss scaler asks the norm whether all gradients are finite.
+        slots = self._slots(self._clip) if self._clip is not None else int(self._precision.scaler is not None)
+        if slots and len(world) > 1:
+            norm = Call("all_reduce", 16 * slots, world)
             found += self._gathered([norm], rank, "step", 1, what="norm of the gradients")
         return [*found, *self._gathered(gradients.gathers, planned, "step", 1, what="parameters of the owners")]
 

@@ -69,7 +69,8 @@ def _dealt(ranking: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(model: Any, context: ParallelContext) -> Any:
-    stages = context.pipeline_parallel_size * ((context.config.get("model") or {}).get("num_chunks") or 1)
+    chunks = (context.config.get("model") or {}).get("num_chunks") or 1
+    stages = context.pipeline_parallel_size * chunks
     return colonnade.split(model, num_stages=stages) if context.pipeline_parallel_size > 1 else model
 
 
