@@ -17,7 +17,7 @@ KINDS = (
     ("state", "magenta"),
     ("activations", "yellow"),
     ("communication", "cyan"),
-    ("reserved", "white"),
+    ("buffers", "white"),
 )
 ROWS_SHOWN = 16
 _PASS = {"F": "blue", "B": "green", "I": "green", "W": "yellow"}
@@ -72,13 +72,14 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
     if found.config:
         console.print("\nThe best, to paste:\n", style="bold")
         console.print(found.config, markup=False, soft_wrap=True)
-        console.print(f"\nIts small twin on this machine: {found.verify}", markup=False, soft_wrap=True)
+        console.print("\nIts small twin, verified on this machine:\n", style="bold")
+        console.print(found.verify, markup=False, soft_wrap=True)
 
 
 def size(count: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
+    for unit in ("B", "KB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 1000 or unit == "PB":
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return ""
@@ -139,7 +140,7 @@ def _modes(plan: Plan) -> Table:
 def _memory(console: Console, plan: Plan) -> None:
     """A bar for each kind of rank; the mark is what a device has."""
     console.print("Memory of a rank", style="bold")
-    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS[:-1]))
+    console.print(Text("  ").join(Text(f"\u2588 {name}", style=color) for name, color in KINDS))
     limit = plan.hardware.memory
     scale = max(limit, plan.totals.peak_memory)
     for one in _few(plan.classes):

@@ -30,6 +30,8 @@ def report(
     """
     if follow and trace:
         raise ConfigError("--follow shows the page of a run and --trace joins traces: give one of them")
+    if trace and len(runs) > 1:
+        raise ConfigError(f"--trace joins the traces of one folder, and {len(runs)} were given: join each by itself")
     if trace:
         from colonnade.report.traces import merge_traces
 

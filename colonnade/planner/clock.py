@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from math import ceil, log2
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.planner.records import Hardware, Link
 
 _FOLDER = Path(__file__).parent / "hardware"
+_MAY_BE_ZERO = ("operator_latency", "node_latency", "network_latency", "overlap", "at_once")
 
 
 def known_hardware() -> list[str]:
@@ -48,9 +49,20 @@ def _checked(given: dict[str, Any], path: Path) -> Hardware:
     flops = given["matmul_flops"]
     if not isinstance(flops, dict) or not flops:
         raise ConfigError(f"{path}: matmul_flops is a table of flop/s by dtype, such as bfloat16 = 989e12")
-    for name, value in [*given.items(), *((f"matmul_flops.{key}", value) for key, value in flops.items())]:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-            raise ConfigError(f"{path}: {name} = {value}: a number that is not negative")
+    numbers = {name: given[name] for name in given if known[name].type in ("int", "float")}
+    numbers |= {f"matmul_flops.{key}": value for key, value in flops.items()}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
+            raise ConfigError(f"{path}: {name} = {value!r}: a number that is not negative, in bytes, seconds or flop/s")
+        if value == 0 and name not in _MAY_BE_ZERO:
+            raise ConfigError(f"{path}: {name} = {value!r}: a number above 0")
+    for name in (name for name in given if known[name].type == "str"):
+        if not isinstance(given[name], str):
+            raise ConfigError(f"{path}: {name} = {given[name]!r}: a text, in quotes")
+    if given.get("device", "cuda") not in ("cpu", "cuda"):
+        raise ConfigError(f'{path}: device = {given["device"]!r}: "cpu" or "cuda"')
+    if given.get("overlap", 1.0) > 1:
+        raise ConfigError(f"{path}: overlap = {given['overlap']!r}: a part of the time, from 0 to 1")
     return Hardware(**given)
 
 

@@ -45,13 +45,17 @@ class BucketCalls:
     early: bool
     numel: int
     every_pass: bool = False
+    beside: int = 0
+    """Bytes that are held as long as they are under way, beside the bucket."""
 
 
 @dataclass
 class GradientPlan:
-    """What one rank sums and holds. `buckets` in the order in which they start; `gathers` bring parameters back (ZeRO)."""
+    """What one rank sums and holds; `rank` is the one that it was planned for, among those that are alike. `buckets` in the
+    order in which they start; `gathers` bring parameters back (ZeRO)."""
 
     ledger: Ledger
+    rank: int = 0
     buckets: list[BucketCalls] = field(default_factory=list)
     gathers: list[Call] = field(default_factory=list)
     notes: list[Call] = field(default_factory=list)
@@ -107,10 +111,11 @@ def plan_gradients(
     except ColonnadeError as error:
         problems[str(error)] = None
         demands = read_demands(model, context.layout, context.get_global_rank())
-        return GradientPlan(match(demands, [], context.layout, context.get_global_rank()))
+        rank = context.get_global_rank()
+        return GradientPlan(match(demands, [], context.layout, rank), rank)
     sums = make_sums(found.grouped, context, shards)
     sums = sorted(sums, key=lambda one: (one.ranks, one.divisor, one.sharding is not None, repr(one.options)))
-    plan = GradientPlan(found.ledger)
+    plan = GradientPlan(found.ledger, context.get_global_rank())
     states = {
         dtype: state_dtypes(optimizer, dtype) for dtype in {p.dtype for p in model.parameters()} | {torch.float32}
     }
@@ -178,8 +183,9 @@ def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucke
 
 
 def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
-    with Recorder() as recorder:
+    with Recorder(memory=True) as recorder:
         bucket.transport.start()
+        beside = recorder.live
         bucket.transport.finish(1.0)
         calls = recorder.take().calls
         if bucket.is_sharded:
@@ -188,8 +194,10 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
             if work is not None:
                 work.wait()
             plan.gathers += recorder.take().calls
-    sharding = bucket.sum.sharding
-    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, sharding is not None and sharding.every_pass)
+    if bucket.transport.host_waits:  # gloo reduces and scatters a copy
+        beside += sum(call.bytes for call in calls if call.op == "reduce_scatter")
+    every_pass = bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
+    return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, every_pass, beside)
 
 
 def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[torch.dtype, ...]]) -> None:

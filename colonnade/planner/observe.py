@@ -55,14 +55,14 @@ def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int =
 def planned_calls(one: RankClass) -> Calls:
     """The collectives of a plan, counted alike."""
     found: Calls = Counter()
-    for call in one.collectives:
+    for call in (call for call in one.collectives if call.op != "receive"):
         found[call.op, call.bytes, call.ranks] += call.count
     return found
 
 
 def _peak(engine: Engine, step: Callable[[], Any]) -> int:
     """Bytes at the fullest moment of a step: what is held before it, and the most that the allocator gives beyond."""
-    held = engine.memory().held.device
+    held = engine.memory().held.device + sum(buffer.nbytes for buffer in engine.model.buffers()) + _turns(engine)
     if engine.context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(engine.context.device)
         step()
@@ -74,6 +74,17 @@ def _peak(engine: Engine, step: Callable[[], Any]) -> int:
         now += size
         most = max(most, now)
     return held + most
+
+
+def _turns(engine: Engine) -> int:
+    """Bytes that buckets without memory of their own take turns in."""
+    taken = [
+        buffer.flat.untyped_storage()
+        for bucket in engine._sync.synchroniser.layout
+        if not bucket.keeps_gradients
+        for buffer in bucket.buffers
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in taken}.values())
 
 
 def _allocations(profiled: Any) -> Iterator[int]:

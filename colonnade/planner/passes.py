@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from colonnade.engine.schedule.executor.backward import StageInput, backward_input
+from colonnade.engine.schedule.executor.backward import StageInput, backward_input, run_backward
 from colonnade.engine.schedule.executor.call import call_module
 from colonnade.engine.schedule.executor.micro_batch import MicroBatch
 from colonnade.engine.schedule.loss import split_loss
@@ -20,20 +20,24 @@ from colonnade.planner.recorder import Cost, Recorder
 
 @dataclass(frozen=True)
 class StagePass:
-    """What a micro-batch costs on a stage. `kept`: bytes from forward to backward; `extra`: the most for a moment beyond
-    that, in forward and in backward. `output`: what goes to the next stage; `counted`: the loss is (sum, count)."""
+    """What a micro-batch costs on a stage. `kept`: bytes from forward to backward; `waiting`: between the two parts of backward,
+    where they are apart; `extra`: the most for a moment beyond that, in forward, backward and its two parts. `output`: what goes
+    to the next stage; `counted`: the loss is (sum, count)."""
 
     forward: Cost
     backward: Cost
     input_part: float
     """The part of backward that the stage before waits for, where the two are apart."""
     kept: int
-    extra: tuple[int, int]
+    waiting: int
+    extra: tuple[int, int, int, int]
     output: Any
     sent: int
     """Bytes of the message to the next stage, and of the gradient back."""
     returned: int
     counted: bool
+    rank: int = 0
+    """The rank that ran it, among those that are alike: its calls are to that rank's groups."""
     result: int = 0
     """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
 
@@ -57,14 +61,16 @@ def run_stage(
     criterion: Any,
     recorder: Recorder,
     apart: bool,
+    fresh: bool = False,
 ) -> StagePass:
-    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W."""
+    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: gradients
+    are none before it and come one after another, so that their memory is a part of what the pass takes."""
     for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)  # gradients lie in buckets, which are counted elsewhere
-    part = 0.5
-    if apart and stage > 0:
-        part = _input_part(stage, module, micro_batch, inputs, criterion, recorder)
+        if (
+            parameter.requires_grad
+        ):  # else gradients lie in buckets, or are there from the pass before: counted elsewhere
+            parameter.grad = None if fresh else torch.empty_like(parameter)
+    parts = _in_parts(stage, module, micro_batch, inputs, criterion, recorder) if apart else None
     graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
     before, forward = recorder.live, recorder.take()
     recorder.start_peak()
@@ -72,17 +78,21 @@ def run_stage(
         torch.autograd.backward(graph.roots, graph.gradients)
     backward, extra = recorder.take(), recorder.peak - before
     returned = [each.grad for each in graph.inputs if each.grad is not None]
+    result = sum(_bytes(each) for each in _tensors(graph.result))
+    if parts is None:
+        parts = _Parts(1.0, result, (extra, 0))
     return StagePass(
         forward=forward,
         backward=backward,
-        input_part=part,
+        input_part=parts.share,
         kept=graph.kept,
-        extra=(graph.extra, extra),
+        waiting=parts.waiting,
+        extra=(graph.extra, extra, *parts.extra),
         output=graph.output,
         sent=HEADER_BYTES + payload_bytes(_tensors(graph.output)),
         returned=HEADER_BYTES + payload_bytes(returned),
         counted=graph.counted,
-        result=sum(_bytes(each) for each in _tensors(graph.result)),
+        result=result,
     )
 
 
@@ -120,25 +130,40 @@ def _forward(
     return _Graph(roots, gradients, entered, found, result, kept, recorder.peak - recorder.live, counted)
 
 
-def _input_part(
+@dataclass(frozen=True)
+class _Parts:
+    """The backward pass in two parts: the first one's share of the time, bytes that wait for the second, and the most of each."""
+
+    share: float
+    waiting: int
+    extra: tuple[int, int]
+
+
+def _in_parts(
     stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: Recorder
-) -> float:
-    """The part of the backward pass that gives the gradient of the inputs."""
+) -> _Parts | None:
+    """First the gradient of the inputs, then those of the parameters; None where all of it is done with the first."""
     graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
+    if not graph.inputs or not graph.roots:
+        return None
+    before, kept, result = recorder.live, graph.kept, graph.result
     recorder.take()
+    recorder.start_peak()
     try:
         with recorder:
-            _, work = backward_input(graph.roots, graph.gradients, graph.inputs)
-            first = recorder.take().seconds
-            work.run(_accumulate, last=True)
+            work = backward_input(graph.roots, graph.gradients, graph.inputs)[1]
+            first, most = recorder.take().seconds, recorder.peak - before
+            del graph  # what the second part does not need goes; what the caller gets stays
+            waiting = recorder.live
+            recorder.start_peak()
+            work.run(run_backward, last=True)
             second = recorder.take().seconds
-    except RuntimeError:  # it cannot be done in parts: all of it is done with the inputs
-        return 1.0
-    return first / (first + second) if first + second else 0.5
-
-
-def _accumulate(tensors: Any, grads: Any, *, inputs: Any, last: bool) -> None:
-    torch.autograd.backward(tensors, grads, inputs=inputs)
+    except RuntimeError:
+        return None
+    extra = most, recorder.peak - waiting
+    share = first / (first + second) if first + second else 0.5
+    del result
+    return _Parts(share, kept + waiting - before, extra)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -96,24 +96,25 @@ def _modes(layout: Layout, clock: Clock) -> tuple[ModeGroups, ...]:
 
 def _ledger(kinds: Kinds) -> list[LedgerLine]:
     """Parameters that lie alike and are summed alike, over all kinds of ranks."""
-    gathered: dict[Any, list[Any]] = {}
+    gathered: dict[Any, dict[int, list[int]]] = {}
     for rank, gradients in kinds.gradients.items():
         rows: dict[str, list[Any]] = {}
         for row in gradients.ledger.rows:
             rows.setdefault(row.parameter, []).append(row)
-        for held in kinds.parameters[rank]:
-            for row in rows.get(held.name) or [None]:
+        alike = kinds.parameters[gradients.rank]  # the same ones under other names, where a stage like it was planned
+        for held, planned in zip(kinds.parameters[rank], alike, strict=True):
+            for row in rows.get(planned.name) or [None]:
                 who = "" if row is None else "waived" if row.waived else row.done_by or "NOBODY"
                 mode, size, divisor = ("", 1, 1.0) if row is None else (row.mode, len(row.ranks), row.divisor)
                 key = (re.sub(r"\b\d+\b", "*", held.name), str(held.placement), mode, size, divisor, who)
-                one = gathered.setdefault(key, [0, 0, set()])
+                one = gathered.setdefault(key, {}).setdefault(stage_of(kinds.layout, rank), [0, 0])
                 one[0] += 1
                 one[1] += held.elements
-                one[2].add(stage_of(kinds.layout, rank))
-    return [
-        LedgerLine(pattern, count, elements, tuple(sorted(stages)), placement, mode, size, divisor, who)
-        for (pattern, placement, mode, size, divisor, who), (count, elements, stages) in gathered.items()
-    ]
+    lines = []
+    for (pattern, placement, mode, size, divisor, who), stages in gathered.items():
+        count, elements = max(stages.values())
+        lines.append(LedgerLine(pattern, count, elements, tuple(sorted(stages)), placement, mode, size, divisor, who))
+    return lines
 
 
 def _totals(

@@ -64,6 +64,8 @@ class Kinds:
     passes: dict[int, StagePass] = field(default_factory=dict)
     parameters: dict[int, list[Held]] = field(default_factory=dict)
     data: Any = None
+    fresh: bool = False
+    """Whether gradients come and go with the only pass of a step, so that the passes' memory has them."""
     notes: dict[str, None] = field(default_factory=dict)
     problems: dict[str, None] = field(default_factory=dict)
 
@@ -128,6 +130,7 @@ class _Planning:
             with self.fake:
                 kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
                 self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
+            kinds.fresh = self.zero.stage == 3 and not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             loss = self.job.loss(whole, self.context, kinds.notes)
             self.criterion = self.precision.around(loss, torch.device("cpu"))
@@ -168,7 +171,8 @@ class _Planning:
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
         value, last = self.first.data, len(kinds.stage_ranks) - 1
         for stage, (rank, module) in enumerate(self._modules(kinds)):
-            key = (signature(module), self._inside(rank), self.zero.stage == 3, apart, stage == 0, stage == last)
+            how = (self.zero.stage == 3, kinds.fresh, apart, stage == 0, stage == last)
+            key = (signature(module), self._inside(rank), *how)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
             if found is None:
@@ -217,20 +221,21 @@ class _Planning:
         apart: bool,
         kinds: Kinds,
     ) -> tuple[StagePass, Any]:
-        recorder = Recorder(self.clock.operator, memory=True)
+        sharded = self.zero.stage == 3
+        recorder = Recorder(self.clock.operator, memory=True, resizes=sharded)
         with fake_rank(self.config, self.world_size, rank, self.context):
             summed = None
-            if self.zero.stage == 3:
+            if sharded:
                 shard_model(module, self.context, self.zero)
                 summed = self._gradients(module, kinds)
             with self.fake:
                 fake_module(module)
 
                 def run() -> StagePass:
-                    return run_stage(stage, module, self.first, value, criterion, recorder, apart)
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, kinds.fresh)
 
-                found = run_repeated(module, run, sharded=self.zero.stage == 3)
-        return found, summed
+                found = run_repeated(module, run, sharded=sharded)
+        return replace(found, rank=rank), summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:
         """The modes that a rank is in, and the links of their groups: what else tells two kinds of ranks apart."""

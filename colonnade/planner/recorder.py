@@ -65,13 +65,16 @@ class Cost:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts what this thread does while it is on. `clock` says how long an operator takes: (flops, bytes, dtype) -> s."""
+    """Counts what this thread does while it is on. `clock` says how long an operator takes: (flops, bytes, dtype) -> s.
 
-    def __init__(self, clock: Any = None, memory: bool = False) -> None:
+    `resizes`: memory is given back and taken again without a new tensor, as FSDP2 does.
+    """
+
+    def __init__(self, clock: Any = None, memory: bool = False, resizes: bool = False) -> None:
         super().__init__()
         self.cost = Cost()
         self.live = self.peak = 0
-        self._clock, self._memory = clock, memory
+        self._clock, self._memory, self._resizes = clock, memory, resizes
         self._alive: dict[int, tuple[int, Any]] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
 
@@ -91,7 +94,7 @@ class Recorder(TorchDispatchMode):
                 self._count(func, args, kwargs, found)
             if self._memory:
                 for tensor in _tensors(found):
-                    self.hold(tensor)
+                    self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
         return found
 
     def take(self) -> Cost:
@@ -103,8 +106,10 @@ class Recorder(TorchDispatchMode):
         """The peak is that of what follows."""
         self.peak = self.live
 
-    def hold(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor until it goes."""
+    def hold(self, tensor: Tensor, in_place: bool = False) -> None:
+        """Count the memory of a tensor until it goes. `in_place`: a real run would write to what it was made of, which goes now."""
+        if self._resizes:
+            self.look_again()
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive:
@@ -112,6 +117,16 @@ class Recorder(TorchDispatchMode):
         size = storage.nbytes()
         self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key))
         self.live += size
+        if not in_place:
+            self.peak = max(self.peak, self.live)
+
+    def look_again(self) -> None:
+        """Count all memory anew that was given another size."""
+        for key, (size, reference) in list(self._alive.items()):
+            storage = reference()
+            if storage is not None and (now := storage.nbytes()) != size:
+                self._alive[key] = now, reference
+                self.live += now - size
         self.peak = max(self.peak, self.live)
 
     def _gone(self, key: int) -> None:
@@ -199,6 +214,11 @@ _FLOPS = {
 """Torch's own counts, and those of ops that it does not count."""
 _FREE = frozenset([_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided])
 """What touches no memory."""
+_IN_PLACE_ELSEWHERE = frozenset(
+    [_aten.scatter_add, _aten.scatter, _aten.index_add, _aten.index_put, _aten.masked_fill, _aten.masked_scatter]
+)
+"""What autograd does out of place for fake tensors, to memory that it has just made, and in place for others. Where what it was
+done to stays after all, the next tensor's peak has both."""
 
 
 @cache

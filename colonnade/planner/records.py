@@ -80,14 +80,14 @@ class Memory:
     """What is kept for backward by all micro-batches in flight, and the most that operators hold beyond that."""
     communication: int
     """Buffers of gradients on their way that are no gradients, and what collectives of the model keep."""
-    reserved: int = 0
-    """What the libraries take by themselves (the device's context, communicators)."""
+    buffers: int = 0
+    """Of the model: running means, masks, tables."""
     host: int = 0
     """On the host, beside the device: what was offloaded."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.reserved
+        return self.parameters + self.gradients + self.state + self.activations + self.communication + self.buffers
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,9 @@ class LedgerLine:
 
     parameters: str
     count: int
+    """On one rank: the one that has most of them."""
     elements: int
-    """On one rank, all `count` together."""
+    """On that rank, all `count` together."""
     stages: tuple[int, ...]
     placement: str
     mode: str
@@ -274,7 +275,7 @@ class SearchResult:
     config: str
     """The winner as a config to paste; "" where nothing fits."""
     verify: str
-    """The command that verifies its small twin on this machine."""
+    """Commands that write the config of its small twin, and verify it on this machine."""
     best: Plan | None = None
     notes: tuple[str, ...] = field(default=())
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -137,7 +137,10 @@ def extended(one: StagePass, two: StagePass, more: int) -> StagePass:
         forward=_longer(one.forward, two.forward, more),
         backward=_longer(one.backward, two.backward, more),
         kept=on(one.kept, two.kept),
-        extra=(max(0, on(one.extra[0], two.extra[0])), max(0, on(one.extra[1], two.extra[1]))),
+        waiting=on(one.waiting, two.waiting),
+        extra=cast(
+            "tuple[int, int, int, int]", tuple(max(0, on(a, b)) for a, b in zip(one.extra, two.extra, strict=True))
+        ),
         output=tree_unflatten(made, spec),
         sent=on(one.sent, two.sent),
         returned=on(one.returned, two.returned),

@@ -56,8 +56,8 @@ def search(
         hardware=hardware,
         fitting=tuple(fitting),
         cut=tuple(cut),
-        config="\n".join(f"{key} = {_text(value)}" for key, value in chosen.items()),
-        verify=_verify(chosen, model) if best is not None else "",
+        config=_settings(chosen),
+        verify=_verify(chosen, model, job) if best is not None else "",
         best=found.plans.get(_key(best.layout)) if best is not None else None,
         notes=found.notes,
     )
@@ -214,8 +214,8 @@ def _text(value: Any) -> str:
     return pformat(value, width=120, sort_dicts=False)
 
 
-def _verify(config: dict[str, Any], model: str) -> str:
-    """The command that proves the same layout with two ranks on every axis."""
+def _verify(config: dict[str, Any], model: str, job: Job) -> str:
+    """The commands that prove the same layout with two ranks on every axis: they write its config, and verify it."""
     parallel = {}
     for axis, given in config["parallel"].items():
         size = given["size"] if isinstance(given, dict) else given
@@ -223,7 +223,15 @@ def _verify(config: dict[str, Any], model: str) -> str:
     ranks = 2 * prod(
         each["size"] if isinstance(each, dict) else each for axis, each in parallel.items() if axis != "expert"
     )
-    script = model.partition(":")[0]
-    return (
-        f"colonnade verify --nproc {ranks} {script if script.endswith('.py') else 'train.py'}  # parallel = {parallel}"
-    )
+    twin = {**config, "parallel": parallel}
+    if "num_microbatches" in config:
+        twin["num_microbatches"] = 2 * min(config["parallel"]["pipeline"], 2)
+    where = model.rpartition(":")[0]
+    words = [f"colonnade verify twin.py --nproc {ranks} --model {model} --batch {where}:{job.batch.__name__}"]
+    if isinstance(job.criterion, type):
+        words.append(f"--criterion {where}:{job.criterion.__name__}")
+    return f"cat > twin.py <<'END'\n{_settings(twin)}\nEND\n{' '.join(words)}"
+
+
+def _settings(config: dict[str, Any]) -> str:
+    return "\n".join(f"{key} = {_text(value)}" for key, value in config.items())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +12,11 @@ import torch
 from colonnade.config import Config
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
-from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, Action, Kind, Table
+from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.engine.schedule.transfer.link import SENDS_KEPT
-from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage
+from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
 from colonnade.engine.schedule.transfer.values import HEADER_BYTES
 from colonnade.engine.slots import label_of
 from colonnade.optim.clip_settings import ClipSettings
@@ -25,10 +25,13 @@ from colonnade.planner.gradients import GradientPlan
 from colonnade.planner.ranks import Kinds
 from colonnade.planner.recorder import Call
 from colonnade.planner.records import Collective, Interval, Memory, RankClass, Timeline, When, Work
+from colonnade.reduce.storage import TURNS
 from colonnade.verification.explaining.roles import stage_of
 
-RECEIVES_AHEAD = 2
-"""Messages of one kind from one rank that memory is ready for: the one that is used, and the next."""
+_SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
+"""The end of a send, and the send."""
+_PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+"""In the order of `StagePass.extra`."""
 COUNT_BYTES = 16
 """What ranks add up where losses are (sum, count): two numbers in float64."""
 
@@ -171,7 +174,7 @@ class Steps:
                 pipeline_rank=at,
                 stages=mine,
                 parameters=sum(held.elements for held in self.kinds.parameters[rank]),
-                memory=self._memory(gradients, at),
+                memory=self._memory(gradients, rank, at),
                 collectives=tuple(self._collectives(gradients, rank)),
                 work=tuple(self._work(stage) for stage in mine),
                 step_seconds=self._optimizer(gradients),
@@ -193,47 +196,70 @@ class Steps:
             flops=one.forward.flops + one.backward.flops,
             moved=one.forward.moved + one.backward.moved,
             kept=one.kept,
-            peak=max(one.extra),
+            peak=max(one.extra[:2]),
             output=max(0, one.sent - HEADER_BYTES),
         )
 
-    def _memory(self, gradients: GradientPlan, at: int) -> Memory:
+    def _memory(self, gradients: GradientPlan, rank: int, at: int) -> Memory:
         # On a device a full bucket is filled at once, from gradients that autograd has made.
         moved = 0 if self._on_cpu else gradients.largest
+        activations, frames = self._fullest(at)
+        if self.kinds.fresh:
+            activations = max(0, activations - gradients.gradients)
         return Memory(
             parameters=gradients.parameters,
             gradients=gradients.gradients,
             state=gradients.state,
-            activations=self._activations(at),
-            communication=gradients.turns + moved + self._frames(at),
+            activations=activations,
+            communication=gradients.turns + moved + frames + self._under_way(gradients),
+            buffers=sum(buffer.nbytes for buffer in self.kinds.models[rank].buffers()),
             host=gradients.host,
         )
 
-    def _activations(self, at: int) -> int:
-        """The fullest moment: what all micro-batches under way keep, and what the running pass needs beside."""
-        passes, live, most = self.kinds.passes, 0, 0
-        for action in self.table[at]:
+    def _under_way(self, gradients: GradientPlan) -> int:
+        """What the sums of one pass keep while the next pass runs, where each pass has sums of its own."""
+        if self.accumulation == 1:
+            return 0
+        beside = sorted(bucket.beside for bucket in gradients.buckets if bucket.every_pass)
+        return sum(beside[-TURNS:])
+
+    def _fullest(self, at: int) -> tuple[int, int]:
+        """(activations, messages) in bytes at the fullest moment: what all micro-batches under way keep, what the running pass
+        needs beside, and messages that come, go, or are kept until they have surely gone."""
+        passes, homes = self.kinds.passes, self.kinds.stage_ranks
+        live, came, most = 0, Counter[Action](), (0, 0)
+        going, gone = Counter[Action](), defaultdict[int, deque[int]](lambda: deque(maxlen=SENDS_KEPT))
+        for action in self._program(at):
             one = passes[action.stage]
-            if action.kind is Kind.FORWARD:
-                live += one.kept
-            most = max(most, live + one.extra[action.kind is not Kind.FORWARD])
-            if action.kind in ENDS_MICRO_BATCH:
-                live -= one.kept - one.result
+            if action.kind is Kind.RECEIVE_FORWARD:
+                came[action._replace(kind=Kind.FORWARD)] = passes[action.stage - 1].sent
+            elif action.kind is Kind.RECEIVE_BACKWARD:
+                came[action._replace(kind=Kind.BACKWARD)] = passes[action.stage + 1].returned
+            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                going[action] = one.sent if action.kind is Kind.SEND_FORWARD else one.returned
+            elif action.kind in _SENT:
+                sent = action._replace(kind=_SENT[action.kind])
+                gone[homes[peer_stage(sent)]].append(going.pop(sent))
+            else:
+                if action.kind is Kind.FORWARD:
+                    came.pop(action, 0)  # it is what the pass keeps of its input
+                    live += one.kept
+                frames = came.total() + going.total() + sum(map(sum, gone.values()))
+                most = max(most, (live + one.extra[_PARTS.index(action.kind)], frames), key=sum)
+                if action.kind in GIVES_INPUT_GRADIENT:
+                    came.pop(action._replace(kind=Kind.BACKWARD), 0)
+                live += self._stays(action) - (one.waiting if action.kind is Kind.WEIGHT else one.kept)
         return most
 
-    def _frames(self, at: int) -> int:
-        """Messages between stages that are kept until they have surely gone, and memory that waits for the next ones."""
-        peers: set[int] = set()
-        ways: dict[tuple[int, Kind], int] = {}
-        largest, homes = 0, self.kinds.stage_ranks
-        for action in add_transfers(self.table)[at] if len(self.table) > 1 else ():
-            if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                peers.add(homes[peer_stage(action)])
-                one = self.kinds.passes[action.stage]
-                largest = max(largest, one.sent if action.kind is Kind.SEND_FORWARD else one.returned)
-            elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
-                ways[homes[peer_stage(action)], action.kind] = RECEIVES_AHEAD
-        return (SENDS_KEPT * len(peers) + sum(ways.values())) * largest
+    def _stays(self, action: Action) -> int:
+        """Bytes of a micro-batch that are kept when an action has ended."""
+        one = self.kinds.passes[action.stage]
+        return {Kind.FORWARD: one.kept, Kind.INPUT: one.waiting}.get(action.kind, one.result)
+
+    def _program(self, at: int) -> Sequence[Action]:
+        """What a pipeline rank does in a step, with its transfers."""
+        program = add_transfers(self.table)[at] if len(self.table) > 1 else self.table[at]
+        return receive_early(program) if self._on_cpu else program
 
     # -- collectives --------------------------------------------------------------------------------------
 
@@ -243,8 +269,8 @@ class Steps:
         times = self.kinds.num_microbatches * self.accumulation
         for stage in stages:
             one = self.kinds.passes[stage]
-            yield from self._gathered(one.forward.calls, rank, "forward", times, what=f"stage {stage}")
-            yield from self._gathered(one.backward.calls, rank, "backward", times, what=f"stage {stage}")
+            yield from self._gathered(one.forward.calls, one.rank, "forward", times, what=f"stage {stage}")
+            yield from self._gathered(one.backward.calls, one.rank, "backward", times, what=f"stage {stage}")
         yield from self._transfers(at, rank)
         calls = [
             call
@@ -253,12 +279,13 @@ class Steps:
         ]
         seconds = self._calls_time(calls)
         exposed = self._exposed(gradients, rank) / seconds if seconds else 0.0
-        yield from self._gathered(calls, rank, "gradients", 1, exposed, "gradients")
+        yield from self._gathered(calls, gradients.rank, "gradients", 1, exposed, "gradients")
         yield from self._after(gradients, rank)
 
     def _after(self, gradients: GradientPlan, rank: int) -> list[Collective]:
         """What follows the gradients: agreement, counts of losses, clipping, parameters of ZeRO."""
-        found = list(self._gathered(gradients.notes, rank, "gradients", 1, what="agreement on gradients"))
+        planned = gradients.rank
+        found = list(self._gathered(gradients.notes, planned, "gradients", 1, what="agreement on gradients"))
         if len(self.table) > 1:
             shared = [Call("broadcast", COUNT_BYTES, self._pipeline_ranks(rank))]
             found += self._gathered(shared, rank, "step", self.accumulation, what="loss of the last stage")
@@ -268,10 +295,12 @@ class Steps:
         carried = gradients.carries_counts and len(self.table) == 1  # in a pipeline they are known when it has ended
         if counted and not one_mean and len(world) > 1 and not carried:
             found += self._gathered([Call("all_reduce", COUNT_BYTES, world)], rank, "step", 1, what="counts of losses")
-        if self._clip is not None and len(world) > 1:
-            norm = Call("all_reduce", 16 * self._slots(self._clip), world)
+        # A loss scaler asks the norm whether all gradients are finite.
+        slots = self._slots(self._clip) if self._clip is not None else int(self._precision.scaler is not None)
+        if slots and len(world) > 1:
+            norm = Call("all_reduce", 16 * slots, world)
             found += self._gathered([norm], rank, "step", 1, what="norm of the gradients")
-        return [*found, *self._gathered(gradients.gathers, rank, "step", 1, what="parameters of the owners")]
+        return [*found, *self._gathered(gradients.gathers, planned, "step", 1, what="parameters of the owners")]
 
     def _slots(self, clip: ClipSettings) -> int:
         """How many norms a step measures."""
@@ -321,7 +350,9 @@ class Steps:
                 group = layout.group_of(mode, rank)
                 if len(group) == len(ranks) and tuple(group) == tuple(sorted(ranks)):
                     return mode.name
-        return "several modes"
+        places = [layout.coordinates(each) for each in ranks]
+        joined = [axis.mode.name for axis in layout.axes if len({place[axis.name] for place in places}) > 1]
+        return " x ".join(joined) or "several modes"
 
     # -- ranks --------------------------------------------------------------------------------------------
 

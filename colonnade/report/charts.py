@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
 from typing import Any, Literal
@@ -46,6 +46,8 @@ def line_chart(
     import pygal
 
     shown = [(one, _drawable(one.points, logarithmic)) for one in series]
+    shown = [(replace(one, kind="dots") if _is_alone(one, points) else one, points) for one, points in shown]
+    series = [one for one, _ in shown]
     values = [value for _, points in shown for _, value in points]
     steps = [at for _, points in shown for at, _ in points]
     if not values:
@@ -93,6 +95,7 @@ def stacked_chart(
         show_minor_x_labels=False,
         truncate_label=-1,
     )
+    chart.y_labels = _value_labels(values for _, values in columns)
     chart.x_labels = labels
     chart.x_labels_major = labels if bars else labels[::every]
     for at, name in enumerate(names):
@@ -109,6 +112,7 @@ def bar_chart(
     series = [Series(name, ()) for name in names]
     options = _options(series, standalone) | {"height": 90 + 34 * len(rows)}
     chart = pygal.HorizontalStackedBar(**options, x_title=x, value_formatter="{:.4g}".format, truncate_label=-1)
+    chart.y_labels = _value_labels(values for _, values in rows)
     chart.x_labels = [label for label, _ in rows]
     for at, name in enumerate(names):
         chart.add(name, [values[at] for _, values in rows])
@@ -144,6 +148,16 @@ def decades(low: float, high: float) -> list[float]:
 
 def _drawable(points: Points, logarithmic: bool) -> Points:
     return [(at, value) for at, value in points if math.isfinite(value) and (value > 0 or not logarithmic)]
+
+
+def _is_alone(one: Series, points: Points) -> bool:
+    """A line of one point would not be seen."""
+    return one.kind == "line" and len(points) == 1
+
+
+def _value_labels(columns: Iterable[Sequence[float]]) -> list[float]:
+    """What stands at the axis of sums: pygal's own labels are as many as fit in height, and lie over each other in width."""
+    return round_numbers(0.0, max(map(sum, columns), default=0.0))
 
 
 def _options(series: Sequence[Series], standalone: bool) -> dict[str, Any]:

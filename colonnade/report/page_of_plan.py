@@ -15,7 +15,7 @@ from colonnade.report.charts import bar_chart
 from colonnade.report.plan_pictures import ledger_svg, mesh_svg, timeline_svg
 from colonnade.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
 
-MEMORY = ("parameters", "gradients", "state", "activations", "communication", "reserved")
+MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
 MOST_ROWS = 60
 _PARTS = 20_000
 """Of a makespan: what a time on the page is rounded to."""
@@ -134,7 +134,9 @@ def _timeline(plan: Values) -> str:
 
 def _memory_chart(plan: Values, standalone: bool = False) -> str:
     kinds = _spread(plan["classes"], 16)
-    unit, name = _unit(max(one["memory"]["total"] for one in kinds))
+    unit, name = _unit(
+        max(one["memory"]["total"] for one in kinds), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+    )
     used = [part for part in MEMORY if any(one["memory"][part] for one in kinds)]
     rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in reversed(kinds)]
     return bar_chart(used, rows, x=name, standalone=standalone)
@@ -145,12 +147,15 @@ def _communication_chart(plan: Values, standalone: bool = False) -> str:
     times: dict[str, list[float]] = {}
     for call in kind["collectives"]:
         spent = times.setdefault(call["mode"], [0.0, 0.0])
-        spent[0] += 1000 * (call["seconds"] - call["exposed"])
-        spent[1] += 1000 * call["exposed"]
+        spent[0] += call["seconds"] - call["exposed"]
+        spent[1] += call["exposed"]
     if not times:
         return '<p class="empty">no rank communicates</p>'
-    rows = sorted(times.items(), key=lambda row: sum(row[1]))
-    return bar_chart(("hidden behind computation", "exposed"), rows, x="ms in a step", standalone=standalone)
+    unit, name = _unit(max(map(sum, times.values())), ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    rows = [
+        (mode, [each / unit for each in spent]) for mode, spent in sorted(times.items(), key=lambda row: sum(row[1]))
+    ]
+    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", standalone=standalone)
 
 
 def _ledger(plan: Values) -> str:
@@ -314,7 +319,6 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
     )
 
 
-def _unit(largest: float) -> tuple[float, str]:
-    return next(
-        ((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if largest >= unit), (1.0, "bytes")
-    )
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The unit of an axis: the largest one that is not above all values."""
+    return next((each for each in units if largest >= each[0]), units[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -12,7 +13,7 @@ from statistics import fmean, median
 from colonnade.comm.phases import PHASES
 from colonnade.report.cells import heat_map
 from colonnade.report.charts import MOST_POINTS, Points, Series, line_chart, stacked_chart, thinned
-from colonnade.report.runs import Run, read_run
+from colonnade.report.runs import RATE, Run, read_run
 from colonnade.report.shell import card, cards, folded, page, seconds, size, table, tiles
 
 MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 40, 90, 120, 200
@@ -40,10 +41,12 @@ def run_page(sources: Sequence[str | Path], refresh: int | None = None) -> str:
 
 
 def _named(runs: list[Run]) -> list[Run]:
-    """Every run under a name of its own."""
-    for run in runs:
-        if sum(other.name == run.name for other in runs) > 1:
-            run.name = f"{run.path.absolute().parent.name}/{run.path.stem}"
+    """Every run under a name of its own: with as much of its path before it as tells it from the others."""
+    for depth in range(2, 32):
+        counts = Counter(run.name for run in runs)
+        for run in (run for run in runs if counts[run.name] > 1):
+            place = run.path.absolute().parent.parts + (() if run.path.stem == "log" else (run.path.stem,))
+            run.name = "/".join(place[-depth:])
     return runs
 
 
@@ -64,20 +67,20 @@ def _heading(run: Run) -> str:
 
 
 def _figures(run: Run) -> str:
-    last, rate = run.steps[-1], _throughput(run)
-    norms, skipped = run.column("grad_norm"), _marked(run, "skipped")
-    figures: list[tuple[str, str] | tuple[str, str, bool]] = [(f"{last['step']:,}", "steps")]
-    if last.get("loss") is not None:
-        figures.append((f"{last['loss']:.4g}", "loss of the last step"))
-    figures += [(f"{value:.4g}", "loss on the test data") for _, value in run.test("Loss")[-1:]]
-    figures.append((f"{median(value for _, value in rate):,.4g}", "samples/s, median"))
-    figures.append((seconds(median(value for _, value in run.column("seconds"))), "a step, median"))
-    if norms:
-        figures.append((f"{len(_marked(run, 'clipped')) / len(run.steps):.0%}", "of steps clipped"))
+    skipped, lost = run.marked("skipped"), run.marked("loss")
+    figures: list[tuple[str, str] | tuple[str, str, bool]] = [(f"{run.last:,}", "steps")]
+    if lost and lost[-1][0] == run.last:
+        figures.append(("not finite", "loss of the last step", True))
+    else:
+        figures += [(f"{value:.3g}", "loss of the last step") for _, value in run.column("loss")[-1:]]
+    figures += [(f"{value:.3g}", "loss on the test data") for _, value in run.test("Loss")[-1:]]
+    figures += [(_rate(run), "samples/s, median"), (_seconds(run), "a step, median")]
+    if norms := run.column("grad_norm"):
+        figures.append((f"{len(run.marked('clipped')) / len(norms):.0%}", "of steps clipped"))
     figures.append((str(len(skipped)), "steps skipped", bool(skipped)))
     figures.append((str(len(run.starts[1:])), "restarts", len(run.starts) > 1))
     figures += [(size(value * 2**20), "peak memory, rank 0") for _, value in run.column("memory")[-1:]]
-    return tiles(figures)
+    return tiles([each for each in figures if each[0]])
 
 
 def _compared(runs: list[Run]) -> str:
@@ -89,13 +92,13 @@ def _compared(runs: list[Run]) -> str:
             [
                 run.name,
                 run.layout(),
-                f"{run.steps[-1]['step']:,}",
+                f"{run.last:,}",
                 "".join(f"{value:.4g}" for _, value in run.column("loss")[-1:]),
-                f"{median(value for _, value in _throughput(run)):,.4g}",
-                seconds(median(value for _, value in run.column("seconds"))),
+                _rate(run),
+                _seconds(run),
                 "".join(memory),
-                str(len(_marked(run, "clipped"))),
-                str(len(_marked(run, "skipped"))),
+                str(len(run.marked("clipped"))),
+                str(len(run.marked("skipped"))),
                 str(len(run.starts[1:])),
             ]
         )
@@ -110,7 +113,7 @@ def _charts(runs: list[Run]) -> list[str]:
         card("Gradient norm, before clipping", _norm_chart(runs, several), "the largest of the steps at a point")
     )
     made.append(card("Learning rate", _each(runs, "lr", "learning rate")))
-    rates = [Series(run.name, thinned(_throughput(run), fmean)) for run in runs]
+    rates = [Series(run.name, thinned(run.column(RATE), fmean)) for run in runs]
     made.append(card("Throughput", line_chart(rates, y="samples/s"), "of all ranks together"))
     note = "on rank 0; communication is what no computation hides, other is hooks, checkpoints and the loop"
     made.append(card("Where the time of a step goes", _time_chart(runs), note))
@@ -139,14 +142,16 @@ def _norm_chart(runs: list[Run], several: bool) -> str:
         )
         if several:
             continue
-        clipped, skipped = _marked(run, "clipped"), _marked(run, "skipped")
+        clipped, skipped = run.marked("clipped"), run.marked("skipped")
         if level := run.facts.get("clip"):
-            series.append(Series(f"clip_grad_norm = {level:g}", [(run.steps[0]["step"], level)], "level", 7))
+            series.append(Series(f"clip_grad_norm = {level:g}", [(run.first, level)], "level", 7))
         if clipped:
             marks = thinned(clipped, max, MOST_MARKS)
-            series.append(Series(f"clipped ({len(clipped)} of {len(run.steps)})", marks, "dots", 4))
+            series.append(Series(f"clipped ({len(clipped)} of {len(run.steps.steps)})", marks, "dots", 4))
         if skipped:
-            series.append(Series(f"skipped ({len(skipped)})", _at_norm(run, skipped), "dots", 1))
+            series.append(
+                Series(f"skipped ({len(skipped)})", thinned(_at_norm(run, skipped), max, MOST_MARKS), "dots", 1)
+            )
     return line_chart(series, y="norm", logarithmic=True)
 
 
@@ -160,7 +165,7 @@ def _time_chart(runs: list[Run]) -> str:
         means = [[1000 * fmean([v for _, v in each[phase]] or [0.0]) for phase in names] for each in columns]
         bars = [(run.name, values) for run, values in zip(runs, means, strict=True)]
         return stacked_chart(names, bars, x="", y="ms in a step, mean", bars=True)
-    steps = [line["step"] for line in runs[0].steps if any(f"time/{phase}" in line for phase in names)]
+    steps = sorted({at for phase in names for at, _ in columns[0][phase]})
     whole = [dict(columns[0][phase]) for phase in names]
     thin = [thinned([(at, 1000 * each.get(at, 0.0)) for at in steps], median, MOST_POINTS // 2) for each in whole]
     parts = [(f"{row[0][0]:,.0f}", [value for _, value in row]) for row in zip(*thin, strict=True)]
@@ -204,7 +209,10 @@ def _events(runs: list[Run]) -> str:
             what = f"resumed on {run.layout()}{again}" if at else "begun"
             found.append((run.name, start["step"], "restart" if at else "start", what))
         found += [(run.name, line["step"], line["level"], line["text"]) for line in run.events]
-        found += [(run.name, int(step), "skipped", "its gradient was not used") for step, _ in _marked(run, "skipped")]
+        found += [(run.name, int(step), "skipped", "its gradient was not used") for step, _ in run.marked("skipped")]
+        found += [(run.name, int(step), "loss", "it was not finite") for step, _ in run.marked("loss")]
+        if run.damaged:
+            found.append((run.name, run.last, "log", f"{run.damaged} of its lines could not be read"))
     found.sort(key=lambda row: (row[0], row[1]))
     rows = [(name, f"{step:,}", kind, text) for name, step, kind, text in found[:MOST_EVENTS]]
     if len(runs) == 1:
@@ -240,13 +248,12 @@ def _held(run: Run) -> str:
     return "; by the layout: " + ", ".join(f"{kind} {size(count)}" for kind, count in held.items()) if held else ""
 
 
-def _throughput(run: Run) -> Points:
-    return [(line["step"], line["samples"] / line["seconds"]) for line in run.steps if line.get("seconds")]
+def _rate(run: Run) -> str:
+    return "".join(f"{median(values):,.4g}" for values in [[value for _, value in run.column(RATE)]] if values)
 
 
-def _marked(run: Run, mark: str) -> Points:
-    """The steps that were clipped, or skipped, with their norms (1 where it was not finite)."""
-    return [(line["step"], line.get("grad_norm") or 1.0) for line in run.steps if line.get(mark)]
+def _seconds(run: Run) -> str:
+    return "".join(seconds(median(values)) for values in [[value for _, value in run.column("seconds")]] if values)
 
 
 def _at_norm(run: Run, marks: Points) -> Points:
@@ -257,5 +264,5 @@ def _at_norm(run: Run, marks: Points) -> Points:
 
 
 def _thinning(runs: list[Run]) -> str:
-    most = max(len(run.steps) for run in runs)
+    most = max(len(run.steps.steps) for run in runs)
     return f"{MOST_POINTS} points, each the mean of its steps" if most > MOST_POINTS else "of all ranks, each step"

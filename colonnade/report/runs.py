@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,33 +14,76 @@ from typing import Any
 from colonnade.errors import ConfigError
 
 Line = dict[str, Any]
+MARKS = ("clipped", "skipped")
+RATE = "samples/s"
+_NEEDED = {
+    "step": (),
+    "train": (),
+    "test": (),
+    "event": ("level", "text"),
+    "run": ("time", "world_size", "device", "parameters", "colonnade", "torch", "ledger", "config"),
+}
+"""What a line of each kind has beside its kind and step."""
+
+
+class Column:
+    """Numbers of steps, in order, in little memory: a log may have a million of them."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+    def cut(self, step: int) -> None:
+        """Forget this step and what follows it."""
+        at = bisect_left(self.steps, step)
+        del self.steps[at:], self.values[at:]
 
 
 @dataclass
 class Run:
-    """Steps, metrics and events of a run in order; `facts` is what it said of itself when it last began."""
+    """Steps, metrics and events of a run in order; `facts` is what it said of itself when it last began.
+
+    `first` and `last` are numbers of steps. `damaged` is how many lines could not be read.
+    """
 
     name: str
     path: Path
     facts: Line = field(default_factory=dict)
     starts: list[Line] = field(default_factory=list)
-    steps: list[Line] = field(default_factory=list)
-    metrics: list[Line] = field(default_factory=list)
+    tests: list[Line] = field(default_factory=list)
     events: list[Line] = field(default_factory=list)
+    columns: dict[str, Column] = field(default_factory=dict)
+    steps: Column = field(default_factory=Column)
+    damaged: int = 0
+
+    @property
+    def first(self) -> int:
+        return self.steps.steps[0]
+
+    @property
+    def last(self) -> int:
+        return self.steps.steps[-1]
 
     def column(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every step that has such a number."""
-        return [(line["step"], float(line[key])) for line in self.steps if line.get(key) is not None]
+        """(step, value) of every step that has such a number, and a finite one."""
+        found = self.columns.get(key, Column())
+        return list(zip(found.steps, found.values, strict=True))
+
+    def marked(self, mark: str) -> list[tuple[float, float]]:
+        """The steps that were "clipped", "skipped", or had a loss that is not finite ("loss"), with their norms: 1 where none
+        is known."""
+        return self.column(f"marked {mark}")
 
     def test(self, key: str) -> list[tuple[float, float]]:
         """The same of evaluations."""
-        found = [line for line in self.metrics if line["kind"] == "test" and line.get(key) is not None]
-        return [(line["step"], float(line[key])) for line in found]
+        return [(line["step"], line[key]) for line in self.tests if _is_number(line.get(key))]
 
     def layers(self) -> list[str]:
         """What has a gradient norm of its own, in the order of their numbers."""
-        names = {name: None for line in self.steps for name in line if name.startswith("grad_norm/")}
-        found = [name.removeprefix("grad_norm/") for name in names]
+        found = [name.removeprefix("grad_norm/") for name in self.columns if name.startswith("grad_norm/")]
         return sorted(found, key=_by_numbers)
 
     def layout(self) -> str:
@@ -45,22 +91,60 @@ class Run:
         sizes = self.facts.get("layout") or {}
         return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "one process"
 
+    def add_step(self, line: Line) -> None:
+        """A step that was made, or made again: then what the log has from it on was lost."""
+        step = line["step"]
+        if self.steps.steps and step <= self.last:
+            for column in (self.steps, *self.columns.values()):
+                column.cut(step)
+        numbers = {
+            key: value for key, value in line.items() if key not in ("kind", "step", "epoch") and _is_number(value)
+        }
+        if numbers.get("seconds") and "samples" in numbers:
+            numbers[RATE] = numbers["samples"] / numbers["seconds"]
+        marks = [mark for mark in MARKS if line.get(mark)] + ["loss"] * ("loss" in line and "loss" not in numbers)
+        numbers |= {f"marked {mark}": numbers.get("grad_norm", 1.0) for mark in marks}
+        self.steps.add(step, 0.0)
+        for key, value in numbers.items():
+            if key not in self.columns:
+                self.columns[key] = Column()
+            self.columns[key].add(step, value)
+
 
 def read_run(source: str | Path) -> Run:
-    """The run of a log, or of the folder it is in."""
+    """The run of a log, or of the folder it is in. Lines that are damaged are left out, and counted."""
     path = find_log(Path(source))
     run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path)
-    homes = {"step": run.steps, "train": run.metrics, "test": run.metrics, "event": run.events, "run": run.starts}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = json.loads(text)
-            homes[line["kind"]].append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # the last line of a run that was killed, or one of somebody else
-    if not run.steps:
+    homes = {"train": [], "test": run.tests, "event": run.events, "run": run.starts}
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            line = _line(text)
+            if line is None:
+                run.damaged += text.endswith("\n")  # the last line of a run that was killed is not worth a word
+            elif line["kind"] == "step":
+                run.add_step(line)
+            else:
+                homes[line["kind"]].append(line)
+    if not run.steps.steps:
         raise ConfigError(f"{path} has no finished step: there is nothing to show. A JsonlHook writes one line a step")
     run.facts = run.starts[-1] if run.starts else {}
     return run
+
+
+def _line(text: str) -> Line | None:
+    """A line that a JsonlHook wrote, whole; else None."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str) or not isinstance(line.get("step"), int):
+        return None
+    needed = _NEEDED.get(line["kind"])
+    return line if needed is not None and all(key in line for key in needed) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def find_log(path: Path) -> Path:

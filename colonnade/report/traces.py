@@ -27,7 +27,7 @@ def merge_traces(folder: str | Path, out: str | Path) -> Path:
     events: list[dict[str, Any]] = []
     met: list[float] | None = None
     for file in files:
-        trace = json.loads(file.read_text(encoding="utf-8"))
+        trace = _read(file)
         found = re.search(r"(\d+)\.json$", file.name)
         rank, facts = int(found[1]) if found else 0, trace.get("colonnade", {})
         base = trace.get("baseTimeNanoseconds", 0) / 1000
@@ -47,6 +47,18 @@ def merge_traces(folder: str | Path, out: str | Path) -> Path:
     else:
         target.write_text(text, encoding="utf-8")
     return target
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        trace = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # cut off, or no text
+        trace = None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ConfigError(
+            f"{file} is no whole trace; was its rank killed while it wrote? Without it the others can be joined"
+        )
+    return trace
 
 
 def _of_rank(events: list[dict[str, Any]], rank: int, place: str, shift: float) -> list[dict[str, Any]]:

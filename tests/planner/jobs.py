@@ -1,4 +1,4 @@
-"""Jobs to plan: models and batches, as a training script has them."""
+"""Jobs to plan: models and batches, as a training script has them. `SIZE` in a config makes them larger."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ from typing import Any
 import torch
 
 import colonnade
+from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import GPT, MoEGPT
+from colonnade.nn.moe import TopKRouter
 from colonnade.planner.job import Job
 
-ROWS, LENGTH, VOCABULARY = 8, 64, 512
+SMALL = dict(rows=8, length=64, vocabulary=512, hidden=64)
 
 
 def gpt(context: ParallelContext) -> Any:
-    return _cut(GPT(VOCABULARY, LENGTH, 64, 4, 4, context=context), context)
+    size = _size(context.config)
+    model = GPT(size["vocabulary"], size["length"], size["hidden"], heads=4, layers=4, context=context)
+    return _cut(model, context)
 
 
 def moe(context: ParallelContext) -> Any:
-    return _cut(MoEGPT(VOCABULARY, LENGTH, 64, 4, 4, 4, router=dict(k=2), context=context), context)
+    return _cut(_moe(context), context)
 
 
-def _cut(model: Any, context: ParallelContext) -> Any:
-    stages = context.pipeline_parallel_size * ((context.config.get("model") or {}).get("num_chunks") or 1)
-    return colonnade.split(model, num_stages=stages) if context.pipeline_parallel_size > 1 else model
+def even(context: ParallelContext) -> Any:
+    """Experts that get equal shares of the tokens, whatever the data are: what a plan assumes."""
+    model = _moe(context)
+    for router in (each for each in model.modules() if isinstance(each, TopKRouter)):
+        router._of_best_groups = _dealt  # type: ignore[method-assign]
+    return _cut(model, context)
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.arange(ROWS * (LENGTH + 1)).view(ROWS, -1) % VOCABULARY
+def batch(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    size = _size(config)
+    tokens = torch.arange(size["rows"] * (size["length"] + 1)).view(size["rows"], -1) % size["vocabulary"]
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -36,4 +44,34 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe))}
+def _size(config: Config) -> dict[str, int]:
+    return {**SMALL, **(config.get("SIZE") or {})}
+
+
+def _moe(context: ParallelContext) -> MoEGPT:
+    size = _size(context.config)
+    return MoEGPT(
+        size["vocabulary"],
+        size["length"],
+        size["hidden"],
+        heads=4,
+        layers=4,
+        experts=4,
+        router=dict(k=2),
+        context=context,
+    )
+
+
+def _dealt(ranking: torch.Tensor) -> torch.Tensor:
+    """Scores by which tokens choose experts (0, 1), (2, 3), (0, 1), and so on."""
+    token, expert = torch.arange(len(ranking)).unsqueeze(1), torch.arange(ranking.size(1))
+    return ranking + (token % 2 == expert // 2)
+
+
+def _cut(model: Any, context: ParallelContext) -> Any:
+    chunks = (context.config.get("model") or {}).get("num_chunks") or 1
+    stages = context.pipeline_parallel_size * chunks
+    return colonnade.split(model, num_stages=stages) if context.pipeline_parallel_size > 1 else model
+
+
+JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))}

@@ -16,7 +16,7 @@ def counted_step(config: dict[str, Any], name: str, timed: int = 0) -> Observed:
     model = job.build(context)
     whole = model.whole if hasattr(model, "whole") else model
     engine, *_ = colonnade.initialize(model, job.optimizer, whole.criterion(), verbose=False)
-    data = job.batch()
+    data = job.batch(context.config)
 
     def step() -> None:
         for _ in range(engine.accumulation):

@@ -19,7 +19,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "data": ("gpt", 2, dict(clip_grad_norm=1.0)),
     "tensor": ("gpt", 4, dict(parallel=dict(tensor=TENSOR), clip_grad_norm=1.0)),
     "pipeline": ("gpt", 4, dict(parallel=dict(pipeline=2), num_microbatches=4, clip_grad_norm=1.0)),
-    "expert": ("moe", 4, dict(parallel=dict(expert=2))),
+    "expert": ("even", 4, dict(parallel=dict(expert=2))),
     "zero 1": ("gpt", 2, dict(zero=1, clip_grad_norm=1.0)),
     "zero 2": ("gpt", 2, dict(zero=2, gradient_accumulation=2)),
     "zero 3": ("gpt", 2, dict(zero=3, clip_grad_norm=1.0, activation_checkpoint="full")),
@@ -34,21 +34,33 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         ),
     ),
 }
+MORE: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "zero 3, accumulated": ("gpt", 2, dict(zero=3, gradient_accumulation=2, bf16=True)),
+    "fp16": ("gpt", 2, dict(fp16=True)),
+    "sequence": ("gpt", 2, dict(parallel=dict(sequence=2))),
+    "2d": ("gpt", 4, dict(parallel=dict(tensor=dict(size=4, mode="2d")))),
+    "zb-v": (
+        "gpt",
+        2,
+        dict(parallel=dict(pipeline=2), schedule=dict(type="ZBV", num_microbatches=4), model=dict(num_chunks=2)),
+    ),
+}
+"""What else could go wrong by itself."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in ("pipeline",) else pytest.mark.long) for n in LAYOUTS]
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("pipeline",) else pytest.mark.long) for n in [*LAYOUTS, *MORE]],
 )
 def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
-    job, ranks, settings = LAYOUTS[name]
+    job, ranks, settings = {**LAYOUTS, **MORE}[name]
     config = {**settings, "sync": BY_GROUP}
     made = plan(load_config(config), ranks, _on_cpu(), JOBS[job])
     real = run_world(ranks, counted_step, config, job, backend=None, timeout=100).values
     for one in made.classes:
         found = real[one.rank]
-        if job == "gpt":  # how many tokens an expert gets is a matter of data
-            assert planned_calls(one) == found.calls
-        assert one.memory.total == pytest.approx(found.memory, rel=0.06)
+        assert planned_calls(one) == found.calls
+        assert one.memory.total == pytest.approx(found.memory, rel=0.03)
 
 
 def _on_cpu() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import torch
 from torch import nn
 
+import colonnade
 from colonnade.config import load_config
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ConfigError
+from colonnade.models import GPT
+from colonnade.planner import clock
 from colonnade.planner.clock import Clock, known_hardware, load_hardware
 from colonnade.planner.job import Job
 from colonnade.planner.plan import plan
-from tests.planner.jobs import JOBS, batch
+from tests.planner.jobs import JOBS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parallelism"
 LAYOUT = dict(
@@ -67,10 +72,13 @@ def test_a_world_of_many_ranks_costs_what_its_kinds_cost() -> None:
         ("interleaved_1f1b", 2, lambda p, m, v: (p - 1) / (v * m + p - 1)),
         ("breadth_first", 2, lambda p, m, v: (p - 1) / (v * m + p - 1)),
         ("interleaved_zero_bubble", 1, lambda p, m, v: (p - 1) / (3 * m + p - 1)),
+        ("interleaved_1f1b", 3, lambda p, m, v: (p - 1) / (v * m + p - 1)),
+        ("interleaved_zero_bubble", 2, lambda p, m, v: (p - 1) / (3 * 2 * m + p - 1)),
         ("zb_v", None, lambda p, m, v: (p - 1) / (3 * 2 * m + p - 1)),
+        ("dualpipe_v", None, lambda p, m, v: (p - 1) / (3 * 2 * m + p - 1)),
     ],
 )
-@pytest.mark.parametrize(("ranks", "passes"), [(2, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize(("ranks", "passes"), [(2, 4), (4, 8), (8, 16), (4, 12), (8, 32)])
 def test_bubbles_are_those_of_the_closed_forms(
     order: str, chunks: int | None, bubble: Any, ranks: int, passes: int
 ) -> None:
@@ -109,6 +117,21 @@ def test_equal_blocks_are_run_once_or_twice_and_counted_all(monkeypatch: pytest.
     assert one.work[0].flops == other.work[0].flops
     assert sorted(map(repr, one.collectives)) == sorted(map(repr, other.collectives))
     assert short.totals.step_seconds == pytest.approx(whole.totals.step_seconds)
+
+
+def test_stages_that_are_run_once_have_each_their_own_sums_and_groups() -> None:
+    def build(context: ParallelContext) -> Any:
+        return colonnade.split(GPT(512, 64, 64, 4, 12, context=context), num_stages=6)
+
+    config = dict(parallel=dict(pipeline=6, tensor=dict(size=2, mode="1d")), num_microbatches=6)
+    found = plan(load_config(config), 24, load_hardware("h100"), Job(build, JOBS["gpt"].batch))
+    (norm,) = [line for line in found.ledger if line.parameters == "blocks.*.first_norm.weight"]
+    assert (norm.mode, norm.ranks, norm.stages) == ("DATA", 2, tuple(range(6)))
+    assert norm.elements == 64 * norm.count < 64 * 4  # of one rank
+    for one in found.classes:
+        assert {call.mode for call in one.collectives if call.when == "forward"} == {"TENSOR"}
+        tied = {"DATA x PIPELINE"} if one in (found.classes[0], found.classes[-1]) else set()
+        assert {call.mode for call in one.collectives if call.what == "gradients"} == {"DATA", *tied}
 
 
 def test_a_mode_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,16 +194,39 @@ def test_hardware_files(tmp_path: Path) -> None:
         load_hardware(str(file))
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('memory = "80 GB"', "memory = '80 GB': a number that is not negative"),
+        ("memory = nan", "memory = nan: a number that is not negative"),
+        ("devices_per_node = 0", "devices_per_node = 0: a number above 0"),
+        ("node_bandwidth = 0", "node_bandwidth = 0: a number above 0"),
+        ("network_latency = -1", "network_latency = -1: a number that is not negative"),
+        ("overlap = 3", "overlap = 3: a part of the time"),
+        ('device = "tpu"', 'device = \'tpu\': "cpu" or "cuda"'),
+        ("name = 3", "name = 3: a text, in quotes"),
+        ("bfloat16 = 0", "matmul_flops.bfloat16 = 0: a number above 0"),
+    ],
+)
+def test_a_wrong_value_of_a_hardware_file_is_named(tmp_path: Path, line: str, said: str) -> None:
+    key = line.partition(" =")[0]
+    given = Path(clock.__file__).parent / "hardware" / "h100.toml"
+    file = tmp_path / "mine.toml"
+    file.write_text(re.sub(rf"(?m)^{key} = .*$", line, given.read_text()))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_hardware(str(file))
+
+
 def test_the_clock_takes_a_ring_for_large_messages_and_a_tree_for_small_ones() -> None:
     machine = load_hardware("h100")
-    clock = Clock(machine)
+    times = Clock(machine)
     ring = 2 * 7 * machine.node_latency + 2 * 7 / 8 * 1e9 / machine.node_bandwidth
-    assert clock.collective("all_reduce", 10**9, range(8)) == pytest.approx(ring)
+    assert times.collective("all_reduce", 10**9, range(8)) == pytest.approx(ring)
     tree = 2 * 3 * machine.node_latency + 2 * 8 / machine.node_bandwidth
-    assert clock.collective("all_reduce", 8, range(8)) == pytest.approx(tree)
-    assert clock.link(range(8)) == "node"
-    assert clock.link((7, 8)) == "network"
-    assert clock.collective("all_reduce", 8, (3,)) == 0.0
+    assert times.collective("all_reduce", 8, range(8)) == pytest.approx(tree)
+    assert times.link(range(8)) == "node"
+    assert times.link((7, 8)) == "network"
+    assert times.collective("all_reduce", 8, (3,)) == 0.0
 
 
 def test_a_plan_is_made_beside_a_joined_world() -> None:
@@ -200,5 +246,4 @@ def _one_process() -> nn.Module:
     from colonnade.context import ParallelContext
 
     context = ParallelContext()
-    assert batch()[0].shape == (8, 64)
     return JOBS["moe"].build(context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from tests.report.plans import groups_of_a_hundred_thousand
 
 pytestmark = pytest.mark.long
 
+OVERLAPS = """[...document.querySelectorAll('.pygal-chart .axis')].flatMap(axis => {
+  const boxes = [...axis.querySelectorAll('text')].filter(each => each.textContent).map(each => [each.textContent, each.getBoundingClientRect()]);
+  return boxes.flatMap(([name, one], at) => boxes.slice(at + 1).filter(([, other]) =>
+    one.left < other.right - 1 && other.left < one.right - 1 && one.top < other.bottom - 2 && other.top < one.bottom - 2).map(([other]) => name + ' / ' + other));
+})"""
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -35,9 +41,14 @@ def pages(tmp_path_factory, planned) -> dict[str, str]:
     logs = [write_log(folder / "first", 300, more), write_log(folder / "second", 200)]
     write_run_page(logs[:1], folder / "run.html")
     write_run_page(logs, folder / "runs.html")
+    write_run_page([write_log(folder / "short", 1)], folder / "short.html")
     (folder / "plan.html").write_text(plan_page(planned[0]))
+    slow = deepcopy(planned[0])  # on machines a million times as slow
+    for call in (call for one in slow["classes"] for call in one["collectives"]):
+        call["seconds"], call["exposed"] = 1e6 * call["seconds"], 1e6 * call["exposed"]
+    (folder / "slow.html").write_text(plan_page(slow))
     (folder / "large.html").write_text(plan_page(groups_of_a_hundred_thousand()))
-    return {name: (folder / f"{name}.html").as_uri() for name in ("run", "runs", "plan", "large")}
+    return {name: (folder / f"{name}.html").as_uri() for name in ("run", "runs", "short", "plan", "slow", "large")}
 
 
 @pytest.fixture
@@ -67,7 +78,7 @@ def open_page(browser, pages):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["run", "runs", "plan", "large"])
+@pytest.mark.parametrize("name", ["run", "runs", "short", "plan", "slow", "large"])
 def test_it_opens_and_nothing_is_wider_than_the_screen(open_page, name, width, scheme):
     page = open_page(name, width, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -82,10 +93,29 @@ def test_it_opens_and_nothing_is_wider_than_the_screen(open_page, name, width, s
         ".map(each => parseFloat(getComputedStyle(each).fontSize) * each.ownerSVGElement.getBoundingClientRect().width / 560)"
     )
     assert all(size > 8 for size in small)  # pixels that a label is high
+    assert page.evaluate(OVERLAPS) == []  # labels of an axis
+    cut = page.evaluate(
+        "[...document.querySelectorAll('.tile b')].filter(each => each.getClientRects()[0].height > 40).length"
+    )
+    assert cut == 0  # figures on two lines
     back, ink = page.evaluate(
         "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
     )
     assert (_light(back) > _light(ink)) == (scheme == "light")
+
+
+def test_a_chart_of_one_value_shows_it(open_page):
+    page = open_page("short")
+    for title in ("Loss", "Learning rate", "Throughput", "Memory"):
+        dots = page.locator(".card", has=page.get_by_role("heading", name=title)).locator(".series circle")
+        assert dots.first.evaluate("each => getComputedStyle(each).opacity") == "1"
+
+
+def test_names_of_series_are_printed(open_page):
+    page = open_page("run")
+    page.emulate_media(media="print")
+    assert page.get_by_text("communication", exact=True).is_visible()
+    assert not page.get_by_text("light / dark").is_visible()
 
 
 def test_pointing_at_a_chart_tells_the_value_and_a_name_hides_its_series(open_page):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -48,6 +51,71 @@ def test_where_the_time_goes_and_the_layers_are_drawn(tmp_path):
 
 def test_a_long_run_is_a_small_page(tmp_path):
     assert len(run_page([write_log(tmp_path, steps=20_000)])) < 1_000_000
+
+
+@pytest.mark.long
+def test_a_run_of_a_million_steps_is_read_in_little_memory(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with log.open("w") as file:
+        for number in range(1, 1_000_001):
+            values = f'"loss": {1 / number}, "lr": 0.001, "grad_norm": 0.5, "samples": 8, "seconds": 0.5, "time/forward": 0.2'
+            file.write(f'{{"kind": "step", "step": {number}, "epoch": 0, {values}}}\n')
+    script = "import sys, resource; from colonnade.report import run_page; print(len(run_page(sys.argv[1:])));"
+    script += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    done = subprocess.run([sys.executable, "-c", script, str(log)], capture_output=True, text=True, check=True)
+    page, kilobytes = map(int, done.stdout.split())
+    assert page < 500_000
+    assert kilobytes < 1_000_000
+
+
+DAMAGED = [
+    '{"kind": "step", "step": 2, "epoch": 0, "loss": NaN, "grad_norm": Infinity, "samples": 8, "seconds": 0}',
+    '{"kind": "step", "step": "three"}',
+    '{"kind": "step", "step": 4, "loss": "high"}',
+    '{"kind": "event", "step": 4}',
+    '{"kind": "run", "step": 4}',
+    '{"kind": ["step"], "step": 5}',
+    "[1, 2]",
+    "\xff\x00 no text",
+]
+
+
+def test_damaged_lines_are_left_out_and_said(tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(
+        "\n".join([*DAMAGED, json.dumps(step(5))]).encode("latin-1") + b'\n{"kind": "st'
+    )
+    text = run_page([tmp_path])
+    assert "6 of its lines could not be read" in text
+    assert "it was not finite" in text
+    assert ">5</b><span>steps" in text
+    assert not re.search(r"\bnan\b|\binf\b", text)
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_said_first(tmp_path):
+    text = run_page([write_log(tmp_path, 5, [step(6, loss=None)])])
+    assert '<div class="tile bad"><b>not finite</b><span>loss of the last step' in text
+
+
+def test_steps_that_were_made_again_count_once(tmp_path):
+    text = run_page([write_log(tmp_path, 20, [step(number, loss=7.5) for number in range(11, 16)])])
+    assert "clipped (2 of 15)" in text  # steps 3 and 13
+    assert ">7.5</b><span>loss of the last step" in text
+
+
+def test_names_are_text_and_no_markup(tmp_path):
+    bad = '<img src=x onerror="alert(1)">'
+    line = step(41, **{f"grad_norm/{bad}": 1.0})
+    event = {"kind": "event", "step": 41, "epoch": 0, "level": bad, "text": bad, "time": 1.7e9}
+    facts = {**FACTS, "config": {bad: bad}, "layout": {bad: 2}, "device": bad}
+    text = run_page(
+        [write_log(tmp_path / "<img src=x>", 40, [{"kind": "run", "step": 40, "epoch": 0, **facts}, line, event])]
+    )
+    assert "<img" not in text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    logs = [write_log(tmp_path / place / "mine", 3) for place in ("left", "right")]
+    assert "<h1>Runs: left/mine, right/mine</h1>" in run_page(logs)
 
 
 def test_several_runs_stand_beside_each_other(tmp_path):

@@ -40,6 +40,14 @@ def test_clocks_that_differ_are_put_right(tmp_path):
     assert len({event["id"] for event in merged["traceEvents"] if event["name"] == "arrow"}) == 2
 
 
+@pytest.mark.parametrize("text", ['{"traceEvents": [', "[]", "{}"])
+def test_a_trace_that_is_not_whole_is_named(tmp_path, text):
+    write_trace(tmp_path, 0, 0.0)
+    (tmp_path / "trace-rank-00001.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"trace-rank-00001\.json is no whole trace"):
+        merge_traces(tmp_path, tmp_path / "all.json")
+
+
 def test_a_folder_without_traces_is_said(tmp_path):
     with pytest.raises(ConfigError, match="ProfilerHook"):
         merge_traces(tmp_path, tmp_path / "all.json")

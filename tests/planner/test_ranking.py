@@ -1,0 +1,62 @@
+"""Step times of eight layouts on this machine: is their order the planned one? `python -m tests.planner.test_ranking` shows both."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import pytest
+
+from colonnade.config import load_config
+from colonnade.planner.measure import measure_machine
+from colonnade.planner.plan import plan
+from colonnade.testing import run_world
+from tests.planner.jobs import JOBS
+from tests.planner.real import counted_step
+from tests.planner.test_against_run import BY_GROUP, LAYOUTS
+
+SIZE = dict(hidden=256, length=128, vocabulary=2048)
+"""Large enough that a step computes, and does not only call."""
+ROUNDS, STEPS = 3, 5
+
+
+def planned_and_measured() -> dict[str, tuple[float, float]]:
+    """(planned, measured) seconds of a step of each layout. Layouts take turns; of the rounds the fastest counts, as others use
+    this machine too."""
+    machine = measure_machine(4)
+    configs = {name: {**settings, "sync": BY_GROUP, "SIZE": SIZE} for name, (_, _, settings) in LAYOUTS.items()}
+    planned, measured = {}, {name: float("inf") for name in LAYOUTS}
+    for name, (job, ranks, _) in LAYOUTS.items():
+        planned[name] = plan(load_config(configs[name]), ranks, machine, JOBS[job]).totals.step_seconds
+    for _ in range(ROUNDS):
+        for name, (job, ranks, _) in LAYOUTS.items():
+            real = run_world(ranks, counted_step, configs[name], job, STEPS, backend=None, timeout=200).values
+            measured[name] = min(measured[name], max(one.seconds for one in real))
+    return {name: (planned[name], measured[name]) for name in LAYOUTS}
+
+
+def in_order(times: dict[str, tuple[float, float]]) -> int:
+    """How many layouts stand in the planned order: the most that can be left with no two the other way round."""
+    tops: list[float] = []  # of the ways so far, the smallest last time of each length
+    for _, measured in sorted(times.values()):
+        at = bisect_left(tops, measured)
+        tops[at : at + 1] = [measured]
+    return len(tops)
+
+
+def test_the_order_that_is_left_when_some_are_taken_out() -> None:
+    assert in_order({"a": (1, 10), "b": (2, 20), "c": (3, 30)}) == 3
+    assert in_order({"a": (1, 30), "b": (2, 10), "c": (3, 20)}) == 2
+    assert in_order({"a": (1, 30), "b": (2, 20), "c": (3, 10)}) == 1
+
+
+@pytest.mark.long
+def test_seven_of_eight_step_times_are_in_the_planned_order() -> None:
+    times = planned_and_measured()
+    assert in_order(times) >= 7, times
+
+
+if __name__ == "__main__":
+    found = planned_and_measured()
+    for name, (before, after) in sorted(found.items(), key=lambda each: each[1]):
+        print(f"{name:12s} planned {1e3 * before:7.1f} ms, measured {1e3 * after:7.1f} ms, {before / after:.2f}")
+    print(f"{in_order(found)} of {len(found)} in the planned order")
