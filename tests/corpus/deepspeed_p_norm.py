@@ -3,6 +3,8 @@
 Shows as: with norm_type = 3 a norm that is none.
 """
 
+from dataclasses import replace
+
 from tests.corpus.runner import NORM, Bug, Run, squares
 
 BUG = Bug(
@@ -14,5 +16,13 @@ BUG = Bug(
 
 
 def plant(run: Run) -> None:
-    run.config["clip_grad_norm"] = NORM
-    run.measure_by(lambda engine: squares(engine).pow(1 / 3))
+    def measure(engine):
+        decide = engine._stepper._decide
+
+        def decided(policy):
+            decision, norm = decide(policy), squares(engine).pow(1 / 3)
+            return replace(decision, norm=norm, divisor=(norm / NORM).clamp(min=1.0).expand_as(decision.divisor))
+
+        engine._stepper._decide = decided
+
+    run.after.append(measure)

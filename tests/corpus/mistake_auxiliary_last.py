@@ -16,11 +16,12 @@ BUG = Bug(
 
 
 def plant(run: Run) -> None:
-    class Last(WithAuxiliary):
-        calls = 0
+    engines = []
 
+    class Last(WithAuxiliary):
         def forward(self, out, auxiliary, label):
-            self.calls += 1
-            return super().forward(out, scaled_gradient(auxiliary, float(self.calls % 3 == 0)), label)
+            is_last = engines[0]._passes == 2
+            return super().forward(out, scaled_gradient(auxiliary, float(is_last)), label)
 
     run.criterion = lambda context: Last()
+    run.after.append(engines.append)

@@ -19,7 +19,7 @@ def plant(run: Run) -> None:
 
     def reduce(name, gradient, context):
         with torch.no_grad():
-            gradient += 0.01 * weights[name]
+            gradient += 0.01 * weights.get(name, 0.0)
         mean_over(gradient, ParallelMode.DATA, context)
 
     run.after.append(hold)

@@ -1,11 +1,7 @@
-"""Invented: the learning rate is multiplied by the number of ranks, which the batch size was to make up for.
+"""Invented: the step multiplies the learning rate by the number of ranks, which the batch size was to make up for.
 
 Shows as: right gradients, steps that are too long.
 """
-
-from functools import partial
-
-import torch
 
 from tests.corpus.runner import Bug, Run
 
@@ -13,10 +9,16 @@ BUG = Bug("invented: scaled rate", "the learning rate is multiplied by the numbe
 
 
 def plant(run: Run) -> None:
-    run.optimizer = partial(torch.optim.SGD, lr=0.1)
+    def longer(engine):
+        step, ranks = engine._stepper.step, engine.context.data_parallel_size
 
-    def faster(engine):
-        for group in engine.optimizer.param_groups:
-            group["lr"] *= engine.context.data_parallel_size
+        def stepped():
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= ranks
+            step()
+            for group in engine.optimizer.param_groups:
+                group["lr"] /= ranks
 
-    run.after.append(faster)
+        engine._stepper.step = stepped
+
+    run.after.append(longer)
