@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.errors import ParityError
 from colonnade.verification.assemble import assemble, dropped_by, mean_of, whole_shapes, whole_tensors
 from colonnade.verification.diagnosis import diagnose
-from colonnade.verification.job import JOINED, MASKS, REFERENCE, START, VARIABLE, Part
+from colonnade.verification.job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, Part
 from colonnade.verification.joined import join, shares
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Spread, Truth, norm_of
@@ -218,6 +218,8 @@ def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) 
     """For the script alone: the weights that the ranks started from, their batches, joined, and what they dropped."""
     torch.save(whole_tensors(records, {}), folder / START)
     torch.save(dropped_by(records, off), folder / MASKS)
+    dtype = getattr(torch, records[0].about["dtype"])
+    torch.save(([step.options for step in records[0].steps], dtype), folder / OPTIONS)
     _join(records, folder / JOINED.format(share=""), None)
 
 

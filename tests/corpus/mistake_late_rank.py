@@ -20,3 +20,4 @@ def plant(run: Run) -> None:
         mean_over(gradient, ParallelMode.DATA, context)
 
     run.reduce_by(reduce)
+    run.after.append(lambda engine: kept.clear())
