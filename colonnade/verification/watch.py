@@ -25,18 +25,19 @@ from colonnade.verification.record import Record, Recorder, TensorNote, Tracked
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
-def watch(model: nn.Module, optimizer: Any, batches: Any = None) -> tuple[Any, Any, Any]:
+def watch(model: Any, optimizer: Any, batches: Any = None) -> tuple[Any, Any, Any]:
     """Let `colonnade verify` see a script of plain torch: its model (wrapped, sharded or split as it will be trained), its
     optimizer and the batches of this rank. Returns the three, to be used in their place.
 
-    Ranks that are given the same batches share one; others see distinct data. Anywhere but under `colonnade verify` it
-    returns what it was given.
+    Ranks that are given the same batches share one; others see distinct data. A script with an engine hands over only batches
+    that it uses outside of that: `watch(engine, None, batches)`. Anywhere but under `colonnade verify` it returns what it was given.
     """
     stage = current_stage()
-    if stage is None or stage.recorder is not None:
+    if stage is None:
         return model, optimizer, batches
-    stage.take(PlainRecorder(model, optimizer, stage), model, plain_name)
-    stage.begin()
+    if stage.recorder is None:
+        stage.take(PlainRecorder(model, optimizer, stage), model, plain_name)
+        stage.begin()
     return model, optimizer, None if batches is None else Batches(batches, stage)
 
 
