@@ -100,12 +100,13 @@ class _Diagnosis:
         if not broken:
             return []
         row = broken[0]
-        where = f"the {row.quantity} {row.name}"
+        where = "the norm" if row.name == NORM else f"the {row.quantity} {row.name}"
         if row.detail:
             sentence = f"{where} is not finite in one process either: it is the model or the data, not the parallelism."
         else:
-            sentence = f"{where} is the first that is not finite, on ranks {short_ranks(row.ranks)}"
-            sentence += f"{self._raw_source(row)}; look at what these ranks are fed there."
+            sentence = (
+                f"{where} is the first that is not finite, on ranks {short_ranks(row.ranks)}{self._raw_source(row)}."
+            )
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
     def _raw_source(self, row: Row) -> str:
@@ -117,13 +118,13 @@ class _Diagnosis:
             for part in some
             if not bool(part.value.isfinite().all())
         ]
-        if not bad:
-            return (
-                ""
-                if gradient is None or not gradient.raw
-                else ", though no rank's own gradient has it: the reduction makes it"
-            )
-        return f", and comes from rank {bad[0][0]} in micro-batch {bad[0][1]}"
+        if bad:
+            return f", and comes from rank {bad[0][0]} in micro-batch {bad[0][1]}; look at what it is fed there"
+        if gradient is not None and gradient.raw:
+            return ", though no rank's own gradient has it; look at its reduction, and what is done to it afterwards"
+        if row.quantity in (NORM, NORMS):
+            return ", though all gradients are; look at the dtype in which powers are summed, and at divisions by zero"
+        return "; look at what these ranks are fed there"
 
     def _at_start(self) -> list[Finding]:
         rows = self.rows_of(WEIGHTS_AT_START)
@@ -266,7 +267,7 @@ class _Diagnosis:
             best = self._best(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
             what = f"is {row.detail}: it {best.what}" if best else f"is {row.detail}, and no hypothesis fits"
             where = best.where if best else "which elements count in it, how often, and over which ranks it is summed"
-            sentence = f"the norm ({row.name}) {what}; look at {where}."
+            sentence = f"the norm{'' if row.name == NORM else f' of {row.name}'} {what}; look at {where}."
             found.append(
                 Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)
             )
@@ -366,7 +367,8 @@ class _Diagnosis:
     def _ledger(self, name: str, claim: Claim | None) -> str:
         info = self.evidence.parameters.get(name)
         if info is None or not info.ledger:
-            return ""
+            has_one = info is not None and any(other.ledger for other in self.evidence.parameters.values())
+            return " (ledger: no sum of it is planned)" if has_one else ""
         modes = claim.modes if claim is not None else ()
         line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
         return f" (ledger: {line})"

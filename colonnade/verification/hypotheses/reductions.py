@@ -268,7 +268,7 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
         return Claim("summed-not-averaged", what, f"who sums it over {' and '.join(extra)}", modes=tuple(extra))
     if extra:
         what = f"is the sum over {' and '.join(modes)}, but {owed} is owed"
-        where = f"the group that is given to the sum of {'these' if missing else 'them'}"
+        where = "the group that its sum is given"
         return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
@@ -290,7 +290,7 @@ def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
         yield Claim(
             "tied-copy-missed" if tied else "partial-gradient",
             what,
-            f"who owes the sum over {mode}",
+            f"its placement, which should say that a sum over {mode} is owed, or the layer that should make that sum",
             None,
             (mode,),
             residual,
