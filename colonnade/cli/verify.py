@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,6 +31,9 @@ def verify(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
     dtype: Annotated[str, typer.Option(help="fp64, or own: what the script itself computes in.")] = "fp64",
     dropout: Annotated[str, typer.Option(help="own: one process drops what the ranks drop. 0: nothing drops.")] = "own",
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds in which the script must come to its last step.")
+    ] = 1800.0,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module.")] = False,
     model: Annotated[
         str | None, typer.Option(help="SCRIPT is a config: MODULE:FUNCTION or FILE.py:FUNCTION makes the model.")
@@ -54,6 +59,7 @@ def verify(
     mistake was noticed, by this command and by the tests where some are given.
     """
     options = {**context.params, **_written_after(context)}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends what it has started
     try:
         report = _report(**options)
     except ParityError as error:

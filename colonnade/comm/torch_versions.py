@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -211,6 +211,18 @@ def refresh_shards(module: Any) -> None:
     for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
+
+
+def leave_out_mixed_precision(model: torch.nn.Module) -> bool:
+    """Let modules that FSDP2 has wrapped, and not run yet, compute in the dtype of their weights; whether any did not."""
+    found, modules = False, cast(Any, model).modules()
+    for module in modules:
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        policy = getattr(state, "_mp_policy", None)  # the object that its parameters read when they first run
+        for key in ("param_dtype", "reduce_dtype", "output_dtype") if policy is not None else ():
+            found = found or getattr(policy, key) is not None
+            object.__setattr__(policy, key, None)
+    return found
 
 
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward)

@@ -85,7 +85,7 @@ def gather_evidence(
             code="C100",
         )
     _refuse_a_begun_optimizer(engine)
-    resting = [name for name, one in engine.model.named_modules() if engine.model.training and not one.training]
+    resting = {name: engine.model.training and not one.training for name, one in engine.model.named_modules()}
     off = _cannot_agree(engine, reference, criterion, chosen[0][0], resting) if dropout else None
     record, given = _recorded(engine, chosen, off, resting)
     everyone = gather_to_first((record, given), engine.context)
@@ -111,11 +111,11 @@ def _refuse_a_begun_optimizer(engine: Engine) -> None:
 
 
 def _recorded(
-    engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, resting: Sequence[str]
+    engine: Engine, batches: Sequence[Sequence[Any]], off: Mapping[str, str] | None, resting: Mapping[str, bool]
 ) -> tuple[Record, Any]:
     """Run the steps; what was noted, and what went in, taken apart. `off`: where nothing is dropped; None: nowhere.
 
-    `resting`: modules that are in evaluation mode while the others train.
+    `resting`: which modules are in evaluation mode while the others train.
     """
     given = []
     dropping = Nothing() if off is None else Noting(off)
@@ -139,7 +139,9 @@ def _recorded(
     return recorder.record, given
 
 
-def _cannot_agree(engine: Engine, reference: Any, criterion: Any, batch: Any, resting: Sequence[str]) -> dict[str, str]:
+def _cannot_agree(
+    engine: Engine, reference: Any, criterion: Any, batch: Any, resting: Mapping[str, bool]
+) -> dict[str, str]:
     """The modules whose dropout one process cannot do the same, and why: found by forward passes that change nothing.
 
     The first of them in each pass: what comes after it differs because of it.
@@ -253,7 +255,7 @@ def _one_process(
         lambda model: same_optimizer(engine.optimizer, merged_groups(records), model),
         limit_of(engine, records, names),
         engine._precision.dtype,
-        [name for record in records for name in record.about["resting"]],
+        {name: rests for record in reversed(records) for name, rests in record.about["resting"].items()},
         dropping,
     )
     return one, _wide(engine, whole_tensors(records, names)), names

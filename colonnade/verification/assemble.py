@@ -85,7 +85,12 @@ def assemble(
         norm_type=about["norm_type"],
         notes=list(
             dict.fromkeys(
-                [*(note for record in records for note in record.notes), *notes, *_not_stepped(records, names)]
+                [
+                    *(note for record in records for note in record.notes),
+                    *notes,
+                    *_not_stepped(records, names),
+                    *_unlike_modes(records),
+                ]
             )
         ),
         masks_apart=masks_apart or {},
@@ -108,6 +113,19 @@ def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
     return [
         f"warning: no group of the optimizer has {listed(left[:5])}{more}: the gradient is compared, and nobody steps on it. "
         f"If that is meant, freeze it: requires_grad_(False)"
+    ]
+
+
+def _unlike_modes(records: Sequence[Record]) -> list[str]:
+    """A warning of modules that train on some ranks and are in evaluation mode on others."""
+    rests: dict[str, dict[bool, int]] = {}
+    for record in records:
+        for name, value in record.about.get("resting", {}).items():
+            rests.setdefault(name, {}).setdefault(value, record.rank)
+    return [
+        f"warning: {name or 'the model'} is in evaluation mode on rank {ranks[True]} and trains on rank {ranks[False]}"
+        for name, ranks in rests.items()
+        if len(ranks) > 1
     ]
 
 

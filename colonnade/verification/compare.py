@@ -193,5 +193,7 @@ def _number(quantity: str, name: str, at: int, truth: float, found: Mapping[int,
     errors = {rank: in_units(abs(value - truth), allowed) for rank, value in found.items()}
     worst = max(errors.values(), default=0.0)
     wrong = tuple(rank for rank, error in errors.items() if error > 1)
-    detail = f"{', '.join(f'{value:.6g}' for value in sorted({found[rank] for rank in wrong})[:4])}, not {truth:.6g}"
+    shown = sorted({found[rank] for rank in wrong})[:4]
+    digits = next((n for n in (6, 9, 12) if all(f"{value:.{n}g}" != f"{truth:.{n}g}" for value in shown)), 17)
+    detail = f"{', '.join(f'{value:.{digits}g}' for value in shown)}, not {truth:.{digits}g}"
     return Row(quantity, name, at, "differs" if wrong else "equal", worst, allowed, wrong, detail if wrong else "")

@@ -28,6 +28,7 @@ from colonnade.verification.compare import (
 from colonnade.verification.evidence import Compared, Evidence, StepEvidence
 from colonnade.verification.hypotheses import (  # noqa: F401
     clipping,
+    each_rank,
     mixtures,
     norms,
     passes,
@@ -99,12 +100,13 @@ class _Diagnosis:
         if not broken:
             return []
         row = broken[0]
-        where = f"the {row.quantity} {row.name}"
+        where = "the norm" if row.name == NORM else f"the {row.quantity} {row.name}"
         if row.detail:
             sentence = f"{where} is not finite in one process either: it is the model or the data, not the parallelism."
         else:
-            sentence = f"{where} is the first that is not finite, on ranks {short_ranks(row.ranks)}"
-            sentence += f"{self._raw_source(row)}; look at what these ranks are fed there."
+            sentence = (
+                f"{where} is the first that is not finite, on ranks {short_ranks(row.ranks)}{self._raw_source(row)}."
+            )
         return [Finding("not-finite", (row.name,), row.step, sentence)]
 
     def _raw_source(self, row: Row) -> str:
@@ -116,13 +118,13 @@ class _Diagnosis:
             for part in some
             if not bool(part.value.isfinite().all())
         ]
-        if not bad:
-            return (
-                ""
-                if gradient is None or not gradient.raw
-                else ", though no rank's own gradient has it: the reduction makes it"
-            )
-        return f", and comes from rank {bad[0][0]} in micro-batch {bad[0][1]}"
+        if bad:
+            return f", and comes from rank {bad[0][0]} in micro-batch {bad[0][1]}; look at what it is fed there"
+        if gradient is not None and gradient.raw:
+            return ", though no rank's own gradient has it; look at its reduction, and what is done to it afterwards"
+        if row.quantity in (NORM, NORMS):
+            return ", though all gradients are; look at the dtype in which powers are summed, and at divisions by zero"
+        return "; look at what these ranks are fed there"
 
     def _at_start(self) -> list[Finding]:
         rows = self.rows_of(WEIGHTS_AT_START)
@@ -202,17 +204,20 @@ class _Diagnosis:
         alive = {name for name, one in self.step.gradients.items() if bool(one.total.truth.any())}
         scale = raw_scale(self.evidence, self.groups, self.step, wrong)
         healthy = frozenset(alive - wrong)
-        tested = {row.name: self._tested(self._gradient_case(row, healthy, scale)) for row in self._to_test(rows)}
+        tested = {
+            row.name: self._tested(self._gradient_case(row, healthy, scale), "gradient") for row in self._to_test(rows)
+        }
         alike = {self._kind(name): some for name, some in tested.items()}
         named = {row.name: tested.get(row.name, alike.get(self._kind(row.name), [])) for row in rows}
         return self._group(named, self.at, "the gradient of", "", rows)
 
-    def _tested(self, case: GradientCase) -> list[Claim]:
+    def _tested(self, case: Case, *kinds: str) -> list[Claim]:
         """What explains all of it; or, where a part of its elements is right, what explains the others."""
-        found = claims("gradient", case)
+        found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
-            inside = claims("gradient", case.within(elements)) if elements is not None else []
+            part = case.within(elements) if elements is not None else None
+            inside = [] if part is None else [claim for kind in kinds for claim in claims(kind, part)]
             some = [replace(claim, what=f"in a part of its elements {claim.what}") for claim in inside]
             found = [claim for claim in some if claim.rank < _SURE] or found or some
         return found
@@ -262,7 +267,7 @@ class _Diagnosis:
             best = self._best(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
             what = f"is {row.detail}: it {best.what}" if best else f"is {row.detail}, and no hypothesis fits"
             where = best.where if best else "which elements count in it, how often, and over which ranks it is summed"
-            sentence = f"the norm ({row.name}) {what}; look at {where}."
+            sentence = f"the norm{'' if row.name == NORM else f' of {row.name}'} {what}; look at {where}."
             found.append(
                 Finding(best.cause if best else "unknown", (), self.at, sentence, best.factor if best else None)
             )
@@ -287,8 +292,7 @@ class _Diagnosis:
         for row in rows:
             before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
             old = before[row.name].truth if row.name in before else None
-            case = self._case(self.step.weights[row.name], row, old)
-            named[row.name] = [*claims("tensor", case), *claims("weights", case)]
+            named[row.name] = self._tested(self._case(self.step.weights[row.name], row, old), "tensor", "weights")
         return self._group(named, self.at, "the weight", "optimizer-differs", rows)
 
     def _buffers(self) -> list[Finding]:
@@ -333,14 +337,17 @@ class _Diagnosis:
 
     def _rivals(self, best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
         """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
-        common = {
-            claim.cause: claim
+        common = [
+            claim
             for claim in left[names[0]]
             if (claim.rank, claim.doubt) == (best.rank, best.doubt)
-            and claim.cause != best.cause
             and all(any(other.key == claim.key for other in left[name]) for name in names)
-        }
-        return "".join(f", or {claim.cause} (it {claim.what})" for claim in common.values())
+        ]
+        alike = {" and ".join(claim.modes): claim for claim in common if claim.cause == best.cause and claim.factor}
+        same = [modes for modes, claim in alike.items() if claim.factor == best.factor and claim.modes != best.modes]
+        others = {claim.cause: claim for claim in common if claim.cause != best.cause}
+        told = f" (or of {' or '.join(same)}, which the numbers cannot tell from it)" if same else ""
+        return told + "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
 
     def _unexplained(
         self, names: tuple[str, ...], step: int | None, thing: str, cause: str, rows: Sequence[Row]
@@ -348,15 +355,20 @@ class _Diagnosis:
         worst = max((row for row in rows if row.name in names), key=lambda row: row.error)
         sentence = (
             f"{thing} {_listed(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
-            f"hypothesis fits; look at {names[-1]} first, which the backward pass reaches before the others"
-            f"{self._ledger(names[-1], None)}."
+            f"hypothesis fits; {self._first_look(names, thing)}{self._ledger(names[-1], None)}."
         )
         return Finding(cause or "unknown", names, step, sentence)
+
+    def _first_look(self, names: Sequence[str], thing: str) -> str:
+        if "gradient" in thing:
+            return f"look at {names[-1]} first, which the backward pass reaches before the others"
+        return f"look at what writes {_listed(names)}, and what ranks should tell each other for it"
 
     def _ledger(self, name: str, claim: Claim | None) -> str:
         info = self.evidence.parameters.get(name)
         if info is None or not info.ledger:
-            return ""
+            has_one = info is not None and any(other.ledger for other in self.evidence.parameters.values())
+            return " (ledger: no sum of it is planned)" if has_one else ""
         modes = claim.modes if claim is not None else ()
         line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
         return f" (ledger: {line})"

@@ -32,16 +32,17 @@ from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.engine_record import EngineRecorder
+from colonnade.verification.fed import Criterion, Loaded
 from colonnade.verification.joined import on_cpu
 from colonnade.verification.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.verification.mutation.mistakes import plant
+from colonnade.verification.record import options_of
 from colonnade.verification.reference import canonical_names, load, moved_by_an_ulp
 
 VARIABLE = "COLONNADE_VERIFY"
-JOINED, START, MASKS, REFERENCE = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt"
+JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
-_LOADED = 64  # batches of each loader that are kept
 _FROM_GRAPH = "from the graph"
 
 
@@ -89,10 +90,16 @@ def taking_part(part: Part) -> Iterator[None]:
         stack.enter_context(stage.dropping)
         stack.enter_context(_replaced(ParallelContext, "load_config", stage.load_config))
         stack.enter_context(_replaced(build, "initialize", stage.initialize))
+        if part.dtype == "fp64":
+            stack.enter_context(_replaced(torch.amp.GradScaler, "__init__", stage.without_scaler))
         stack.enter_context(_replaced(DataLoader, "__iter__", stage.fed_loader))
         stack.enter_context(_replaced(CheckpointManager, "__init__", _only_reads))
-        stack.enter_context(_replaced(CheckpointManager, "save", _does_nothing))
-        yield
+        stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
+        try:
+            yield
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
         stage.end_of_script()
 
 
@@ -122,6 +129,8 @@ class Stage:
         self.recorder: Any = None
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
+        self._optimizer: Any = None
+        self._options, self._ulp = torch.load(self.folder / OPTIONS, weights_only=False) if part.alone else ([], None)
         self._loaders: dict[int, int] = {}
         self._begun = False
         self._fed_by_schedule = False
@@ -156,7 +165,7 @@ class Stage:
 
     def fed_loader(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Labels may go from a loader past the engine, into a loss of the script's own."""
-        return lambda loader: _Loaded(
+        return lambda loader: Loaded(
             own(loader), f"loader{self._loaders.setdefault(id(loader), len(self._loaders))}", self
         )
 
@@ -212,9 +221,10 @@ class Stage:
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
         self.take(EngineRecorder(engine, self.dropping), engine.model)
+        self._optimizer = engine.optimizer
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:
-            engine._criterion = _Criterion(engine._criterion, self)
+            engine._criterion = Criterion(engine._criterion, self)
         schedule: Any = engine.schedule
         schedule.load_batch = self._fed_load(schedule.load_batch)
         for name, method in (("execute_schedule", engine.execute_schedule), ("step", engine.step)):
@@ -229,6 +239,7 @@ class Stage:
                     return method(*args, **kwargs)
                 finally:
                     self._fed_by_schedule = False
+            self.before_step(self._optimizer)
             with torch._C.DisableTorchFunction():  # a step is ours, and knows its dtypes
                 stepped = method(*args, **kwargs)
             if stepped:
@@ -289,6 +300,30 @@ class Stage:
             return moved_by_an_ulp(joined, self._noise, self._ulp).to(own.device)
         return own
 
+    def before_step(self, optimizer: Any) -> None:
+        """Note what the optimizer is told to step with; alone, tell it what the ranks were: a rate may grow with their number."""
+        mine, done = options_of(optimizer), len(self.recorder.record.steps)
+        self.recorder.recorder.note_options(mine)
+        theirs = self._options[done] if done < len(self._options) else []
+        for group, own, given in zip(optimizer.param_groups, mine, theirs, strict=False):
+            for key in [key for key in given if key in own and own[key] != given[key]]:
+                group[key] = group[key].fill_(given[key]) if isinstance(group[key], Tensor) else given[key]
+                if not any(note.startswith(f"{key} of the optimizer") for note in self.notes):
+                    self.notes.append(
+                        f"{key} of the optimizer is {given[key]:g} on the ranks and {own[key]:g} in the script as one "
+                        f"process, as it depends on the number of ranks: both were stepped with that of the ranks"
+                    )
+
+    def without_scaler(self, own: Callable[..., None]) -> Callable[..., None]:
+        """In fp64 no loss needs a scale, and torch's own cannot take one."""
+
+        def make(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("enabled", True):
+                self.notes.append("GradScaler was turned off: both runs are in fp64 (--dtype own keeps it)")
+            own(scaler, *args[:5], **{**kwargs, "enabled": False})
+
+        return make
+
     def end_of_step(self) -> None:
         done = len(self.recorder.record.steps)
         if done >= self.part.steps:
@@ -304,7 +339,9 @@ class Stage:
                 "the script took no step that could be looked at: it builds its engine by colonnade.initialize and calls "
                 "engine.step(), or hands its model to colonnade.watch(model, optimizer, batches)",
                 code="C100",
-            )
+            ) from None
+        done = len(self.recorder.record.steps)
+        self.notes.append(f"{done} of {self.part.steps} steps were compared: the script took no more")
         self.finish()
 
     def finish(self) -> NoReturn:
@@ -325,46 +362,10 @@ class Stage:
         sys.stderr.flush()
         os._exit(0)
 
-    @property
-    def _ulp(self) -> torch.dtype | None:
-        return getattr(torch, self.recorder.record.about.get("dtype", ""), None)
-
     def _load(self, weights: dict[str, Tensor]) -> None:
         assert self._model is not None
         with torch._C.DisableTorchFunction():
             load(self._model, weights, self._noise, in_place=True, rename=self._rename, ulp=self._ulp)
-
-
-class _Loaded:
-    """Batches of a loader; alone, those of all ranks, as far as the ranks took any."""
-
-    def __init__(self, own: Iterator[Any], key: str, stage: Stage) -> None:
-        self._own, self._key, self._stage = own, key, stage
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return self._stage.through(self._key, next(self._own), most=_LOADED)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
-class _Criterion:
-    """The user's criterion, which is given the labels of all ranks where it is given those of one."""
-
-    def __init__(self, own: Any, stage: Stage) -> None:
-        self._own, self._stage = own, stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage = self._stage
-        if torch.is_grad_enabled() and stage._begun and not stage._fed_by_schedule:
-            args, kwargs = stage.through("criterion", (args, kwargs))
-        return self._own(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
 
 def _size_one(value: Any) -> Any:
@@ -384,10 +385,6 @@ def _without_graph(leaf: Any) -> Any:
 def _only_reads(own: Callable[..., None]) -> Callable[..., None]:
     """A run that is looked at writes no checkpoints, and waits for none who does."""
     return lambda *args, **kwargs: own(*args, **{**kwargs, "read_only": True})
-
-
-def _does_nothing(own: Callable[..., None]) -> Callable[..., None]:
-    return lambda *args, **kwargs: None
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Dropping(TorchFunctionMode):
         """The modules in which something was to be dropped and was not."""
         self.share: int | None = None
         """Which share of the batches is being run; None: all of them."""
+        self.on_backward: Callable[..., None] = lambda *args, **kwargs: None
+        """Told of each backward pass, with what that is given."""
         self._inside: list[str] = []
 
     def begin_step(self, step: int, share: int | None = None) -> None:
@@ -93,6 +95,7 @@ class Dropping(TorchFunctionMode):
         if func is _ATTENTION and (kwargs.get("dropout_p") or args[4:5]):
             return self._attention(*args, **kwargs)
         if func in BACKWARD:
+            self.on_backward(*args, **kwargs)
             return backward_inside(self, func, args, kwargs)
         if func is F.multi_head_attention_forward:  # which calls both, where no mode sees it
             with _replaced("dropout", self, _DROPOUT), _replaced("scaled_dot_product_attention", self, _ATTENTION):

@@ -13,7 +13,7 @@ def colonnade_verify() -> Callable[..., Any]:
     """A function of a script: `colonnade_verify("train.py", nproc=4)` fails the test unless it equals one process.
 
     Further arguments: `arguments` of the script, `steps`, `dtype` ("fp64" or "own"), `dropout` (False: nothing is
-    dropped), `is_module`. Returns the report; with check=False also of a run that differs.
+    dropped), `is_module`, `timeout` in seconds. Returns the report; with check=False also of a run that differs.
     """
 
     def verify(

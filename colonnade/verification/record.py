@@ -23,6 +23,9 @@ from colonnade.verification.masks import Dropping, Masks, Nothing, Noting
 Loss = tuple[float, float | None]
 """(mean, what it is a mean over; None for a plain mean)"""
 
+Options = list[dict[str, float]]
+"""The numbers of each parameter group: learning rate, decay."""
+
 RAW_BYTES = 1 << 30
 """Gradients of single passes are kept up to this size in all, the first steps' first."""
 ACTIVATION_BYTES = 64 << 20
@@ -89,6 +92,8 @@ class StepRecord:
     """Activations of modules that ran once more in the backward pass."""
     masks: Masks = field(default_factory=dict)
     """What dropout kept."""
+    options: Options = field(default_factory=list)
+    """What the optimizer stepped with."""
 
 
 @dataclass
@@ -131,6 +136,7 @@ class Recorder:
         self._fired: dict[str, int] = {}
         self._room, self._seen_room = RAW_BYTES, ACTIVATION_BYTES
         self._step = StepRecord()
+        self._coarsest: torch.dtype | None = None
         self.note_start()
         self._watch_gradients()
         self._watch_modules(model)
@@ -158,6 +164,9 @@ class Recorder:
             value = copied(piece.value)
             found.setdefault(one.name, []).append(Piece(value if factor == 1.0 else value * factor, piece.positions))
 
+    def note_options(self, options: Options) -> None:
+        self._step.options = options
+
     def passes(self) -> list[dict[int, Tensor]]:
         """By parameter: the passes of this step so far."""
         return list(self._step.raw.values())
@@ -180,6 +189,11 @@ class Recorder:
         step.norm, step.norms, step.divisors = norm, dict(norms or {}), dict(divisors or {})
         for one in self.tracked:
             (step.weights if one.is_parameter else step.buffers)[one.name] = copied(local_part(one.tensor))
+        if (
+            self._coarsest is not None and "dtype" in self.record.about
+        ):  # autocast computes in another than the weights'
+            own = getattr(torch, self.record.about["dtype"])
+            self.record.about["dtype"] = str(coarser(self._coarsest, own)).removeprefix("torch.")
         if isinstance(self.dropping, Noting):
             step.masks = self.dropping.masks
         self.record.steps.append(step)
@@ -217,6 +231,7 @@ class Recorder:
         value = first_tensor(output)
         if value is None or not torch.is_grad_enabled() or name in into:
             return
+        self._coarsest = coarser(self._coarsest, value.dtype)
         size = value.numel() * value.element_size()
         if size <= self._seen_room:
             self._seen_room -= size
@@ -232,6 +247,20 @@ class Recorder:
 
 def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
+
+
+def coarser(one: torch.dtype | None, other: torch.dtype) -> torch.dtype:
+    """The one that rounds more."""
+    return other if one is None or torch.finfo(other).eps > torch.finfo(one).eps else one
+
+
+def options_of(optimizer: Any) -> Options:
+    def is_number(value: Any) -> bool:
+        return (isinstance(value, (int, float)) and not isinstance(value, bool)) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        )
+
+    return [{key: float(value) for key, value in group.items() if is_number(value)} for group in optimizer.param_groups]
 
 
 def first_tensor(output: Any) -> Tensor | None:

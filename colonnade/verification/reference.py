@@ -85,8 +85,8 @@ class OneProcess:
     limit: Limit | None = None
     dtype: torch.dtype | None = None
     """What the forward pass computes in, where that is not the dtype of the weights (autocast): whose ulp it is."""
-    resting: Sequence[str] = ()
-    """Modules that are in evaluation mode while the others train."""
+    resting: Mapping[str, bool] = field(default_factory=dict)
+    """Which modules are in evaluation mode while the others train."""
     dropping: Dropping = field(default_factory=Nothing)
 
     def run(
@@ -196,10 +196,10 @@ class OneProcess:
         truth.buffers = {name: copied(buffer) for name, buffer in self.model.named_buffers()}
 
 
-def rest(model: nn.Module, names: Sequence[str]) -> None:
+def rest(model: nn.Module, resting: Mapping[str, bool]) -> None:
     """Put these modules of a model in training into evaluation mode, each by itself."""
     for name, module in model.named_modules():
-        if name in names:
+        if resting.get(name):
             module.training = False
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,15 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from colonnade.errors import ParityError
 from colonnade.verification.assemble import assemble, dropped_by, mean_of, whole_shapes, whole_tensors
 from colonnade.verification.diagnosis import diagnose
-from colonnade.verification.job import JOINED, MASKS, REFERENCE, START, VARIABLE, Part
-from colonnade.verification.joined import join, shares
+from colonnade.verification.job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, Part
+from colonnade.verification.joined import all_same, join, shares
+from colonnade.verification.processes import Running, running
 from colonnade.verification.record import Record
 from colonnade.verification.reference import Spread, Truth, norm_of
 from colonnade.verification.report import Report
 from colonnade.verification.watch import with_layout
 
 PERTURBED_RUNS = 2
-_SHOWN = 4000
+TIMEOUT = 1800.0
 
 
 class ScriptError(ParityError):
@@ -50,6 +51,8 @@ class Script:
     """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
     called: str = ""
     """What messages call it, if not by its target."""
+    timeout: float = TIMEOUT
+    """Seconds in which it must come to its last step, on its ranks and as one process."""
 
     def __str__(self) -> str:
         return self.called or self.target
@@ -146,18 +149,19 @@ def on_ranks(script: Script, folder: Path) -> list[Record]:
     environment = _environment(part.write(folder / "ranks.json"))
     command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
     command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
-    log = folder / "ranks.log"
-    with log.open("wb") as into:
-        status = subprocess.run(command, env=environment, stdout=into, stderr=subprocess.STDOUT, check=False).returncode
+    with running({folder / "ranks.log": (command, environment)}) as (job,):
+        status = job.wait(time.monotonic() + script.timeout)
+        if status is None:
+            raise _late(script, job, f"on {script.nproc} ranks")
     files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
     if status != 0 or not all(file.exists() for file in files):
-        raise ScriptError(f"{script} failed on {script.nproc} ranks (exit status {status}):\n{_end_of(log)}")
+        raise ScriptError(f"{script} failed on {script.nproc} ranks (exit status {status}):\n{job.said()}")
     return with_layout([torch.load(file, weights_only=False) for file in files])
 
 
 def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
     """The script as one process, several of them at once."""
-    running = []
+    commands: dict[Path, tuple[list[str], dict[str, str]]] = {}
     for part in parts:
         name = part.result.removesuffix(".pt")
         environment = _environment(part.write(folder / f"{name}.json"))
@@ -176,23 +180,28 @@ def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
             script.target,
             *script.arguments,
         ]
-        log = folder / f"{name}.log"
-        with log.open("wb") as into:
-            running.append((part, log, subprocess.Popen(command, env=environment, stdout=into, stderr=into)))
-    found = []
-    for part, log, process in running:
-        status = process.wait()
-        file = folder / part.result
-        if status != 0 or not file.exists():
-            for _, _, other in running:
-                other.kill()
-                other.wait()
-            raise ScriptError(
-                f"{script} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
-                f"batches of all ranks joined (exit status {status}):\n{_end_of(log)}"
-            )
-        found.append(torch.load(file, weights_only=False))
+        commands[folder / f"{name}.log"] = command, environment
+    found, until = [], time.monotonic() + script.timeout
+    with running(commands) as processes:
+        for part, process in zip(parts, processes, strict=True):
+            status, file = process.wait(until), folder / part.result
+            if status is None:
+                raise _late(script, process, "as one process")
+            if status != 0 or not file.exists():
+                raise ScriptError(
+                    f"{script} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
+                    f"batches of all ranks joined (exit status {status}). Batches that it uses outside its engine, in a loss of its "
+                    f"own, must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.said()}"
+                )
+            found.append(torch.load(file, weights_only=False))
     return found
+
+
+def _late(script: Script, process: Running, how: str) -> ScriptError:
+    return ScriptError(
+        f"{script} did not come to the end of step {script.steps} {how} within {script.timeout:g} seconds, and was ended; "
+        f"give it more (--timeout) if it only is slow. What it said last, and where it stood:\n{process.said()}"
+    )
 
 
 def _environment(part: Path) -> dict[str, str]:
@@ -207,10 +216,6 @@ def _free_port() -> int:
         return int(held.getsockname()[1])
 
 
-def _end_of(log: Path) -> str:
-    return log.read_bytes()[-_SHOWN:].decode("utf-8", "replace").strip()
-
-
 # -- what the ranks were given ------------------------------------------------------------------------------
 
 
@@ -218,6 +223,8 @@ def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) 
     """For the script alone: the weights that the ranks started from, their batches, joined, and what they dropped."""
     torch.save(whole_tensors(records, {}), folder / START)
     torch.save(dropped_by(records, off), folder / MASKS)
+    dtype = getattr(torch, records[0].about["dtype"])
+    torch.save(([step.options for step in records[0].steps], dtype), folder / OPTIONS)
     _join(records, folder / JOINED.format(share=""), None)
 
 
@@ -280,7 +287,19 @@ def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], a
             spread.widen(step, _truth(other, at))
     start = {names.get(name, name): value for name, value in truth.start.items()}
     masks = truth.about["replays"].apart
-    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), truth.notes, masks))
+    notes = [*truth.notes, *_repeated(records)]
+    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), notes, masks))
+
+
+def _repeated(records: Sequence[Record]) -> list[str]:
+    """A warning where ranks that are to see distinct data were all given the same."""
+    given = records[0].about["given"]
+    parts = [_shares_of(records, key, at) for key in given for at in range(len(given[key])) if key != "criterion"]
+    if not parts or len(parts[0]) < 2 or not all(all_same(some) for some in parts):
+        return []
+    return [
+        "warning: all data ranks were given the same batches, so they do the same work; is a DistributedSampler missing?"
+    ]
 
 
 def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:

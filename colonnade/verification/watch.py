@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.checkpoint.plan.tensors import offset_in_dtensor
+from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
 from colonnade.verification.engine_record import groups_of
+from colonnade.verification.fed import Batches
 from colonnade.verification.job import Stage, current_stage
 from colonnade.verification.joined import Axis, all_same
 from colonnade.verification.record import Record, Recorder, TensorNote, Tracked
@@ -23,19 +25,20 @@ from colonnade.verification.record import Record, Recorder, TensorNote, Tracked
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
 
-def watch(model: nn.Module, optimizer: Any, batches: Any = None) -> tuple[Any, Any, Any]:
+def watch(model: Any, optimizer: Any, batches: Any = None) -> tuple[Any, Any, Any]:
     """Let `colonnade verify` see a script of plain torch: its model (wrapped, sharded or split as it will be trained), its
     optimizer and the batches of this rank. Returns the three, to be used in their place.
 
-    Ranks that are given the same batches share one; others see distinct data. Anywhere but under `colonnade verify` it
-    returns what it was given.
+    Ranks that are given the same batches share one; others see distinct data. A script with an engine hands over only batches
+    that it uses outside of that: `watch(engine, None, batches)`. Anywhere but under `colonnade verify` it returns what it was given.
     """
     stage = current_stage()
-    if stage is None or stage.recorder is not None:
+    if stage is None:
         return model, optimizer, batches
-    stage.take(PlainRecorder(model, optimizer, stage), model, plain_name)
-    stage.begin()
-    return model, optimizer, None if batches is None else _Fed(batches, stage)
+    if stage.recorder is None:
+        stage.take(PlainRecorder(model, optimizer, stage), model, plain_name)
+        stage.begin()
+    return model, optimizer, None if batches is None else Batches(batches, stage)
 
 
 def plain_name(name: str) -> str:
@@ -53,6 +56,8 @@ class PlainRecorder:
         self._limit: tuple[float, float] | None = None
         if stage.part.dtype == "fp64":
             _make_double(model)
+            if leave_out_mixed_precision(model):
+                stage.notes.append("mixed precision of FSDP was left out: both runs are in fp64 (--dtype own keeps it)")
         self.tracked = _tracked(model)
         self.recorder = Recorder(model, self.tracked, rank, rename=plain_name, by_count=True, dropping=stage.dropping)
         self.record = self.recorder.record
@@ -73,15 +78,14 @@ class PlainRecorder:
         optimizer.register_step_post_hook(lambda *_: self._after_step())
         for module in (nn.utils, nn.utils.clip_grad):
             module.clip_grad_norm_ = self._clipping(module.clip_grad_norm_)  # type: ignore[attr-defined]
-        Tensor.backward = self._backward(Tensor.backward)  # type: ignore[method-assign]
+        stage.dropping.on_backward = self._note_loss
 
-    def _backward(self, own: Callable[..., None]) -> Callable[..., None]:
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-            if tensor.numel() == 1:
-                self.recorder.note_loss((float(local_part(tensor.detach())), None))
-            own(tensor, *args, **kwargs)
-
-        return backward
+    def _note_loss(self, tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Of a backward pass that begins at one number."""
+        some = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = [gradients, kwargs.get("gradient"), kwargs.get("grad_tensors")]
+        if len(some) == 1 and some[0].numel() == 1 and all(one is None for one in given):
+            self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
     def _clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Before it clips, gradients are final; what it returns is their norm."""
@@ -97,6 +101,7 @@ class PlainRecorder:
         return clip_grad_norm_
 
     def _before_step(self) -> None:
+        self._stage.before_step(self._optimizer)
         self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
 
     def _after_step(self) -> None:
@@ -111,23 +116,6 @@ class PlainRecorder:
         self.recorder.note_step(self._norm)
         self._norm = self._limit = None
         self._stage.end_of_step()
-
-
-class _Fed:
-    """The user's batches, which go past the stage; all else is theirs."""
-
-    def __init__(self, own: Any, stage: Stage) -> None:
-        self._own, self._stage = own, stage
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._own:
-            yield self._stage.through("batch", batch)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
 
 def _tracked(model: nn.Module) -> list[Tracked]:

@@ -45,3 +45,22 @@ def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
     done = verify("--nproc", "1", str(LOOP), "fail")
     assert done.code == 2
     assert "this script fails by itself" in done.err
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "said"),
+    [
+        ("hang", "5", "did not come to the end of step 2 on 1 ranks within 5 seconds"),
+        ("early", "300", "the script took no step that could be looked at"),
+    ],
+)
+def test_a_script_that_comes_to_no_step_is_2(verify, how: str, seconds: str, said: str) -> None:
+    done = verify("--nproc", "1", "--timeout", seconds, str(LOOP), how)
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_a_script_that_leaves_early_is_compared_as_far_as_it_came(verify) -> None:
+    done = verify("--nproc", "1", str(LOOP), "short")
+    assert done.code == 0, done.err
+    assert "1 of 2 steps were compared: the script took no more" in done.out

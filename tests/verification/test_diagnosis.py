@@ -119,12 +119,58 @@ def largest_of_ranks(world, value, name, at, rank):
     return torch.stack([world.raw_sum(name, at, other) for other in world.group("DATA", rank)]).amax(0)
 
 
+def each_rank(change):
+    """A mean of what `change` makes of each rank's own gradient."""
+
+    def plant(world, value, name, at, rank):
+        others = world.group("DATA", rank)
+        return torch.stack([change(world.raw_sum(name, at, other)) for other in others]).sum(0) / world.data
+
+    return plant
+
+
+def larger_half(own):
+    return own * (own.abs() >= own.abs().median())
+
+
+def in_eight_bits(own):
+    return (own * 127 / own.abs().max()).round() * own.abs().max() / 127
+
+
+def late_rank_1(world, value, name, at, rank):
+    return value + (world.raw_sum(name, at - 1, 1) - world.raw_sum(name, at, 1)) / world.data if at else value
+
+
+def some_of_the_weight(world, value, name, at, rank):
+    return value + 0.01 * world.cut(name, rank, world.start[name]) if at == 0 else value
+
+
+def share_of_rank_1_twice(world, value, name, at, one, rank):
+    return 2 * value if world.place(rank)[0] == 1 else value
+
+
+def clipped_after_each_pass(world, value, name, at, rank):
+    total = 0
+    for other in world.group("DATA", rank):
+        kept = dict.fromkeys(world.parameters, 0.0)
+        for number in range(world.accumulation):
+            kept = {one: kept[one] + world.raw(one, at, number, other) for one in kept}
+            share = world.coefficient(sqrt(sum(float(one.norm()) ** 2 for one in kept.values())))
+            kept = {one: part * share for one, part in kept.items()}
+        total = total + kept[name] / world.data
+    return total
+
+
 def of_its_neighbour(world, value, name, at, rank):
     return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
 
 
 def in_half(world, value, name, **_):
     return value.to(torch.bfloat16).double() if name == "down.weight" else value
+
+
+def end_not_moved(world, value, before, **_):
+    return torch.cat([value.flatten()[:-1], before.flatten()[-1:]]).view(value.shape)
 
 
 def sine(world, value, name, **_):
@@ -240,10 +286,22 @@ PLANTED = {
         (World(4, 1), {"total": without_the_next}),
         (World(2, 1), {"total": end_not_reduced}),
     ],
-    "wrong-operation": [(World(2, 1), {"total": largest_of_ranks})],
+    "wrong-operation": [
+        (World(2, 1), {"total": largest_of_ranks}),
+        (World(4, 1), {"total": each_rank(torch.sign)}),
+    ],
+    "weights-in-gradient": [(World(2, 1), {"total": some_of_the_weight})],
     "gradients-exchanged": [(World(2, 1), {"total": of_its_neighbour})],
-    "rounded": [(World(2, 1), {"total": in_half}), (World(2, 1, max_norm=1.0), {"norm": rounded_norm})],
-    "backward-differs": [(World(2, 1), {"raw": sine})],
+    "rounded": [
+        (World(2, 1), {"total": in_half}),
+        (World(2, 1, max_norm=1.0), {"norm": rounded_norm}),
+        (World(2, 1), {"total": each_rank(in_eight_bits)}),
+    ],
+    "backward-differs": [
+        (World(2, 1), {"raw": sine}),
+        (World(2, 1), {"raw": times(0.3, ["down.weight"])}),
+        (World(2, 1), {"raw": times(-1, ["down.weight", "up.bias"])}),
+    ],
     "partial-gradient": [(World(2, 2), {"total": over(("DATA",), ["norm.weight"])})],
     "tied-copy-missed": [(World(2, 1, 2), {"total": over(("DATA",), ["embed.weight"])})],
     "reduced-over-other-mode": [(World(2, 4), {"total": sum_over_tensor_instead})],
@@ -267,10 +325,18 @@ PLANTED = {
         (World(2, 1), {"total": step_before}),
         (World(2, 1), {"total": not_cleared}),
         (World(2, 1), {"total": one_step_late}),
+        (World(2, 1), {"total": late_rank_1}),
     ],
-    "missing-gradient": [(World(2, 1), {"total": times(0, ["up.bias"])})],
+    "missing-gradient": [
+        (World(2, 1), {"total": times(0, ["up.bias"])}),
+        (World(3, 1), {"total": each_rank(larger_half)}),
+    ],
     "not-finite": [(World(2, 1, accumulation=2), {"raw": nan_on_rank_1})],
-    "clipped-before-reduced": [(World(2, 1, max_norm=1.0), {"total": own_clip_first})],
+    "clipped-before-reduced": [
+        (World(2, 1, max_norm=1.0), {"total": own_clip_first}),
+        (World(3, 1), {"total": each_rank(lambda own: own.clamp(-0.3, 0.3))}),
+        (World(2, 1, accumulation=3, max_norm=1.0), {"total": clipped_after_each_pass}),
+    ],
     "norm-counts-replicas": [
         (World(2, 1, max_norm=1.0), {"norm": norm_over("DATA")}),
         (World(2, 2, max_norm=1.0), {"norm": norm_over("TENSOR")}),
@@ -296,7 +362,8 @@ PLANTED = {
     ],
     "not-clipped": [(World(2, 1, max_norm=1.0), {"clipped": lambda world, value, total, **_: total})],
     "not-updated": [
-        (World(2, 1), {"weights": lambda w, value, name, before, **_: before if name == "up.weight" else value})
+        (World(2, 1), {"weights": end_not_moved}),
+        (World(2, 1), {"weights": lambda w, value, name, before, **_: before if name == "up.weight" else value}),
     ],
     "optimizer-differs": [
         (World(2, 1), {"weights": lambda w, value, name, before, **_: before + 3 * (value - before)}),

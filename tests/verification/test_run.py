@@ -51,6 +51,19 @@ def test_plain_torch_is_equal(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["fp64", "own"])
+@pytest.mark.parametrize("kind", ["", "mixed"])
+def test_what_users_do_is_no_mistake(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    report = verify_script(Script(str(SCRIPTS / "users.py"), (kind,) if kind else (), dtype=dtype))
+    assert report.ok, str(report)
+    told = " ".join(report.notes)
+    assert "lr of the optimizer is 0.1 on the ranks and 0.05" in told
+    left = "mixed precision of FSDP was left out" if kind else "GradScaler was turned off"
+    assert (left in told) == (dtype == "fp64")
+
+
+@pytest.mark.long
 def test_sums_of_plain_torch_that_are_not_divided_are_found() -> None:
     report = verify_script(Script(str(SCRIPTS / "plain.py"), ("undivided",)))
     assert report.causes[0] == "summed-not-averaged", str(report)

@@ -112,6 +112,19 @@ class Case:
             worst = max(worst, in_units(left, allowed) if isfinite(left) else inf)
         return worst if self.wrong else inf
 
+    def moved_to(self, whole: Tensor) -> Candidate:
+        """Another whole tensor of the same shape, where a rank's elements lie."""
+
+        def candidate(part: Part) -> Tensor | None:
+            return at_positions(whole, part.positions) if whole.numel() == self.compared.truth.numel() else None
+
+        return candidate
+
+    def within(self, elements: Tensor) -> Case:
+        """The same case as if the tensor had these elements only."""
+        before = None if self.before is None else flat(self.before)[elements]
+        return replace(self, compared=_within(self.compared, elements), before=before)
+
     def fit(self, candidate: Candidate) -> tuple[float, float] | None:
         """The factor by which the wrong parts are the candidate (least squares), and how exactly it is known."""
         above, below = 0.0, 0.0
@@ -199,7 +212,6 @@ class GradientCase(Case):
         """The same case as if the parameter had these elements only."""
         gradient = replace(
             self.gradient,
-            total=_within(self.gradient.total, elements),
             raw=[
                 [part for one in some if (part := _part_within(one, elements)) is not None]
                 for some in self.gradient.raw
@@ -208,8 +220,7 @@ class GradientCase(Case):
             truth_of_shards=[flat(one)[elements] for one in self.gradient.truth_of_shards],
             clipped=None,
         )
-        before = None if self.before is None else flat(self.before)[elements]
-        return replace(self, gradient=gradient, compared=gradient.total, before=before, later=None)
+        return replace(super().within(elements), gradient=gradient, later=None)  # type: ignore[call-arg, return-value]
 
     @property
     def divisor(self) -> float:
@@ -231,6 +242,15 @@ class GradientCase(Case):
             return None
         places = places_in(part, own)
         return None if places is None else flat(other.value)[places]
+
+    def owed_raws(self, part: Part) -> Tensor | None:
+        """In a row each: the raw gradients of the ranks whose sum this one is owed, where `part` has its elements."""
+        some = [self.raw_at(rank, part) for rank in self.groups.joint(tuple(self.owed), part.rank) if rank in self.raws]
+        return None if not some or any(one is None for one in some) else torch.stack(some)  # type: ignore[arg-type]
+
+    def of_pass(self, raw: Sequence[Part]) -> GradientCase:
+        """The same case as if the ranks had made this one pass."""
+        return replace(self, gradient=replace(self.gradient, raw=[raw]))
 
     def raw_sum(self, modes: Sequence[str]) -> Candidate:
         """The sum of raw gradients over the ranks that these modes reach."""

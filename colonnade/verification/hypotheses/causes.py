@@ -24,6 +24,7 @@ CAUSES: Mapping[str, str] = {
     "tied-copy-missed": "the gradient of one copy of a tied weight",
     "wrong-operation": "the largest, the smallest or the product of the ranks' gradients, where a sum is owed",
     "gradients-exchanged": "the numbers of another parameter, or of other elements: a flat buffer read at another place",
+    "weights-in-gradient": "some of the weight was added to the gradient",
     "rounded": "the right numbers, rounded to a narrower dtype on the way",
     "backward-differs": "the forward pass and the reductions are right, and a backward pass between is not",
     "replicas-differ": "ranks that hold the same elements do not hold the same numbers",

@@ -19,7 +19,7 @@ from colonnade.verification.tolerance import length
 
 _SAMPLED = 1 << 16
 _OTHERS = 8
-_SOME, _ODD = 40, 60
+_SOME, ODD = 40, 60
 """The ranks of claims that see that some are missing, and of those that see unlike weights and no pattern in them."""
 
 
@@ -136,7 +136,7 @@ def passes(case: GradientCase) -> Iterator[Claim]:
         if pattern is not None:
             residual = case.residual(mixture(case.gradient.truth_of_passes, weights))
             odd = pattern[0] == "scaled-by-accumulation"
-            yield Claim(*pattern, residual=residual, rank=_ODD if odd else 0)
+            yield Claim(*pattern, residual=residual, rank=ODD if odd else 0)
         return
 
 
@@ -192,7 +192,7 @@ def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float]
         return None
     columns = {}
     for number, some in enumerate(case.gradient.raw):
-        alone = replace(case, gradient=replace(case.gradient, raw=[some]))
+        alone = case.of_pass(some)
         for other in owed:
             raw = alone.raw_at(other, mine) if other in alone.raws else None
             if raw is None:
@@ -248,7 +248,7 @@ def _unlike(case: GradientCase, known: Mapping[int, _Weights]) -> Claim | None:
         return replace(claim, rank=_SOME)
     rank = min(told)
     what = f"has the ranks' gradients with unlike weights: rank {rank} has them {told[rank]} times"
-    return Claim("wrong-divisor", what, "what each rank multiplies its gradient by before the sum", rank=_ODD)
+    return Claim("wrong-divisor", what, "what each rank multiplies its gradient by before the sum", rank=ODD)
 
 
 def _listed(numbers: Sequence[int]) -> str:

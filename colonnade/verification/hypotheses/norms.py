@@ -75,6 +75,13 @@ class NormCase:
         wholes = {name: self.step.gradients[name].total.truth for name in self.parts}
         return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
 
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """The same of each weight, before the step."""
+        before = self.evidence.steps[self.at - 1].weights if self.at else self.evidence.weights_at_start
+        wholes = {name: before[name].truth if name in before else torch.zeros(1) for name in self.parts}
+        return {name: float(flat(whole).abs().pow(self.p).sum()) for name, whole in wholes.items()}
+
     def residual(self, value: Callable[[int], float] | float) -> float:
         """How far the ranks' norms are from what a hypothesis says."""
         tolerance, worst = Tolerance.for_run(self.evidence), 0.0
@@ -160,10 +167,10 @@ def some_parameters(case: NormCase) -> Iterator[Claim]:
         part = sum(case.once[name] for name in names)
         if part == 0:
             continue
-        what = f"leaves out {label}"
-        yield Claim(
-            "norm-of-a-part", what, "which parameters it is given", residual=case.residual(case.root(whole - part))
-        )
+        for what, instead in ((f"leaves out {label}", 0.0), (f"has the weights of {label}, not their gradients", None)):
+            other = sum(case.weights[name] for name in names) if instead is None else instead
+            residual = case.residual(case.root(whole - part + other))
+            yield Claim("norm-of-a-part", what, "which tensors it is given", residual=residual)
         times = {**case.groups.sizes, "2 (copies)": 2}
         for mode, size in times.items():
             counted = case.root(whole + (size - 1) * part)

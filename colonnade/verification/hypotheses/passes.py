@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from colonnade.verification.compare import flat
+from colonnade.verification.compare import at_positions, flat
 from colonnade.verification.evidence import Part
 from colonnade.verification.hypotheses.case import GradientCase
-from colonnade.verification.hypotheses.mixtures import mixture, solved
+from colonnade.verification.hypotheses.mixtures import ODD, mixture, similar, solved
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.tolerance import length
 
@@ -85,6 +85,29 @@ def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
                     return None
                 found.append(flat(part.value) * case.raw_scale / divisor)
     return found
+
+
+@hypothesis("gradient")
+def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
+    """Shares of the batch have other weights than they have in the truth."""
+    for like in similar(case):
+        shares = [flat(one) for one in like.gradient.truth_of_shards]
+        if len(shares) < 2 or not like.wrong or any(len(one) != like.compared.truth.numel() for one in shares):
+            continue
+        part = like.wrong[0]
+        columns = [at_positions(one, part.positions) for one in shares]
+        due = solved(columns, at_positions(like.compared.truth, part.positions), like.row.tolerance)
+        size = max(1.0, length(part.value) / (length(like.compared.truth) or 1.0))
+        found = solved(columns, flat(part.value), like.row.tolerance * size)
+        if due is None or found is None or min(due) <= 0:
+            continue
+        times = [one / other for one, other in zip(found, due, strict=True)]
+        if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_shards) == len(found):
+            told = ", ".join(f"{one:.4g}" for one in times[:6])
+            what = f"has the shares of the batch {told} times, in the order of the ranks that see them"
+            residual = case.residual(mixture(case.gradient.truth_of_shards, found))
+            yield Claim("wrong-divisor", what, "what each rank's loss is divided by", residual=residual, rank=ODD)
+        return
 
 
 @hypothesis("gradient")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colonnade.verification.compare import distance, flat, in_units, uncovered
 from colonnade.verification.evidence import Part
-from colonnade.verification.hypotheses.case import GradientCase, in_owed_words, sum_of_passes
+from colonnade.verification.hypotheses.case import GradientCase, in_owed_words
 from colonnade.verification.hypotheses.factors import ACCUMULATION, Factor, is_loss_scale, near
 from colonnade.verification.hypotheses.table import Claim, hypothesis
 from colonnade.verification.tolerance import length
@@ -29,8 +29,24 @@ def nothing_arrived(case: GradientCase) -> Iterator[Claim]:
         what = f"has {left} elements that no rank holds"
         yield Claim("missing-gradient", what, "how it is cut, and which ranks hold its last rows")
     elif _is_zero(case):
-        where = "what cuts it off the loss (detach, no_grad, a branch not taken) or zeroes it before the step"
+        where = f"{_CUT_OFF} or zeroes it before the step"
         yield Claim("missing-gradient", f"is zero on {_ranks(case)}", where)
+    elif case.wrong and case.owed and (silent := _silent(case)):
+        what = (
+            f"has nothing of ranks {silent}, whose backward passes give none, though their share of the batch has one"
+        )
+        yield Claim("missing-gradient", what, f"{_CUT_OFF} there", residual=case.residual(case.due))
+
+
+_CUT_OFF = "what cuts it off the loss (detach, no_grad, a branch not taken)"
+
+
+def _silent(case: GradientCase) -> list[int]:
+    """Ranks without a raw gradient, where every share of the batch has one, and each of the ranks has a share."""
+    ranks, shares = case.groups.joint(tuple(case.owed), case.wrong[0].rank), case.gradient.truth_of_shards
+    if not case.raws or len(shares) != len(ranks) or not all(bool(share.any()) for share in shares):
+        return []
+    return [rank for rank in ranks if rank not in case.raws or not case.raws[rank].value.any()]
 
 
 def _is_zero(case: GradientCase) -> bool:
@@ -82,7 +98,7 @@ def wrong_factor(case: GradientCase) -> Iterator[Claim]:
             doubt = sum(case.is_shared(mode) for mode in modes)
             yield replace(claim, factor=factor.value, modes=modes, residual=residual, doubt=doubt)
     if not explained and not (case.wrong[0].value.numel() == 1 and case.compared.truth.numel() < 3):
-        yield _unexplained(value, case.residual(case.truth, value))
+        yield _unexplained(case, value)
 
 
 def _divided_by_the_group(case: GradientCase, value: float, within: float) -> Iterator[Claim]:
@@ -183,13 +199,20 @@ def _product(case: GradientCase, factor: Factor, size: str, in_backward: bool) -
     return Claim("wrong-divisor", what, "the divisor of its sums")
 
 
-def _unexplained(value: float, residual: float) -> Claim:
+def _unexplained(case: GradientCase, value: float) -> Claim:
+    residual = case.residual(case.truth, value)
     if is_loss_scale(value, 1e-6):
         what = f"is {value:g} times what it should be, a power of two as loss scales are"
         return Claim("loss-scale-left", what, "where gradients are unscaled", value, residual=residual, rank=50)
+    if case.healthy and case.forward_is_right and case.backward_is_right is False and case.reduction_is_right:
+        what = f"is {value:.6g} times what it should be before any reduction, while that of {sorted(case.healthy)[0]} is right"
+        return Claim("backward-differs", what, _BY_HAND, value, residual=residual, rank=50)
     what = f"is {value:.6g} times what it should be, which is no product of sizes here"
     where = "what the loss is divided by: a count of tokens with padding, or of this rank's share only"
     return Claim("wrong-divisor", what, where, value, residual=residual, rank=50)
+
+
+_BY_HAND = "backward passes that are written by hand, and hooks, between it and what is right"
 
 
 @hypothesis("gradient")
@@ -245,32 +268,11 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
         return Claim("summed-not-averaged", what, f"who sums it over {' and '.join(extra)}", modes=tuple(extra))
     if extra:
         what = f"is the sum over {' and '.join(modes)}, but {owed} is owed"
-        where = f"the group that is given to the sum of {'these' if missing else 'them'}"
+        where = "the group that its sum is given"
         return Claim("reduced-over-other-mode", what, where, modes=tuple(missing))
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
     return in_owed_words(case, missing, f"is {own}not reduced over {over}")
-
-
-@hypothesis("gradient")
-def another_operation(case: GradientCase) -> Iterator[Claim]:
-    """The largest, the smallest or the product of the ranks' gradients."""
-    operations: dict[str, Callable[..., Tensor]] = {
-        "largest": torch.amax,
-        "smallest": torch.amin,
-        "product": torch.prod,
-    }
-    for word, operation in operations.items() if case.raws and case.owed else ():
-
-        def candidate(part: Part, operation: Callable[..., Tensor] = operation) -> Tensor | None:
-            ranks = [rank for rank in case.groups.joint(tuple(case.owed), part.rank) if rank in case.raws]
-            some = [one for rank in ranks if (one := case.raw_at(rank, part)) is not None]
-            return operation(torch.stack(some), 0) if len(some) > 1 else None
-
-        what = f"is the {word} of the gradients of {' and '.join(case.owed)}, element by element, not their sum"
-        yield Claim(
-            "wrong-operation", what, "the operation that the reduction is given", residual=case.residual(candidate)
-        )
 
 
 @hypothesis("gradient")
@@ -288,7 +290,7 @@ def parts_that_add_up(case: GradientCase) -> Iterator[Claim]:
         yield Claim(
             "tied-copy-missed" if tied else "partial-gradient",
             what,
-            f"who owes the sum over {mode}",
+            f"its placement, which should say that a sum over {mode} is owed, or the layer that should make that sum",
             None,
             (mode,),
             residual,
@@ -318,47 +320,7 @@ def lost_on_the_way_down(case: GradientCase) -> Iterator[Claim]:
         where = f"the backward pass of what gathers or sends over {' and '.join(others)}: it owes a sum"
         yield Claim("partial-gradient", what, where, modes=tuple(others), residual=0.9, rank=90)
     else:
-        where = "backward passes that are written by hand, and hooks, between it and what is right"
-        yield Claim("backward-differs", f"is what the ranks' own passes give, {how}", where, residual=0.9, rank=90)
-
-
-@hypothesis("gradient")
-def clipped_first(case: GradientCase) -> Iterator[Claim]:
-    """Each rank clipped its own raw gradient, and the sum was taken of those."""
-    if not case.raws or case.evidence.max_norm is None or not case.owed:
-        return
-    most = case.evidence.max_norm
-    norms = raw_norms(case)
-    for whose, scale in (("its own", 1.0), ("its own, divided,", 1 / case.divisor)):
-        shares = {rank: min(1.0, most / (norm * scale + 1e-6)) for rank, norm in norms.items()}
-
-        def candidate(part: Part, shares: dict[int, float] = shares) -> Tensor | None:
-            ranks = [rank for rank in case.groups.joint(tuple(case.owed), part.rank) if rank in case.raws]
-            some = [(case.raw_at(rank, part), shares[rank]) for rank in ranks]
-            return _weighted(some, case.divisor)
-
-        what = f"is the sum of gradients that each rank had clipped by {whose} norm"
-        yield Claim(
-            "clipped-before-reduced", what, "the order of clipping and handlers", residual=case.residual(candidate)
-        )
-
-
-def _weighted(some: Iterable[tuple[Tensor | None, float]], divisor: float) -> Tensor | None:
-    total: Tensor | None = None
-    for value, share in some:
-        if value is None:
-            return None
-        total = share * value if total is None else total + share * value
-    return None if total is None else total / divisor
-
-
-def raw_norms(case: GradientCase) -> dict[int, float]:
-    """The norm of each rank's own raw gradients, over all parameters."""
-    squares: dict[int, float] = {}
-    for gradient in case.step.gradients.values():
-        for rank, part in sum_of_passes(gradient.raw, case.raw_scale).items():
-            squares[rank] = squares.get(rank, 0.0) + length(part.value) ** 2
-    return {rank: square**0.5 for rank, square in squares.items()}
+        yield Claim("backward-differs", f"is what the ranks' own passes give, {how}", _BY_HAND, residual=0.9, rank=90)
 
 
 def _ranks(case: GradientCase) -> str:

@@ -22,16 +22,16 @@ _RANK = 70
 def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) -> str | None:
     """The dtype, narrower than the run's, whose rounding explains how far they are apart: every element fits into it, or
     (sums of rounded numbers do not) unless `exactly`, none is further off than that."""
-    size, off = length(truth), (value - truth).abs().max()
-    for narrow in _NARROW:
-        if torch.finfo(narrow).eps > 4 * torch.finfo(getattr(torch, dtype)).eps:
-            eps = torch.finfo(narrow).eps
-            fits = length(value.to(narrow).double() - value) <= 1e-3 * eps * length(value)
-            if fits and length(value - truth) <= 8 * eps * size:
-                return str(narrow).removeprefix("torch.")
-            if not exactly and narrow is not torch.bfloat16 and off <= eps * truth.abs().max():
-                return str(narrow).removeprefix("torch.")
-    return None
+    size, off, own = length(truth), (value - truth).abs().max(), torch.finfo(getattr(torch, dtype)).eps
+    narrow = {
+        str(one).removeprefix("torch."): torch.finfo(one).eps for one in _NARROW if torch.finfo(one).eps > 4 * own
+    }
+    for name, eps in reversed(narrow.items()):  # what fits into few bits fits into more
+        fits = length(value.to(getattr(torch, name)).double() - value) <= 1e-3 * eps * length(value)
+        if fits and length(value - truth) <= 8 * eps * size:
+            return name
+    near = [name for name, eps in narrow.items() if name != "bfloat16" and off <= eps * truth.abs().max()]
+    return None if exactly or not near else near[0]
 
 
 @hypothesis("gradient")

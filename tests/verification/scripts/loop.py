@@ -1,6 +1,10 @@
-"""A loop on an engine, with a loader, a loss of its own, accumulation and clipping; "undivided" plants a mistake."""
+"""A loop on an engine, with a loader, a loss of its own, accumulation and clipping; "undivided" plants a mistake.
+
+"fail", "hang" and "early" come to no step, "short" leaves after the first.
+"""
 
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -32,11 +36,16 @@ colonnade.launch({"gradient_accumulation": 2, "clip_grad_norm": 1.0, **handlers}
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4))
 if "fail" in sys.argv:
     raise ValueError("this script fails by itself")
+while "hang" in sys.argv:
+    time.sleep(1)
+if "early" in sys.argv:
+    sys.exit(0)
 engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 draw = torch.Generator().manual_seed(1)
 rows = TensorDataset(torch.randn(64, 8, generator=draw), torch.randint(0, 4, (64,), generator=draw))
 for x, y in get_dataloader(rows, shuffle=True, batch_size=4):
     engine.zero_grad()
     engine.backward(F.cross_entropy(engine(x), y))
-    engine.step()
+    if engine.step() and "short" in sys.argv:
+        sys.exit(0)
 sys.exit("the script went on after its last step")

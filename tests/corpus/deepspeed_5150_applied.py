@@ -1,0 +1,30 @@
+"""DeepSpeed #5150: the coefficient of clipping was right and was applied wrongly: here also where it is above 1.
+
+Shows as: gradients below the limit grow to it.
+"""
+
+from dataclasses import replace
+
+from tests.corpus.runner import Bug, Run
+
+LIMIT = 100.0
+
+BUG = Bug(
+    "DeepSpeed #5150",
+    "gradients below the limit are scaled up to it",
+    "wrong-divisor",
+    settings={"clip_grad_norm": LIMIT},
+)
+
+
+def plant(run: Run) -> None:
+    def always(engine):
+        decide = engine._stepper._decide
+
+        def decided(policy):
+            decision = decide(policy)
+            return replace(decision, divisor=((decision.norm + 1e-6) / LIMIT).expand_as(decision.divisor))
+
+        engine._stepper._decide = decided
+
+    run.after.append(always)
