@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 
 def gather_weights(model: nn.Module, context: ParallelContext) -> Tensors:
-    """The whole weights in fp64, by each of their names, on every rank. Collective over the world; holders must agree to the bit."""
+    """The whole weights in fp64 (of complex ones the real parts), by each of their names, on every rank. Collective over the world; holders must agree to the bit."""
     return _gather(model, context, lambda parameter: parameter.detach())
 
 
@@ -96,11 +96,17 @@ def _difference(name: str, truth: Tensor, found: Tensor | None, rtol: float) -> 
         return Difference(
             name, float("inf"), float("inf"), False, f"shape {tuple(found.shape)}, not {tuple(truth.shape)}"
         )
-    distance = (found.detach().cpu() - truth.detach().cpu()).abs()
+    found, truth = _wide(found), _wide(truth)
+    distance = (found - truth).abs()
     largest = float(distance.max()) if distance.numel() else 0.0
-    size = float(truth.detach().norm())
+    size = float(truth.norm())
     relative = float(distance.norm()) / size if size else largest
     return Difference(name, relative, largest, relative <= rtol)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """On the CPU, in the widest dtype of its kind: whole numbers and flags too."""
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _gather(model: nn.Module, context: ParallelContext, read: Callable[[nn.Parameter], Tensor]) -> Tensors:

@@ -34,6 +34,26 @@ def test_parts_are_joined_on_every_rank() -> None:
         compare({"columns": 2 * WHOLE.double(), "same": torch.zeros(2).double()}, gradients, rtol=0.0)
 
 
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.flags = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+
+def _kinds() -> dict[str, Tensor]:
+    with colonnade.launch({}, context=ParallelContext(), verbose=False) as gpc:
+        return gather_weights(Kinds(), gpc)
+
+
+def test_whole_numbers_and_flags_are_compared_too() -> None:
+    truth = dict(Kinds().named_parameters())
+    for weights in run_world(2, _kinds).values:
+        compare(truth, weights, rtol=0.0)
+        for name, other in (("count", weights["count"] + 1), ("flags", 1 - weights["flags"])):
+            assert not compare(truth, {**weights, name: other}, rtol=1e-3, check=False).ok
+
+
 def test_holders_of_one_part_must_agree_to_the_bit() -> None:
     with pytest.raises(RuntimeError, match="same: ranks 0 and 1 hold the same part with different values"):
         run_world(2, gathered, True)
