@@ -77,6 +77,8 @@ trainer.hooks.average.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True
 trainer.hooks.base.BaseHook: priority=10
 trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
 trainer.hooks.checkpoint.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
+trainer.hooks.look.EvaluateHook: priority=90
+trainer.hooks.look.LRFinderHook: start=1e-07 end=10.0 stop_at=4.0 folder='lr_finder' priority=1000
 trainer.hooks.metrics.AccuracyHook: priority=0
 trainer.hooks.metrics.GradientNormHook: interval=1 priority=10
 trainer.hooks.metrics.LRSchedulerHook: store_lr_in_state=True priority=1

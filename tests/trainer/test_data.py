@@ -153,3 +153,34 @@ def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused(
         for wrong in (torch.zeros(2, 2), {"a": 1}, TensorDataset(torch.zeros(2)), "text", 3, None):
             with pytest.raises(ConfigError, match="rank 0: a data loader is an iterable of batches, not"):
                 read_lengths(wrong, gpc)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
+    """With a generator of its own, or with torch's random numbers; the streams are then left where they are told."""
+    rows = TensorDataset(torch.arange(12))
+    generator = torch.Generator().manual_seed(3) if own else None
+    with world_of_one() as gpc:
+        feed = Feed(DataLoader(rows, 2, shuffle=True, generator=generator), gpc)
+        torch.manual_seed(7)
+        whole = [batch.tolist() for (batch,) in feed.open(0, Place())]
+        torch.rand(5)
+        if generator is not None:
+            torch.rand(5, generator=generator)
+        then = data.random_state(gpc)
+        torch.rand(1)
+        rest = feed.open(0, Place(batches=2, samples=None), then)
+        left = torch.get_rng_state()
+        data.set_random_state(then, gpc)
+        assert torch.equal(torch.get_rng_state(), left)
+        assert [batch.tolist() for (batch,) in rest] == whole[2:]
+        assert sorted(row for batch in whole for row in batch) == list(range(12))
+
+
+def test_samplers_are_told_the_epoch():
+    told: list[int] = []
+    loader = SimpleNamespace(sampler=SimpleNamespace(set_epoch=told.append), batch_sampler=object())
+    data._set_epoch(loader, 4)
+    data._set_epoch(SimpleNamespace(batch_sampler=SimpleNamespace(set_epoch=told.append)), 5)
+    data._set_epoch([], 6)
+    assert told == [4, 5]

@@ -108,3 +108,18 @@ def test_collectives_are_noted_before_they_are_made_and_only_inside():
     for noted, restored in run_world(2, both).values:
         assert noted == [None, (0, 1)]
         assert restored
+
+
+def test_what_was_called_so_far_ends_with_the_step_under_way():
+    log = CallLog(nn.Linear(1, 1).named_parameters, lambda text: None)
+    assert log.so_far == [(-1, ())]
+    log._entries += [A]
+    assert log.so_far == [(-1, (A,))]
+    log.end_step(3)
+    log._entries += [B]
+    assert log.so_far == [(3, (A,)), (4, (B,))]
+    log.end_step(4)
+    first = dict(log.digests)
+    log.forget()
+    assert (log.steps == [], log.digests == first) == (True, True)
+    assert log.so_far == [(-1, ())]

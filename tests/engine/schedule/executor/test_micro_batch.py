@@ -63,3 +63,36 @@ def test_joining_what_does_not_fit_keeps_the_pieces() -> None:
     assert join([{"a": 1}, {"a": 1}]) == {"a": 1}
     assert join([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
     assert join([{"a": 1}, {"b": 1}]) == [{"a": 1}, {"b": 1}]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "joined"),
+    [
+        ([torch.ones(1, 2), torch.zeros(2, 2)], torch.tensor([[1.0, 1], [0, 0], [0, 0]])),
+        ([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor([1.0, 2.0])),
+        (["a", "a"], "a"),
+        (["a", "b"], ["a", "b"]),
+        ([None, None], None),
+        ([3, 3, 4], [3, 3, 4]),
+    ],
+)
+def test_pieces_as_one(pieces, joined):
+    found = join(pieces)
+    assert torch.equal(found, joined) if isinstance(joined, torch.Tensor) else found == joined
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [torch.ones(1, 2), torch.ones(1, 3)],
+        [torch.ones(1), torch.tensor(1.0)],
+        [torch.tensor(1.0), 1.0],
+        [1.0, torch.tensor(1.0)],
+        [torch.tensor([1.0, 1.0]), "text"],
+        [{"a": 1}, {"b": 1}],
+    ],
+)
+def test_pieces_that_do_not_fit_together_stay_a_list(pieces):
+    found = join(pieces)
+    assert isinstance(found, list)
+    assert all(one is other for one, other in zip(found, pieces, strict=True))
