@@ -19,6 +19,7 @@ from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
@@ -35,6 +36,10 @@ from colonnade.planner.passes import StagePass, fake_module, run_stage
 from colonnade.planner.recorder import Recorder
 from colonnade.planner.repeats import extended, run_repeated, signature
 from colonnade.verification.explaining.roles import built, first_ranks, stage_of
+
+COMPILED = (
+    "`compile` is not planned: what it joins into one kernel takes less time, and may keep less, than is said here"
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,10 @@ class _Planning:
                 type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
                 schedule.stage_ranks(stages) if piped else (0,),
             )
+            if not piped and type(schedule) is not NonPipelineSchedule:
+                kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
+            if self.config.get("compile"):
+                kinds.notes[COMPILED] = None
             with self.fake:
                 kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
                 self.first, *_ = cut_batch(data, label, kinds.num_microbatches)

@@ -14,6 +14,7 @@ from torch import nn
 import colonnade
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ConfigError
@@ -22,6 +23,7 @@ from colonnade.planner import clock
 from colonnade.planner.clock import Clock, known_hardware, load_hardware
 from colonnade.planner.job import Job
 from colonnade.planner.plan import plan
+from colonnade.registry import SCHEDULE
 from tests.planner.jobs import JOBS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parallelism"
@@ -170,6 +172,19 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     config = load_config(dict(sync=dict(automatic=False)))
     found = plan(config, 2, load_hardware("h100"), Job(unplaced, lambda: torch.zeros(2, 4)))
     assert "the gradients would not be those of one process" in found.problems[0]
+
+
+def test_what_is_not_planned_is_noted() -> None:
+    @SCHEDULE.register_module
+    class TwiceOver(NonPipelineSchedule):
+        pass
+
+    try:
+        found = plan(load_config(dict(schedule="TwiceOver", compile=True)), 2, load_hardware("h100"), JOBS["gpt"])
+    finally:
+        SCHEDULE._entries.pop("TwiceOver")
+    assert "the schedule TwiceOver is planned as one pass over the batch of a rank" in found.notes
+    assert any(note.startswith("`compile` is not planned") for note in found.notes)
 
 
 def test_a_model_that_reads_numbers_is_told_so() -> None:
