@@ -196,6 +196,20 @@ def test_a_model_that_reads_numbers_is_told_so() -> None:
         plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Reads(4, 4), lambda: torch.zeros(2, 4)))
 
 
+def test_a_model_whose_sizes_depend_on_values_is_told_so() -> None:
+    class Masks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[x[:, 0] > 0]
+
+    with pytest.raises(ConfigError, match="size depends on values"):
+        plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Masks(4, 4), lambda: torch.zeros(2, 4)))
+
+
+def test_a_batch_that_the_model_does_not_take_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"fails on tensors of the batch's shapes .*\(2, 5\).*same reduction dim"):
+        plan(load_config({}), 2, load_hardware("h100"), Job(lambda: nn.Linear(4, 4), lambda: torch.zeros(2, 5)))
+
+
 def test_hardware_files(tmp_path: Path) -> None:
     assert known_hardware() == ["a100", "b200", "h100", "h200"]
     with pytest.raises(ConfigError, match="Did you mean"):
