@@ -24,6 +24,7 @@ ON_CUDA = {
     "step_cuda": ["step", "--device", "cuda"],
     "parallel_cuda": ["parallel_cuda"],
     "memory_cuda": ["memory_cuda"],
+    "plan_cuda": ["plan_cuda"],
 }
 COMMANDS = {**{name: [name] for name in ON_CPU}, **ON_CUDA}
 

@@ -1,15 +1,18 @@
 """A plan beside the run on one GPU: peak memory and step time of four configurations of one model.
 
-python benchmarks/plan_cuda.py --json     # on a machine with a GPU; measures the machine first
+A ratio is how far the plan is off, in parts of what was measured, above or below: 0.05 is 5%. The machine is measured first, as by
+`colonnade plan --measure`. `python benchmarks/plan_cuda.py --json` prints one object last, with all figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from _measure import has_device, report
 
 import colonnade
 from colonnade.config import load_config
@@ -28,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16, compiled": dict(bf16=True, compile=True),
     "bf16, compiled, checkpointed": dict(bf16=True, compile=True, activation_checkpoint="full"),
 }
+GOALS = {"memory": 0.05, "step": 0.10}
 
 
 def build() -> Any:
@@ -54,38 +58,34 @@ def real(config: dict[str, Any]) -> tuple[int, float]:
         engine.execute_schedule(iter([data]))
         engine.step()
 
-    found = observe(engine, step, warm=5, timed=20)
+    found = observe(engine, step, warm=5, timed=20, counted=False)
     engine.close()
     global_context.destroy()
     return found.memory, found.seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not has_device("cuda"):
+        return 0
     machine = measure_machine(1)
-    rows = []
+    ratios, figures = {}, {}
     for name, config in CONFIGS.items():
-        made = plan(load_config({**config, "compile": None}), 1, machine, JOB)
+        made = plan(load_config(config), 1, machine, JOB).totals
         (memory, seconds), *_ = run_world(1, real, config, backend=None, timeout=600).values
-        rows.append(
-            {
-                "config": name,
-                "memory": memory,
-                "planned memory": made.totals.peak_memory,
-                "memory ratio": made.totals.peak_memory / memory,
-                "seconds": seconds,
-                "planned seconds": made.totals.step_seconds,
-                "time ratio": made.totals.step_seconds / seconds,
-            }
-        )
-    if options.json:
-        print(json.dumps({"hardware": machine.name, "rows": rows}))
-        return
-    for row in rows:
-        print(row)
+        figures[name] = {
+            "bytes": memory,
+            "planned bytes": made.peak_memory,
+            "seconds": seconds,
+            "planned seconds": made.step_seconds,
+        }
+        ratios[f"{name}: memory"] = abs(made.peak_memory / memory - 1)
+        ratios[f"{name}: step"] = abs(made.step_seconds / seconds - 1)
+    goals = {case: GOALS[case.rpartition(": ")[2]] for case in ratios}
+    return 0 if report(ratios, goals, options.json, figures=figures, hardware=asdict(machine)) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

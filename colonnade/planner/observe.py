@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -30,10 +31,11 @@ class Observed:
     seconds: float
 
 
-def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int = 5) -> Observed:
+def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int = 5, counted: bool = True) -> Observed:
     """Run steps of an engine, and count one of them. On every rank alike; `step` runs zero_grad to step.
 
-    The first steps are others: buckets are arranged anew, batches compared, memory and messages made ready.
+    The first steps are others: buckets are arranged anew, batches compared, memory and messages made ready. `counted`: whether
+    its collectives are noted, which compiled code would be compiled anew for.
     """
     for _ in range(warm):
         step()
@@ -46,7 +48,8 @@ def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int =
         seconds.append(time.perf_counter() - start)
     engine.zero_grad()
     memory = _peak(engine, step)
-    with Recorder() as recorder:
+    recorder = Recorder()
+    with recorder if counted else nullcontext():
         step()
     calls = Counter((call.op, call.bytes, len(call.ranks)) for call in recorder.take().calls if call.op != "receive")
     return Observed(engine.context.get_global_rank(), calls, memory, median(seconds) if seconds else 0.0)

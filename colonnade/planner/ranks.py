@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.config import Config
@@ -19,7 +19,9 @@ from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
 from colonnade.optim.zero.settings import ZeroSettings
@@ -35,6 +37,10 @@ from colonnade.planner.passes import StagePass, fake_module, run_stage
 from colonnade.planner.recorder import Recorder
 from colonnade.planner.repeats import extended, run_repeated, signature
 from colonnade.verification.explaining.roles import built, first_ranks, stage_of
+
+COMPILED = (
+    "`compile` is not planned: what it joins into one kernel takes less time, and may keep less, than is said here"
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,10 @@ class _Planning:
                 type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
                 schedule.stage_ranks(stages) if piped else (0,),
             )
+            if not piped and type(schedule) is not NonPipelineSchedule:
+                kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
+            if self.config.get("compile"):
+                kinds.notes[COMPILED] = None
             with self.fake:
                 kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
                 self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
@@ -234,7 +244,20 @@ class _Planning:
                 def run() -> StagePass:
                     return run_stage(stage, module, self.first, value, criterion, recorder, apart, kinds.fresh)
 
-                found = run_repeated(module, run, sharded=sharded)
+                try:
+                    found = run_repeated(module, run, sharded=sharded)
+                except DynamicOutputShapeException as error:
+                    raise ConfigError(
+                        f"the model makes a tensor whose size depends on values ({error}, as by a mask or nonzero()): without data "
+                        f"it cannot be planned. Ask `context.is_simulated` there, and assume a size"
+                    ) from error
+                except ColonnadeError:
+                    raise
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"stage {stage} fails on tensors of the batch's shapes ({_form(value)}), which have no values in a plan: "
+                        f"{type(error).__name__}: {error}. Does `batch` give what the model takes, and the model ask for no values?"
+                    ) from error
         return replace(found, rank=rank), summed
 
     def _inside(self, rank: int) -> tuple[Any, ...]:

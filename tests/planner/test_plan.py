@@ -14,6 +14,7 @@ from torch import nn
 import colonnade
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ConfigError
@@ -22,6 +23,7 @@ from colonnade.planner import clock
 from colonnade.planner.clock import Clock, known_hardware, load_hardware
 from colonnade.planner.job import Job
 from colonnade.planner.plan import plan
+from colonnade.registry import SCHEDULE
 from tests.planner.jobs import JOBS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_parallelism"
@@ -172,6 +174,19 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     assert "the gradients would not be those of one process" in found.problems[0]
 
 
+def test_what_is_not_planned_is_noted() -> None:
+    @SCHEDULE.register_module
+    class TwiceOver(NonPipelineSchedule):
+        pass
+
+    try:
+        found = plan(load_config(dict(schedule="TwiceOver", compile=True)), 2, load_hardware("h100"), JOBS["gpt"])
+    finally:
+        SCHEDULE._entries.pop("TwiceOver")
+    assert "the schedule TwiceOver is planned as one pass over the batch of a rank" in found.notes
+    assert any(note.startswith("`compile` is not planned") for note in found.notes)
+
+
 def test_a_model_that_reads_numbers_is_told_so() -> None:
     class Reads(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,6 +194,20 @@ def test_a_model_that_reads_numbers_is_told_so() -> None:
 
     with pytest.raises(ConfigError, match="reads a number"):
         plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Reads(4, 4), lambda: torch.zeros(2, 4)))
+
+
+def test_a_model_whose_sizes_depend_on_values_is_told_so() -> None:
+    class Masks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[x[:, 0] > 0]
+
+    with pytest.raises(ConfigError, match="size depends on values"):
+        plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Masks(4, 4), lambda: torch.zeros(2, 4)))
+
+
+def test_a_batch_that_the_model_does_not_take_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"fails on tensors of the batch's shapes .*\(2, 5\).*same reduction dim"):
+        plan(load_config({}), 2, load_hardware("h100"), Job(lambda: nn.Linear(4, 4), lambda: torch.zeros(2, 5)))
 
 
 def test_hardware_files(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_the_order_that_is_left_when_some_are_taken_out() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_seven_of_eight_step_times_are_in_the_planned_order() -> None:
     times = planned_and_measured()
     assert in_order(times) >= 7, times

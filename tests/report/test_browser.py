@@ -111,9 +111,10 @@ def test_a_chart_of_one_value_shows_it(open_page):
         assert dots.first.evaluate("each => getComputedStyle(each).opacity") == "1"
 
 
-def test_names_of_series_are_printed(open_page):
-    page = open_page("run")
+def test_print_is_light_and_has_the_names_of_series(open_page):
+    page = open_page("run", scheme="dark")
     page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.get_by_text("communication", exact=True).is_visible()
     assert not page.get_by_text("light / dark").is_visible()
 
