@@ -89,11 +89,11 @@ def assemble(
                     *(note for record in records for note in record.notes),
                     *notes,
                     *_not_stepped(records, names),
-                    *_unlike_modes(records),
                 ]
             )
         ),
         masks_apart=masks_apart or {},
+        resting_apart=_resting_apart(records),
     )
 
 
@@ -116,17 +116,13 @@ def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
     ]
 
 
-def _unlike_modes(records: Sequence[Record]) -> list[str]:
-    """A warning of modules that train on some ranks and are in evaluation mode on others."""
-    rests: dict[str, dict[bool, int]] = {}
+def _resting_apart(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
+    """Of modules that train on some ranks: the ranks on which they are in evaluation mode, if there are any."""
+    rests: dict[str, dict[bool, list[int]]] = {}
     for record in records:
-        for name, value in record.about.get("resting", {}).items():
-            rests.setdefault(name, {}).setdefault(value, record.rank)
-    return [
-        f"warning: {name or 'the model'} is in evaluation mode on rank {ranks[True]} and trains on rank {ranks[False]}"
-        for name, ranks in rests.items()
-        if len(ranks) > 1
-    ]
+        for name, value in record.resting.items():
+            rests.setdefault(name, {}).setdefault(value, []).append(record.rank)
+    return {name: tuple(ranks[True]) for name, ranks in rests.items() if len(ranks) > 1}
 
 
 def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:

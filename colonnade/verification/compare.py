@@ -15,13 +15,14 @@ from colonnade.verification.tolerance import Tolerance, length, typical_spread
 
 WEIGHTS_AT_START, LOSS, ACTIVATION, RECOMPUTED = "weights at start", "loss", "activation", "recomputed activation"
 GRADIENT, NORM, NORMS, CLIPPED = "gradient", "norm", "norm of a part", "clipped gradient"
-WEIGHTS, BUFFER, MASKS = "weights", "buffer", "dropout masks"
+WEIGHTS, BUFFER, MASKS, MODE = "weights", "buffer", "dropout masks", "evaluation mode"
 
 
 def compare(evidence: Evidence) -> list[Row]:
     """A row for everything that was recorded, in the order in which a step makes it."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
+    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.resting_apart.items()]
     for name, ranks in evidence.masks_apart.items():
         rows.append(Row(MASKS, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):

@@ -18,6 +18,7 @@ from colonnade.verification.compare import (
     GRADIENT,
     LOSS,
     MASKS,
+    MODE,
     NORM,
     NORMS,
     RECOMPUTED,
@@ -137,6 +138,10 @@ class _Diagnosis:
         ]
 
     def _masks(self) -> list[Finding]:
+        if resting := self.rows_of(MODE):
+            names, ranks = tuple(row.name or "the model" for row in resting), short_ranks(resting[0].ranks)
+            how = f"in evaluation mode on ranks {ranks} and trains on the others; look at who calls eval() there."
+            return [Finding("forward-differs", names, None, f"{_listed(names)} is {how}")]
         how = "drops other elements than the first rank that holds the same activation; look at its random numbers."
         rows = [(row.name, short_ranks(row.ranks)) for row in self.rows_of(MASKS)[:1]]
         return [Finding("masks-differ", (name,), None, f"{name} on ranks {ranks} {how}") for name, ranks in rows]

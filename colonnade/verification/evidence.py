@@ -100,5 +100,7 @@ class Evidence:
     norm_type: float = 2.0
     notes: Sequence[str] = ()
     """What was changed for the comparison: dropout set to 0, say."""
+    resting_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of each module that trains on some ranks and is in evaluation mode on others: those."""
     masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each module that drops: the ranks that drop other elements of what they hold alike."""

@@ -107,6 +107,8 @@ class Record:
     groups: list[tuple[dict[str, Any], list[str]]] = field(default_factory=list)
     """The parameter groups of the optimizer: options, and names of the parameters."""
     notes: list[str] = field(default_factory=list)
+    resting: dict[str, bool] = field(default_factory=dict)
+    """By module: whether it was in evaluation mode when it first ran."""
     about: dict[str, Any] = field(default_factory=dict)
     """What all processes know alike: the layout, the accumulation, the clipping."""
 
@@ -227,6 +229,8 @@ class Recorder:
     def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """The first output of each module in the first step, that of the first pass; and when it is computed again."""
         again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        if torch.is_grad_enabled():
+            self.record.resting.setdefault(name, not module.training)
         into = self._step.recomputed if again else self._step.activations
         value = first_tensor(output)
         if value is None or not torch.is_grad_enabled() or name in into:
