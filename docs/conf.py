@@ -25,6 +25,9 @@ myst_heading_anchors = 4
 # A type of a signature may be public under several names.
 suppress_warnings = ["ref.python"]
 
+# A dash of an option and a quote of a snippet stay what one types.
+smartquotes = False
+
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
 
 import pytest
@@ -13,19 +11,6 @@ from tests.report.logs import FACTS, step, write_log
 from tests.report.plans import groups_of_a_hundred_thousand
 
 pytestmark = pytest.mark.long
-
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no chromium here: apt-get install chromium, or CHROMIUM=/path/to/it")
-    driver = pytest.importorskip("playwright.sync_api", reason="pip install playwright (the extra `long`)")
-    with driver.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +26,13 @@ def pages(tmp_path_factory, planned) -> dict[str, str]:
 
 
 @pytest.fixture
-def open_page(browser, pages):
+def open_page(chromium, pages):
     """Open a page; whatever it complains of fails the test."""
     said: list[str] = []
     contexts = []
 
     def opened(name: str, width: int = 1280, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))
