@@ -39,9 +39,10 @@ PAGES: dict[str, Page] = {
         "reference/config",
     ),
     "C002": Page(
-        "An object that is not a config, or a config that is changed after `launch`",
-        "A config is a path to a .py or .toml file, a dict or a Config. After `launch` it is frozen: every rank has read it.",
-        "Give one of these, and set values before `launch`.",
+        "A config that cannot be read, or that is changed after `launch`",
+        "A config is a path to a .py or .toml file, a dict or a Config. A .py file is executed, and what it raises is shown. After `launch` "
+        "a config is frozen: every rank has read it.",
+        "Correct the path, or the line of the file that is named; set values before `launch`.",
         "reference/config",
     ),
     "C003": Page(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from colonnade.cli.job import Job, checked
-from colonnade.errors import ColonnadeError
+from colonnade.errors import ColonnadeError, LaunchError
 
 
 def demo(
@@ -32,6 +32,10 @@ def demo(
     if copy is not None:
         _copy(script.parent, copy)
         return
+    if nproc % 2:
+        raise LaunchError(
+            f"--nproc {nproc} is odd; the demo has two pipeline stages, so give {nproc - 1} or {nproc + 1}", code="C022"
+        )
     words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
     job = checked(Job(target=str(script), nproc=nproc, arguments=tuple(words)))
     from colonnade.cli.launcher import launch
