@@ -15,7 +15,8 @@ project_copyright = "The Colonnade developers. Apache-2.0"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "colonnade_site"]
-exclude_patterns = ["_site"]
+exclude_patterns = ["_site", "_templates"]
+templates_path = ["_templates"]
 nitpicky = True
 # Types of torch, typing and private aliases have no page here.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
@@ -35,6 +36,16 @@ add_module_names = False
 default_role = "literal"
 
 html_theme = "furo"
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_title = f"Colonnade {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
