@@ -39,5 +39,5 @@ def test_it_trains_goes_on_and_leaves_everything(tmp_path: Path) -> None:
         assert "make it yours" in done.stdout
         assert "Warning" not in done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"checkpoints", "log.jsonl", "model.safetensors", "run.svg", "mine.txt"} <= names
+    assert {"checkpoints", "log.jsonl", "model.safetensors", "log.html", "mine.txt"} <= names
     assert "step-00000006" in colonnade("ckpt", "ls", "out", cwd=tmp_path).stdout
