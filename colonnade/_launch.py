@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from colonnade import logging as _logging
 from colonnade.config import Config
+from colonnade.config.files import refuse_in_a_config
 from colonnade.context.environment import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -101,6 +102,7 @@ def _start(
     context: ParallelContext | None = None,
     timeout: float | None = None,
 ) -> ParallelContext:
+    refuse_in_a_config()
     context = global_context if context is None else context
     where = (address.rank, address.world_size, address.host, address.port, timeout)
     with telling_the_others(*where, address.local_rank):

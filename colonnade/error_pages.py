@@ -25,27 +25,29 @@ class Page:
 
     def text(self, code: str) -> str:
         """As `colonnade explain` prints it."""
-        more = f"\n\nMore: docs/{self.more}.md" if self.more else ""
+        more = f"\n\nMore, in the documents: {self.more}" if self.more else ""
         return f"{code}: {self.title}\n\n{self.means}\n\nWhat to do: {self.do}{more}"
 
 
 PAGES: dict[str, Page] = {
     "C001": Page(
         "A config key that is not known, or a value that is not allowed",
-        "Keys of our sections are checked as a whole before anything starts. A near miss of one of our keys counts as a slip, too: "
-        "`clip_grad_nrom` would otherwise be silently without effect.",
-        "Take the name or value that the message gives. Keys of your own may have any other name and are in `gpc.config`.",
-        "understand/start_up",
+        "All keys are checked before anything starts. A name that is nearly one of ours counts as a typing slip: "
+        "`clip_grad_nrom` would otherwise silently do nothing.",
+        "Take the name or value that the message gives. Keys of your own may have any other name and are in `gpc.config`. "
+        "`colonnade config --keys` lists ours.",
+        "reference/config",
     ),
     "C002": Page(
-        "Something that is no config, or a config that is changed too late",
-        "A config is a path to a .py or .toml file, a dict or a Config. After `launch` it is frozen: every rank has read it.",
-        "Give one of these, and set values before `launch`.",
-        "understand/start_up",
+        "A config that cannot be read, or that is changed after `launch`",
+        "A config is a path to a .py or .toml file, a dict or a Config. A .py file is executed, and what it raises is shown. After `launch` "
+        "a config is frozen: every rank has read it.",
+        "Correct the path, or the line of the file that is named; set values before `launch`.",
+        "reference/config",
     ),
     "C003": Page(
         "A setting that contradicts another one, or that this part does not take",
-        "Each part checks its own settings: clipping, ZeRO, precision, gradient handlers. Two that cannot both be meant are refused.",
+        "Each part checks its own settings: clipping, ZeRO, precision, gradient handlers. Two settings that exclude each other are refused.",
         "Keep one of the two, or take a value that the message lists.",
         "reference/precision",
     ),
@@ -53,67 +55,67 @@ PAGES: dict[str, Page] = {
         "A name that nobody has registered, or that is taken",
         "Handlers, hooks, schedules, orders and initializers are looked up by name. The module that registers yours must be imported "
         "before it is named.",
-        "Import it first, or correct the name; for a second one of the same name call `.remove(name)` before.",
-        "reference/handlers",
+        "Import it first, or correct the name. To replace one that has the name, call `.remove(name)` of the registry before.",
+        "reference/api/registry",
     ),
     "C005": Page(
         "The ranks do not agree",
         "Config, versions, seed, parameters, optimizer and settings of torch must be the same wherever that matters. They are compared "
-        "before step 1, as different ones hang or train something else in silence.",
+        "before step 1, since a run whose ranks differ hangs, or trains something else without a word.",
         "The message names the first difference and the ranks on each side. Launch all ranks with the same script, arguments and "
         "versions; look for code that depends on the rank, the host's name or the time.",
         "understand/start_up",
     ),
     "C010": Page(
-        "Sizes that do not make the world",
+        "Sizes that do not fit the number of ranks",
         "pipeline x tensor x your axes must divide the number of ranks; what is left is data parallelism. Tensor modes want a square "
-        "(2d), dim x dim x depth (2.5d) or a cube (3d). An expert size divides the ranks that it lies on.",
+        "(2d), dim x dim x depth (2.5d) or a cube (3d). An expert size must divide the number of ranks that experts lie on.",
         "Take sizes that the message lists, or start another number of ranks: `colonnade run --nproc N`.",
-        "reference/words",
+        "reference/config",
     ),
     "C011": Page(
-        "Groups or modes that are none",
+        "Groups or modes that cannot be made",
         "A mode's groups are lists of different ranks, each rank in at most one of them, in ascending order; the same on every rank.",
         "Correct what the initializer returns. `layout.groups(mode)` shows it without a process.",
         "howto/own_parallelism",
     ),
     "C012": Page(
         "A group, mode or stream that this context does not have",
-        "Only modes of the config have groups, and a rank asks only for groups that it is in.",
+        "Only modes of the config have groups, and a rank can ask only for groups that it is in.",
         "Add the mode under `parallel`, or ask `gpc.is_initialized(mode)` first.",
-        "reference/words",
+        "howto/device_mesh",
     ),
     "C013": Page(
-        "Called before `launch`, or after another one",
+        "Something that needs `launch` first, or a second `launch`",
         "Groups exist between `colonnade.launch(config)` and `gpc.destroy()`.",
-        "Call `colonnade.launch(config)` first; to launch again, `destroy()` before.",
+        "Call `colonnade.launch(config)` first. To launch again, call `gpc.destroy()` before.",
         "understand/start_up",
     ),
     "C020": Page(
-        "The environment does not say where this process stands",
+        "The environment does not say which rank this process is",
         "A launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun, colonnade run), or SLURM_* or OMPI_*.",
         "Start the script by `colonnade run --nproc N script.py` or torchrun; for SLURM and OpenMPI use launch_from_slurm or "
-        "launch_from_openmpi. `colonnade doctor` shows stale variables.",
-        "understand/start_up",
+        "launch_from_openmpi. `colonnade doctor` shows variables that an earlier launcher left behind.",
+        "howto/start_on_a_cluster",
     ),
     "C021": Page(
         "The ranks did not meet",
-        "Every rank connects to rank 0 at MASTER_ADDR:MASTER_PORT. One did not come in time, the port is taken, or a firewall is between.",
+        "Every rank connects to rank 0 at MASTER_ADDR:MASTER_PORT. One did not come in time, the port is taken, or a firewall is in between.",
         "Look at the output of the rank that is missing. Check that all got the same address and world size. On several machines, "
-        "that the port is reachable and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the right interface. `colonnade doctor` on each.",
-        "understand/start_up",
+        "that the port is reachable and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names the right interface. Run `colonnade doctor` on each.",
+        "howto/start_on_a_cluster",
     ),
     "C022": Page(
         "A command line that cannot be started",
-        "Everything is checked before a process is started.",
-        "Follow the message; `colonnade run --help`. Options of `run` come before the script.",
-        "",
+        "The command line is checked before a process is started.",
+        "Follow the message, or see `colonnade run --help`. Options of `run` come before the script.",
+        "reference/command_line",
     ),
     "C023": Page(
-        "A torch that is too old, or that has a fault which would change gradients",
+        "A torch that is too old, or whose version has a fault that would change gradients",
         "Colonnade needs torch 2.11 or newer, and 2.13 to compile models that are split.",
         "pip install --upgrade torch",
-        "",
+        "start/install",
     ),
     "C024": Page(
         "A package or a device that is not there",
@@ -122,14 +124,14 @@ PAGES: dict[str, Page] = {
         "reference/precision",
     ),
     "C030": Page(
-        "A placement that is none, or does not fit the parameter",
+        "An object that is not a placement, or a placement that does not fit the parameter",
         "A placement says on which modes a parameter is split (Shard), whole (Replicate) or shared by stages (Tied).",
-        "Correct it as the message says; `placement_of(parameter)` shows what there is.",
-        "reference/handlers",
+        "Correct it as the message says; `placement_of(parameter)` shows the placement that a parameter has.",
+        "howto/place_parameters",
     ),
     "C031": Page(
         "Placements that do not add up over the ranks",
-        "The parts of a parameter, over the ranks that hold them, must be the whole. A mark of another library is not read.",
+        "The parts of a parameter on all ranks must make the whole. Marks that other libraries put on parameters are not read.",
         "Place the parameter on every rank that holds a part of it: `place(parameter, {mode: Shard(dim)})`.",
         "reference/handlers",
     ),
@@ -141,19 +143,19 @@ PAGES: dict[str, Page] = {
     ),
     "C033": Page(
         "Layers that do not fit each other",
-        "In the first forward pass it is followed how activations lie. A layer for whole inputs behind one that gives parts would "
+        "The first forward pass follows how activations are split. A layer that takes whole inputs, behind one that gives parts, would "
         "compute something else.",
-        "After Linear(split='column') comes Linear(split='row'); or gather_output=True.",
+        "Put Linear(split='row') behind Linear(split='column'), or give the first one gather_output=True.",
         "reference/layers",
     ),
     "C034": Page(
         "A model that cannot be built without memory",
-        "Inside `meta_init()` parameters have no values, and what initialises them is noted and done later, in parts.",
+        "Inside `meta_init()` parameters have no values. What initialises them is noted, and done later, on each rank for its part.",
         "Initialise parameters by torch.nn.init inside it; compute nothing from their values there.",
         "understand/start_up",
     ),
     "C040": Page(
-        "A gradient sum that nobody does",
+        "A gradient sum that no handler does",
         "From the placement of a parameter follows over which ranks its gradient must be summed. No handler does it, so ranks would "
         "train on parts of the gradient and drift apart.",
         "Add a handler for the mode, or correct the placement. `print(engine.ledger())` and `colonnade explain config.py` show who does "
@@ -161,7 +163,7 @@ PAGES: dict[str, Page] = {
         "reference/handlers",
     ),
     "C041": Page(
-        "A gradient sum that is done twice, that nobody owes, or with another divisor",
+        "A gradient sum that is done twice, that no placement asks for, or that has the wrong divisor",
         "Two handlers that sum over the same ranks make a gradient N times too large; a divisor that is not the number of ranks with "
         "distinct data makes the step depend on the layout.",
         "Remove one of the handlers, or give the divisor that the message names.",
@@ -169,34 +171,35 @@ PAGES: dict[str, Page] = {
     ),
     "C042": Page(
         "A handler that cannot be understood or used",
-        "A handler of yours is tried on small whole numbers to see what it sums over whom. It must change gradients in place, by sums "
-        "over groups of modes, or declare what it does.",
-        "Inherit BaseGradientHandler, or define covers(); see the page.",
-        "howto/own_parallelism",
+        "Before step 1 a handler of yours is run once on made-up gradients, to see what it sums over which ranks. So it must change "
+        "gradients in place, by sums over the groups of modes, or say itself what it sums.",
+        "Inherit BaseGradientHandler and implement handle_gradient(). If its sums cannot be read off (it sends only a part of a "
+        "gradient, say), define covers(), which returns what it sums.",
+        "reference/handlers",
     ),
     "C043": Page(
-        "A rank that left or did not come: a hang that was ended",
-        "The others waited for a rank in a sum or a transfer. It has died, is still somewhere else, or has skipped a step.",
+        "A rank that left or did not come, so that others waited in vain",
+        "Other ranks waited for this one in a sum or a transfer. It has died, is busy elsewhere, or has skipped a step.",
         "The cause is in the output of the rank that is named, not here: `colonnade run` shows the first failure last. If it still "
         "runs, `kill -USR1 PID` prints where it is; `launch(timeout=)` sets how long ranks wait.",
-        "understand/step",
+        "howto/debug_a_hang",
     ),
     "C044": Page(
         "Ranks that see the same data got different batches",
-        "Tensor, pipeline and sequence ranks of one replica work on one batch. Different ones mix samples in silence.",
-        "Use colonnade.utils.get_dataloader, which shares samples over the right ranks, or a sampler by the data rank alone.",
-        "understand/step",
+        "The tensor and pipeline ranks of one replica work on one batch together. With different batches they would mix samples without a word.",
+        "Use colonnade.utils.get_dataloader, which deals samples out to the right ranks, or a sampler that goes by the data rank alone.",
+        "howto/load_data",
     ),
     "C045": Page(
         "A loss of the wrong form",
         "A loss is a scalar mean, or (sum, count), the same form on all ranks and in all steps.",
         "Return criterion(...).mean(), or (sum, count) for means over uneven numbers of tokens.",
-        "reference/handlers",
+        "howto/uneven_batches",
     ),
     "C046": Page(
         "Calls of a training loop out of order",
-        "A step is zero_grad, backward `gradient_accumulation` times, step. Gradients are summed in step().",
-        "Follow that order; step by engine.step(), not by the optimizer.",
+        "A step is: zero_grad, then backward `gradient_accumulation` times, then step, after which gradients are reduced.",
+        "Follow that order, and call engine.step(), not the optimizer's.",
         "understand/step",
     ),
     "C047": Page(
@@ -208,13 +211,13 @@ PAGES: dict[str, Page] = {
     ),
     "C048": Page(
         "A gradient or norm that is not finite",
-        "Inf or NaN in a gradient. The step was dropped on all ranks.",
+        "A gradient has an inf or a NaN. The step was dropped on all ranks.",
         "Look at the loss before that step, lower the learning rate, clip, or use bf16 instead of fp16.",
-        "reference/clipping",
+        "howto/drop_bad_steps",
     ),
     "C050": Page(
         "A model that cannot be cut into stages as asked",
-        "`colonnade.split` cuts a chain of layers, or follows a forward pass without computing.",
+        "`colonnade.split` cuts a chain of layers, or a model whose forward pass it can follow on a sample.",
         "Give pipeline_layers(), or sample=, or other places to cut, as the message says.",
         "reference/schedules",
     ),
@@ -227,7 +230,7 @@ PAGES: dict[str, Page] = {
     "C052": Page(
         "A batch that cannot be cut into micro-batches",
         "A pipeline cuts every tensor of a batch along dimension 0.",
-        "Set num_microbatches to a number of rows or less; give tensors with the same number of rows.",
+        "Let num_microbatches be at most the number of rows, and give tensors with the same number of rows.",
         "reference/schedules",
     ),
     "C053": Page(
@@ -244,59 +247,59 @@ PAGES: dict[str, Page] = {
     ),
     "C060": Page(
         "A plan that does not fit the model",
-        "A plan gives names of layers a style. Unknown styles, names that fit nothing, ties that would be cut and shapes that cannot be "
+        "A plan gives a style to names of layers. Unknown styles, names that fit nothing, ties that would be cut and shapes that cannot be "
         "cut are refused before step 1.",
         "Correct the entry that is named; parallelize(sample=...) compares the cut model with the whole one.",
         "reference/plans",
     ),
     "C061": Page(
         "A model or batch of Hugging Face that cannot be run in this layout",
-        "Some models have parts that are not known under sequence, pipeline or expert parallelism; they are refused instead of being "
+        "Some models have parts that cannot run under sequence, pipeline or expert parallelism here. They are refused, since they would be "
         "trained wrongly.",
         "Leave that axis out for this model, or change the option that is named.",
         "howto/huggingface",
     ),
     "C070": Page(
         "An optimizer that cannot step on parts, has parameters of others, or was changed after initialize",
-        "ZeRO and flat steps know the optimizer's parameters from initialize() on; stages 1 and 2, and parameters that are split over "
+        "initialize() lays out the optimizer's parameters in flat memory, once. Stages 1 and 2 of ZeRO, and parameters that are split over "
         "ranks (tensor, expert), want an element-wise optimizer, which Muon and Adafactor are not.",
-        "Make groups before initialize(), of the model's parameters alone; use AdamW, Adam or SGD, or another stage.",
+        "Make parameter groups before initialize(), of the model's parameters alone. Use AdamW, Adam or SGD, or another stage.",
         "reference/zero",
     ),
     "C080": Page(
-        "No checkpoint there",
-        "The folder of a run has folders step-..., each published by one rename when all of it was on disk.",
+        "No checkpoint in that folder",
+        "The folder of a run has folders step-..., one for each checkpoint. A save that was interrupted leaves none.",
         "`colonnade ckpt ls FOLDER` shows what there is and what is wrong with it.",
-        "reference/trainer",
+        "howto/checkpoint",
     ),
     "C081": Page(
         "A file that is damaged, cut off or of another format",
-        "Sizes and hashes of all files are in the manifest; one does not fit.",
+        "The manifest has the size and the hash of every file, and a file has others.",
         "`colonnade ckpt verify FOLDER` reads every byte. A run goes on from the newest good one by itself.",
         "reference/trainer",
     ),
     "C082": Page(
         "A checkpoint of another model",
-        "Names and shapes of whole parameters are compared; the layout may be another one, the model not.",
-        "The message lists what is missing, too much or of another shape. Build the model as it was saved.",
+        "Names and shapes of whole parameters are compared. The layout may be another one; the model must be the same.",
+        "The message lists what is missing, left over or of another shape. Build the model as it was saved.",
         "reference/weights",
     ),
     "C083": Page(
         "A checkpoint of another optimizer or clip method",
-        "Its state would be stepped on in another way.",
+        "The saved state means something else to this optimizer or clip method.",
         "Use the same optimizer and groups, or load with optimizer=None and start its state anew.",
         "reference/weights",
     ),
     "C084": Page(
         "A checkpoint that cannot be written",
-        "No space, no permission, a folder that not all ranks see, or another run that writes there.",
+        "There is no space or no permission, not all ranks see the folder, or another run writes there.",
         "Earlier checkpoints are untouched. Choose a folder on a file system that all ranks share; end the other run.",
         "reference/trainer",
     ),
     "C085": Page(
         "A value that a checkpoint cannot hold",
         "State is made of None, booleans, numbers, texts, tensors and lists and dicts of them: no code is run when it is read.",
-        "Give state_dict() that returns these.",
+        "Let state_dict() return only these.",
         "reference/trainer",
     ),
     "C086": Page(
@@ -307,14 +310,14 @@ PAGES: dict[str, Page] = {
     ),
     "C090": Page(
         "Data loaders that do not fit the layout",
-        "Where forward passes need all ranks, all need equally many batches; a loader gives batches, not samples.",
-        "colonnade.utils.get_dataloader(dataset, batch_size=...) does; or drop_last=True.",
-        "reference/trainer",
+        "Where forward passes need all ranks (experts, ZeRO 3), all ranks need equally many batches. And a loader must give batches, not samples.",
+        "Use colonnade.utils.get_dataloader(dataset, batch_size=...), or drop_last=True.",
+        "howto/load_data",
     ),
     "C091": Page(
         "A hook that raised",
         "The error of a hook on any rank is raised on every rank, with the point and the step.",
-        "The cause is the error at its end.",
+        "The message ends with the hook's own error, which is the cause.",
         "reference/trainer",
     ),
     "C092": Page(
@@ -326,14 +329,14 @@ PAGES: dict[str, Page] = {
     "C100": Page(
         "A run that cannot be compared with one process, or is not equal to it",
         "`colonnade verify` needs a model and batches that one process can have too.",
-        "Follow the message; the page shows what scripts need.",
+        "Follow the message. The page of verify shows what a script needs.",
         "reference/verify",
     ),
     "C101": Page(
         "A function that cannot be run on other processes",
-        "run_world sends a function by name, and its arguments by value.",
-        "Move the function to the top of a file, and pass plain data.",
-        "howto/own_parallelism",
+        "run_world sends a function by the name of its module, and its arguments by value.",
+        "Define the function at the top level of a file, and pass plain data.",
+        "howto/test_my_code",
     ),
 }
 
@@ -344,8 +347,8 @@ def find(code: str) -> Page | None:
 
 
 def unknown(code: str) -> str:
-    """What to say of a code that is none."""
-    return f"there is no code {code!r}.{did_you_mean(code, PAGES)} docs/reference/errors.md lists all of them"
+    """What to say of a code that does not exist."""
+    return f"there is no code {code!r}.{did_you_mean(code, PAGES)} The codes are {', '.join(PAGES)}"
 
 
 def codes_in(text: str) -> list[str]:

@@ -15,7 +15,8 @@ project_copyright = "The Colonnade developers. Apache-2.0"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "colonnade_site"]
-exclude_patterns = ["_site"]
+exclude_patterns = ["_site", "_templates"]
+templates_path = ["_templates"]
 nitpicky = True
 # Types of torch, typing and private aliases have no page here.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
@@ -25,6 +26,9 @@ myst_heading_anchors = 4
 # A type of a signature may be public under several names.
 suppress_warnings = ["ref.python"]
 
+# A dash of an option and a quote of a snippet stay what one types.
+smartquotes = False
+
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -32,6 +36,16 @@ add_module_names = False
 default_role = "literal"
 
 html_theme = "furo"
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
 html_title = f"Colonnade {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

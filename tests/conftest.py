@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -164,3 +167,16 @@ def pytest_configure(config: pytest.Config) -> None:
 # The machines of tests are busy: a slow example says nothing about the code.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless Chromium. One at a time: Playwright keeps a loop of asyncio running, beside which no second one starts."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright here: make browser installs it")
+    binary = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if binary is None:
+        pytest.skip("no Chromium here: apt-get install chromium, or CHROMIUM=path")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -266,3 +266,10 @@ def test_the_default_parser_takes_both_spellings_of_local_rank():
     parser = get_default_parser()
     assert parser.parse_args(["--local-rank=3"]).local_rank == 3
     assert parser.parse_args(["--local_rank", "2", "--config", "x.py"]).config == "x.py"
+
+
+def test_a_variable_that_is_left_over_is_named_beside_the_one_that_is_missing():
+    with pytest.raises(
+        LaunchError, match=r"RANK is not set.* or unset WORLD_SIZE, which is left over, for a world of one"
+    ):
+        detect({"WORLD_SIZE": "2"})

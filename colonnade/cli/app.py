@@ -37,12 +37,13 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 def build_app() -> typer.Typer:
     """Return the command line with every command of the table."""
-    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+    helped = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=helped)
     app.callback(cls=_Commands)(_options)
     for name, function in COMMANDS.items():
         # What follows a script is the script's own.
         settings = {"allow_interspersed_args": function not in (run, verify), "token_normalize_func": our_name}
-        app.command(name, cls=_Command, context_settings=settings)(function)
+        app.command(name, cls=_Command, context_settings={**helped, **settings})(function)
     return app
 
 

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from colonnade.cli.job import Job, checked
-from colonnade.errors import ColonnadeError
+from colonnade.errors import ColonnadeError, LaunchError
 
 
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where checkpoints, log and picture go.")] = Path(
-        "colonnade-demo"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where checkpoints, log and the page of the run go.")
+    ] = Path("colonnade-demo"),
     nproc: Annotated[int, typer.Option("--nproc", "-n", min=2, help="Ranks, an even number.")] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train; without it 200.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint there.")] = False,
@@ -25,13 +25,17 @@ def demo(
 ) -> None:
     """Train a small GPT on 4 ranks of this machine, in about a minute: data 2 x pipeline 2, tied, clipped.
 
-    It needs no network: the text is Python's own reference. It leaves checkpoints, a log, a picture of the run and one file of
+    It needs no network: the text is Python's own reference. It leaves checkpoints, a log, a page of the run and one file of
     weights for plain torch.
     """
     script = demo_script()
     if copy is not None:
         _copy(script.parent, copy)
         return
+    if nproc % 2:
+        raise LaunchError(
+            f"--nproc {nproc} is odd; the demo has two pipeline stages, so give {nproc - 1} or {nproc + 1}", code="C022"
+        )
     words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
     job = checked(Job(target=str(script), nproc=nproc, arguments=tuple(words)))
     from colonnade.cli.launcher import launch

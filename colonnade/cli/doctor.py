@@ -36,7 +36,7 @@ _WORLD_SECONDS = 120
 _PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_TORCH = ("torch cannot be imported", "pip install torch")
 _OPTIONAL = ("tensorboard", "triton", "numpy")
-_NEEDED = ("safetensors", "rich", "typer")
+_NEEDED = ("safetensors", "rich", "typer", "pygal")
 
 
 @dataclass(frozen=True)

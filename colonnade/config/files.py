@@ -14,6 +14,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError, listed
 
 _SUFFIXES = (".py", ".toml")
+_reading: ContextVar[Path | None] = ContextVar("config_file", default=None)
 
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], Source]:
@@ -72,6 +74,7 @@ def _read_toml(source: Source) -> dict[str, Any]:
 
 def _read_python(source: Source, path: Path) -> dict[str, Any]:
     """Run the file and return the names it leaves: functions too, but no modules, classes and dunder names."""
+    outer = _reading.set(path)
     try:
         with _importing_from(str(path.parent)):
             names = runpy.run_path(str(path))
@@ -79,7 +82,17 @@ def _read_python(source: Source, path: Path) -> dict[str, Any]:
         if isinstance(error, SyntaxError) and error.filename == str(path):
             raise _failed(source, f"SyntaxError: {error.msg}", error.lineno) from None
         raise _raised(source, path, error) from None
+    finally:
+        _reading.reset(outer)
     return {name: value for name, value in names.items() if _is_setting(name, value, names["__name__"])}
+
+
+def refuse_in_a_config() -> None:
+    """Of a call that only scripts make: a script that was given where a config is wanted must not start to train."""
+    if (file := _reading.get()) is not None:
+        raise ConfigError(
+            f"{file.name} calls launch(): it is a script, not a config. `colonnade run {file.name}` runs it; here give the config"
+        )
 
 
 def _is_setting(name: str, value: Any, module: str) -> bool:

@@ -65,8 +65,8 @@ def file_error(name: str, file: str, text: str, *, line: int | None = None, show
     where = file if line is None else f"{file}:{line}"
     below = [f"      {row}" for row in shown.splitlines()]
     # The code stands behind what is said, not behind the source.
-    error = ConfigError("\n".join([_head(1, name), f"  {where}  {text} [C001]", *below]))
-    error.code = "C001"
+    error = ConfigError("\n".join([_head(1, name), f"  {where}  {text} [C002]", *below]))
+    error.code = "C002"
     return error
 
 

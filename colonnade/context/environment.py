@@ -89,9 +89,11 @@ def override(
 def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> int:
     text = environ.get(variable)
     if text is None:
+        left = [name for name in (launcher.rank, launcher.world_size) if name in environ]
+        alone = f"unset {left[0]}, which is left over," if left else "call launch(config)"
         raise LaunchError(
             f"the environment variable {variable} is not set, so {launcher.name} did not start this process. Start it "
-            f"with {launcher.name}, with `colonnade run --nproc N script.py`, or call launch(config) for a world of one.",
+            f"with {launcher.name} or with `colonnade run --nproc N script.py`, or {alone} for a world of one.",
             code="C020",
         )
     if not text.isdigit():

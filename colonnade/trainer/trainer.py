@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.checkpoint.random_state import random_state
+from colonnade.checkpoint.storage.writer import tell_launcher
 from colonnade.comm.messages import agreed_errors
 from colonnade.comm.phases import PhaseClock
 from colonnade.constants import STOPPED_IN_ORDER
@@ -176,6 +177,8 @@ class Trainer:
         loop, engine = self._loop, self.engine
         assert loop is not None
         info = manager.load(model or engine.model, engine.optimizer, step=step, rest=_Rest(engine))
+        if self.context.get_global_rank() == 0:
+            tell_launcher(info.step, info.folder)
         extra, place = info.extra, info.extra["trainer"]
         self.cur_epoch = place["epoch"]
         self._cur_step = place["step"]

@@ -22,12 +22,12 @@ def _section(name: str, command: Any) -> list[str]:
     usage = " ".join(command.collect_usage_pieces(context))
     lines += ["```text", f"colonnade {name} {usage}".rstrip(), "```", ""]
     rows = [_row(parameter, context) for parameter in command.params if parameter.get_help_record(context)]
-    return [*lines, "| | means |", "|---|---|", *rows, ""] if rows else lines
+    return [*lines, "| option or argument | means |", "|---|---|", *rows, ""] if rows else lines
 
 
 def _row(parameter: Any, context: Any) -> str:
     name, said = parameter.get_help_record(context)
-    shown = name.replace(" <str>", " TEXT").replace("|", "\\|")
+    shown = name.replace(" <str>", " TEXT").replace(" <int range>", " N").replace(" <int>", " N").replace("|", "\\|")
     return f"| `{shown}` | {_cell(said)} |"
 
 

@@ -67,7 +67,8 @@ pieces.start("pipeline", "pipeline-player", (root, table) => {
   }
 
   function drawing() {
-    const unit = Math.max(22, Math.min(34, 860 / state.run.span)), high = 30, left = 52;
+    // As wide as the page lets it, down to what can still be read; beyond that it scrolls.
+    const high = 30, left = 52, unit = Math.max(16, Math.min(34, (scroll.clientWidth - left - 4) / state.run.span));
     const width = left + unit * state.run.span + 4, height = high * state.rows.length + 8;
     const svg = pieces.shape("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `Timeline of ${order.value}` });
     state.rows.forEach((row, rank) => {
@@ -93,18 +94,23 @@ pieces.start("pipeline", "pipeline-player", (root, table) => {
   function tick() {
     slider.value = String(state.time);
     clock.textContent = `${state.time} of ${state.run.span}`;
-    state.line.setAttribute("x", state.left + state.time * state.unit);
+    const x = state.left + state.time * state.unit;
+    state.line.setAttribute("x", x);
+    if (x < scroll.scrollLeft || x + state.unit > scroll.scrollLeft + scroll.clientWidth) scroll.scrollLeft = Math.max(0, x - state.left);
     const table_ = pieces.make("table", {}, pieces.make("caption", {}, "At this time"));
-    const head = pieces.make("tr", {}, ...["rank", "does", "holds"].map((text) => pieces.make("th", { scope: "col" }, text)));
+    const head = pieces.make("tr", {}, ...["rank", "does", "micro-batches held"].map((text) => pieces.make("th", { scope: "col" }, text)));
     table_.append(pieces.make("thead", {}, head));
     const body = pieces.make("tbody");
     state.rows.forEach((row, rank) => {
       const doing = row.find((action) => action.start <= state.time && state.time < action.end);
+      const last = row.filter((action) => action.end <= state.time).pop();
+      const left = last ? last.held - Number("BW".includes(last.kind)) : 0;  // what ended a micro-batch has given it up
+      const held = doing ? doing.held : left;
       for (const action of row) action.box.classList.toggle("done", action.end <= state.time);
       const names = { F: "forward", B: "backward", I: "backward, inputs", W: "backward, weights" };
       body.append(pieces.make("tr", {}, pieces.make("th", { scope: "row" }, String(rank)),
         pieces.make("td", {}, doing ? `${names[doing.kind]} of micro-batch ${doing.batch}, stage ${doing.stage}` : "waits"),
-        pieces.make("td", {}, doing ? `${doing.held / Number(chunks.value)}` : "–")));
+        pieces.make("td", {}, String(held / Number(chunks.value)))));
     });
     table_.append(body);
     now.replaceChildren(table_);

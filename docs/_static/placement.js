@@ -86,6 +86,7 @@ pieces.start("placement", "placement-explorer", (root, table) => {
     for (const button of ranks.children) button.classList.toggle("in-sum", sum.length > 1 && sum.includes(Number(button.dataset.rank)));
     const with_ = sum.length > 1 ? `is summed over ranks ${pieces.list(sum)} (outlined)` : "is summed with nobody";
     const divided = found.divisor > 1 ? ` and divided by ${found.divisor}` : " and not divided";
-    detail.textContent = `Rank ${rank} holds ${holds(found, rank)}, as do ranks ${pieces.list(same)} (same colour). Its gradient ${with_}${divided}.`;
+    const like = same.length > 1 ? `; ranks ${pieces.list(same)} hold the same (same colour)` : `, and no other rank does: ${pieces.list(same)}`;
+    detail.textContent = `Rank ${rank} holds ${holds(found, rank)}${like}. Its gradient ${with_}${divided}.`;
   }
 });

@@ -54,7 +54,8 @@ def main():
         lambda parameters: torch.optim.AdamW(parameters, lr=config.LEARNING_RATE, weight_decay=0.01),
         next_character_loss,
     )
-    scheduler = CosineAnnealingLR(engine.optimizer, total_steps=steps, warmup_steps=config.WARM_UP)
+    warm_up = min(config.WARM_UP, steps // 2)  # of a very short run, a part
+    scheduler = CosineAnnealingLR(engine.optimizer, total_steps=steps, warmup_steps=warm_up)
 
     checkpoints, log = options.output / "checkpoints", options.output / "log.jsonl"
     Trainer(engine).fit(

@@ -80,7 +80,8 @@ def train(folder: Path) -> float:
     scheduler = CosineAnnealingLR(engine.optimizer, total_steps=8, warmup_steps=2)
     best = BestLoss()
     trainer = Trainer(engine)
-    trainer.fit(loader, max_steps=8, hooks=[best, hooks.LRSchedulerHook(scheduler, by_epoch=False), hooks.EMAHook()])
+    stepped = hooks.LRSchedulerHook(scheduler, by_epoch=False)
+    trainer.fit(loader, max_steps=8, hooks=[hooks.LossHook(), best, stepped, hooks.EMAHook()])
     found: dict[str, float] = trainer.evaluate(loader)
     with CheckpointManager(folder, context) as manager:
         manager.save(trainer.cur_step, engine.model, engine.optimizer)

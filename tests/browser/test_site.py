@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from colonnade.config import load_config
+from colonnade.engine.schedule.actions import ENDS_MICRO_BATCH, Kind
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ScheduleError
@@ -60,12 +64,12 @@ def test_every_page_opens_without_an_error_and_fits(chromium, width, scheme):
     page.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_keeps_people_out(chromium, axe, scheme):
+@pytest.mark.parametrize(("width", "scheme"), [("wide", "light"), ("narrow", "light"), ("wide", "dark")])
+def test_no_page_keeps_people_out(chromium, axe, width, scheme):
     """In the dark, colours alone are looked at again."""
     options = {"resultTypes": ["violations"], **({"runOnly": ["color-contrast"]} if scheme == "dark" else {})}
     bad = []
-    page, _ = open_page(chromium, SITE / "index.html", scheme=scheme)
+    page, _ = open_page(chromium, SITE / "index.html", WIDTHS[width], scheme)
     for path in pages():
         page.goto(path.as_uri())
         page.wait_for_function("[...document.querySelectorAll('.piece')].every((piece) => piece.dataset.ready)")
@@ -76,6 +80,59 @@ def test_no_page_keeps_people_out(chromium, axe, scheme):
                 bad.append(f"{where}: {each['nodes'][0]['html'][:160]} ({len(each['nodes'])})")
     page.close()
     assert not bad, "\n".join(bad)
+
+
+class Links(HTMLParser):
+    """What a page links to or loads, and the places in it that a link can name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.places: set[str] = set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("href", "src") and value:
+                self.targets.add(value)
+            elif name in ("id", "name") and value:
+                self.places.add(value)
+
+
+def test_every_link_of_every_page_leads_to_a_place_of_the_site():
+    read = {path: Links(path) for path in SITE.rglob("*.html")}
+    dead = []
+    for path, links in read.items():
+        for target in links.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            place = unquote(parts.fragment)
+            if not file.is_file() or (place and file in read and place not in read[file].places):
+                dead.append(f"{path.relative_to(SITE)}: {target}")
+    assert not dead, "\n".join(dead)
+    assert sum(len(links.targets) for links in read.values()) > 5000
+
+
+def test_a_plain_copy_of_each_page_and_its_line_in_llms_txt():
+    listed = (SITE / "llms.txt").read_text(encoding="utf-8")
+    for path in pages():
+        name = path.relative_to(SITE).with_suffix(".md").as_posix()
+        if name == "search.md":
+            continue
+        text = (SITE / name).read_text(encoding="utf-8")
+        assert text.startswith("# "), name
+        assert not re.search(r"^:::|toctree|<!-- (generated|ranks):", text, re.MULTILINE), name
+        assert name == "index.md" or f"]({name}): " in listed, name
+
+
+def test_options_and_quotes_stay_what_one_types(chromium):
+    page, _ = open_page(chromium, SITE / "reference/command_line.html")
+    assert "--nproc_per_node, --max_restarts" in page.inner_text("article")
+    page.close()
+    for path in pages():
+        assert not re.search(r"[–—]\w+_|[‘’“”]", path.read_text(encoding="utf-8")), path
 
 
 def test_what_new_users_looked_for_is_found_by_the_search(chromium):
@@ -198,6 +255,9 @@ def test_the_pipeline_player_says_what_the_simulator_says(chromium, draw):
             told = row.locator("td").first.inner_text()
             wanted = f"of micro-batch {doing.action.micro_batch}, stage {doing.action.stage}" if doing else "waits"
             assert told.endswith(wanted), (name, ranks, chunks, micro_batches, time, rank, told, wanted)
+            begun = sum(timed.action.kind is Kind.FORWARD and timed.start <= time for timed in timeline.rows[rank])
+            over = sum(timed.action.kind in ENDS_MICRO_BATCH and timed.end <= time for timed in timeline.rows[rank])
+            assert float(row.locator("td").last.inner_text()) == pytest.approx((begun - over) / chunks, abs=1e-3)
         assert piece.locator("svg g.action").count() == sum(map(len, timeline.rows.values()))
     assert refused < 25
 
@@ -209,6 +269,8 @@ def test_the_player_plays(chromium):
     piece.locator(".piece-play").press("Enter")
     assert piece.locator(".piece-play").inner_text() == "Play"
     assert piece.locator("g.done").count() > 0
+    timeline = piece.locator(".piece-timeline")
+    assert timeline.evaluate("(box) => box.scrollWidth <= box.clientWidth")  # what it begins with can be seen whole
 
 
 def test_which_bug_says_what_the_library_says(chromium, draw):

@@ -62,10 +62,11 @@ def test_a_path_that_fails_is_one_message_without_a_traceback(words: tuple[str, 
     assert re.fullmatch(r"colonnade: a+\S*: File name too long\. .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("asked", ["--help", "-h"])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
-def test_no_help_says_of_a_switch_that_it_is_a_bool(name: str, capsys: Any) -> None:
+def test_no_help_says_of_a_switch_that_it_is_a_bool(name: str, asked: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        main([*name.split(), "--help"])
+        main([*name.split(), asked])
     shown = capsys.readouterr().out
     assert "--help" in shown
     assert "<bool>" not in shown

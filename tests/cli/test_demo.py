@@ -22,6 +22,13 @@ def test_its_files_can_be_copied_and_nothing_is_overwritten(tmp_path: Path, caps
     assert set(copied) == {"config.py", "model.py", "text.py", "train.py"}
 
 
+def test_an_odd_number_of_ranks_is_refused_before_any_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["demo", "--nproc", "3"])
+    assert left.value.code == 2
+    assert "--nproc 3 is odd; the demo has two pipeline stages, so give 2 or 4 [C022]" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_it_trains_goes_on_and_leaves_everything(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
@@ -32,5 +39,5 @@ def test_it_trains_goes_on_and_leaves_everything(tmp_path: Path) -> None:
         assert "make it yours" in done.stdout
         assert "Warning" not in done.stderr
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"checkpoints", "log.jsonl", "model.safetensors", "run.svg", "mine.txt"} <= names
+    assert {"checkpoints", "log.jsonl", "model.safetensors", "log.html", "mine.txt"} <= names
     assert "step-00000006" in colonnade("ckpt", "ls", "out", cwd=tmp_path).stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ import pytest
 from colonnade.cli import doctor
 from colonnade.cli.doctor import CHECKS, Finding
 from tests.cli import ROOT, colonnade, command, environment
+
+
+def test_it_looks_for_every_package_that_the_wheel_needs() -> None:
+    needed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert needed is not None
+    names = re.findall(r'^  "(\w+)[^;"]*",$', needed[1], re.MULTILINE)
+    assert {"torch", *doctor._NEEDED} == set(names)
 
 
 @pytest.mark.slow

@@ -46,6 +46,16 @@ def test_as_a_user_would_call_it():
     assert "a weight tied to another stage" in done.stdout
 
 
+def test_a_script_that_is_given_as_a_config_does_not_run(explain, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import colonnade\ngpc = colonnade.launch({})\nprint('it trains')\n")
+    done = explain(script)
+    assert done.code == 2
+    assert "it trains" not in done.out
+    assert "train.py calls launch(): it is a script, not a config. `colonnade run train.py` runs it" in done.err
+    assert "[C002]" in done.err
+
+
 @pytest.mark.parametrize("example", ["gradient_handler", "gradient_clipping", "gpt", "huggingface"])
 def test_the_configs_of_the_examples_are_explained(explain, example):
     done = explain(ROOT / "examples" / example / "config.py", "--json")

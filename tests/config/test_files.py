@@ -22,8 +22,8 @@ def failure(path: Path | str) -> str:
         load_config(path)
     assert str(path) in str(caught.value)
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
-    assert str(caught.value).count(" [C001]") == 1
-    return str(caught.value).replace(" [C001]", "")
+    assert str(caught.value).count(" [C002]") == 1
+    return str(caught.value).replace(" [C002]", "")
 
 
 def raised(folder: Path, text: str | bytes, name: str = "train.py") -> list[str]:

@@ -97,7 +97,7 @@ def test_file_error_shows_source_below() -> None:
     error = file_error("runs/train.py", "train.py", "SyntaxError: x", line=2, shown="one\ntwo")
     assert str(error).splitlines() == [
         "colonnade: 1 problem in runs/train.py",
-        "  train.py:2  SyntaxError: x [C001]",
+        "  train.py:2  SyntaxError: x [C002]",
         "      one",
         "      two",
     ]

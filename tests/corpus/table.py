@@ -20,8 +20,8 @@ Each row is a bug that a public tracker or paper tells of, or a mistake that the
 on 2 to 4 ranks of a CPU: `tests/corpus/` has one file for each.
 `colonnade.verify` knows nothing of what was planted. The cause that it has to name stands in the file, and was committed before the bug was first run.
 
-How far to trust the share: the bugs were written in batches, and each batch was run before the hypotheses knew of it; then they were made more general with these bugs in view.
-So the share at the head of the table is that of a test set that was learnt from; that of a first run is not. The other way round,
+How far to trust the share: the bugs were written in batches. Each batch was first run on hypotheses that had never seen it ("named blind" below), and then the hypotheses were improved on it.
+So the first share below is of bugs that the hypotheses were improved on; the blind share is not. The other way round,
 `python -m tests.corpus.healthy` draws runs with nothing wrong in them (models, layouts, ZeRO, accumulation, clipping, fp64, fp32, bf16): 200 of 200 are found equal.
 
 """

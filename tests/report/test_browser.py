@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from copy import deepcopy
 from typing import Any
 
@@ -20,18 +18,6 @@ OVERLAPS = """[...document.querySelectorAll('.pygal-chart .axis')].flatMap(axis 
   return boxes.flatMap(([name, one], at) => boxes.slice(at + 1).filter(([, other]) =>
     one.left < other.right - 1 && other.left < one.right - 1 && one.top < other.bottom - 2 && other.top < one.bottom - 2).map(([other]) => name + ' / ' + other));
 })"""
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("no chromium here: apt-get install chromium, or CHROMIUM=/path/to/it")
-    driver = pytest.importorskip("playwright.sync_api", reason="pip install playwright (the extra `long`)")
-    with driver.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +38,13 @@ def pages(tmp_path_factory, planned) -> dict[str, str]:
 
 
 @pytest.fixture
-def open_page(browser, pages):
+def open_page(chromium, pages):
     """Open a page; whatever it complains of fails the test."""
     said: list[str] = []
     contexts = []
 
     def opened(name: str, width: int = 1280, scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: said.append(message.text))

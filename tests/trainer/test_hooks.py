@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.constants import SAVED
 from colonnade.errors import ConfigError, HookError, RegistryError
 from colonnade.registry import HOOKS
 from colonnade.testing import run_world
@@ -244,6 +245,26 @@ def _refused(folder: Path) -> None:
 
 def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
     run_world(1, _refused, tmp_path)
+
+
+def _noted(folder: Path) -> tuple[str, str]:
+    """What the launcher is told is newest: after a save, and in a run that goes on from there and has saved nothing yet."""
+    note = folder / "note"
+    told = []
+    for hook in (SaveCheckpointHook(1, folder / "run", by_epoch=False), LoadCheckpointHook(folder / "run")):
+        note.unlink(missing_ok=True)
+        trainer = make_trainer({})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(SAVED, str(note))
+            trainer.fit(cut(range(24), 24), max_steps=2, hooks=[hook])
+        told.append(note.read_text())
+        trainer.context.destroy()
+    return told[0], told[1]
+
+
+def test_a_run_that_goes_on_tells_the_launcher_from_where(tmp_path):
+    saved, loaded = run_world(1, _noted, tmp_path).values[0]
+    assert saved == loaded == f"step 2 in {tmp_path / 'run' / 'step-00000002'}"
 
 
 @pytest.mark.parametrize(

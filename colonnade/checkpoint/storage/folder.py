@@ -170,4 +170,4 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError:
         return []
     except NotADirectoryError:
-        raise CheckpointError(f"{folder} is a file; checkpoints lie in a folder", code="C084") from None
+        raise CheckpointError(f"{folder} is a file; checkpoints lie in a folder", code="C080") from None

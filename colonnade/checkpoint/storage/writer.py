@@ -109,9 +109,7 @@ class StorageWriter:
         retire(path.parent, path, self.keep)
         seconds = time.monotonic() - self.started
         get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
-        if SAVED in os.environ:
-            with contextlib.suppress(OSError):  # the launcher is gone
-                Path(os.environ[SAVED]).write_text(f"step {self.step} in {path}", encoding="utf-8")
+        tell_launcher(self.step, path)
 
     def _check_loadable(self) -> None:
         """Read what was written as a load would, before it gets its name and older checkpoints go."""
@@ -241,3 +239,10 @@ class BackgroundWriter:
         if self.writer.rank == 0:
             self.writer.wait_for_notes(self._stop)
             self.writer.commit()
+
+
+def tell_launcher(step: int, path: Path) -> None:
+    """Note which checkpoint a run would go on from, for the launcher to say should the run be interrupted. By rank 0."""
+    if SAVED in os.environ:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            Path(os.environ[SAVED]).write_text(f"step {step} in {path}", encoding="utf-8")
