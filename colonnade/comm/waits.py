@@ -120,7 +120,8 @@ class WaitWatch:
         look, pause = began + 1.5 * SAY_AFTER, 0.0001
         while count < whole:
             time.sleep(pause)
-            pause, now = min(2 * pause, 0.05), time.monotonic()
+            # The more ranks ask one store, the less often each does.
+            pause, now = min(2 * pause, max(0.05, world_size / 20_000)), time.monotonic()
             count = store.add(key, 0)
             if count < whole and now > look:
                 look = now + SAY_AFTER / 5

@@ -344,3 +344,24 @@ def test_what_all_ranks_must_call_and_rank_0_calls_alone(what, shared_memory, tm
     assert f"{what} is for all ranks to call, and rank 1 is" in first.message, first
     assert "of step 1" in first.message
     assert second.kind == "exception", second
+
+
+class Wrapper:
+    """Passes everything on to the optimizer that it holds, as wrappers of other frameworks do."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inside = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+
+def test_a_wrapper_that_passes_step_on_is_an_optimizer():
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(2, 1)
+        engine = initialize(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.5)), context=gpc)[0]
+        before = model.bias.item()
+        engine.zero_grad()
+        engine.backward(engine(torch.zeros(1, 2)).sum())
+        engine.step()
+        assert model.bias.item() == pytest.approx(before - 0.5)

@@ -30,8 +30,8 @@ def refuse_lazy(models: Iterable[nn.Module]) -> None:
 
 def refuse_optimizer(optimizer: Any, models: Iterable[nn.Module], context: ParallelContext) -> None:
     """Refuse one whose step wants arguments, or that has parameters of none of these models which ranks would have to sum."""
-    # Of the class: a scheduler puts another on the instance.
-    _, *taken = inspect.signature(type(optimizer).step).parameters.values()
+    # Of the class: a scheduler puts another on the instance. A wrapper may have none there.
+    _, *taken = inspect.signature(getattr(type(optimizer), "step", Optimizer.step)).parameters.values()
     needed = [repr(one.name) for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     if needed:
         raise ConfigError(
