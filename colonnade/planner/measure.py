@@ -23,8 +23,13 @@ _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("bfloat16", "floa
 def measure_machine(nproc: int) -> Hardware:
     """Time products, memory and collectives between `nproc` processes of this machine: gloo on CPUs, NCCL on GPUs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ranks = min(nproc, torch.cuda.device_count()) if device == "cuda" else nproc
-    found = run_world(max(1, ranks), measured, device, backend="nccl" if device == "cuda" else "gloo", timeout=300)
+    # More than there are would take turns, and a message wait for its turn: plans know of turns by themselves.
+    ranks = min(nproc, torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0)))
+    backend, env = (
+        "nccl" if device == "cuda" else "gloo",
+        {"TORCH_DISTRIBUTED_DEBUG": "OFF"},
+    )  # a debug mode is no link's fault
+    found = run_world(max(1, ranks), measured, device, backend=backend, env=env, timeout=300)
     return Hardware(**found.values[0])
 
 

@@ -30,6 +30,8 @@ from colonnade.verification.explaining.roles import stage_of
 
 _SENT = {Kind.SENT_FORWARD: Kind.SEND_FORWARD, Kind.SENT_BACKWARD: Kind.SEND_BACKWARD}
 """The end of a send, and the send."""
+_IDLE = 0.5
+"""Of the latency of a message, the part in which a core is free for other ranks (gloo on two cores: 0.45)."""
 _PARTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 """In the order of `StagePass.extra`."""
 COUNT_BYTES = 16
@@ -99,18 +101,30 @@ class Steps:
         after = sum(call.exposed for call in self._after(gradients, rank))
         exposed = inline * self.accumulation + self._exposed(gradients, rank) + after
         optimizer = self._optimizer(gradients)
-        step = self._on_shared_cores(slowest) + after + optimizer
+        step = max(slowest + after + optimizer, self._on_shared_cores())
         compute = busy - inline * self.accumulation
         return Times(step, compute, exposed, max(0.0, step - compute - exposed - optimizer), optimizer)
 
-    def _on_shared_cores(self, seconds: float) -> float:
-        """The passes of a step, where devices of a node are really a few cores."""
+    def _on_shared_cores(self) -> float:
+        """What the work of all ranks takes, where devices of a node are really a few cores: one computes while others wait."""
         cores, layout = self.clock.hardware.at_once, self.kinds.layout
         ranks = min(self.clock.hardware.devices_per_node, layout.world_size)
         if not cores or ranks <= cores:
-            return seconds
-        work = sum(t.end - t.start for row in self.rows.values() for t in row) * self.accumulation
-        return max(seconds, work / len(self.rows) * ranks / cores)
+            return 0.0
+        work = sum(self._core_seconds(rank, gradients) for rank, gradients in self.kinds.gradients.items())
+        return work / len(self.kinds.gradients) * ranks / cores
+
+    def _core_seconds(self, rank: int, gradients: GradientPlan) -> float:
+        """Seconds of a step in which a rank keeps its core busy: it computes and copies, and does not wait for a message."""
+        row = self._row(rank)
+        passes = [self.kinds.passes[timed.action.stage] for timed in row if timed.action.kind is Kind.FORWARD]
+        calls = [call for one in passes for call in (*one.forward.calls, *one.backward.calls)]
+        busy = sum(timed.end - timed.start for timed in row) - self._idle(calls)
+        sums = [call for bucket in gradients.buckets for call in bucket.calls]
+        return busy * self.accumulation + self._calls_time(sums) - self._idle(sums) + self._optimizer(gradients)
+
+    def _idle(self, calls: Iterable[Call]) -> float:
+        return _IDLE * sum(self.clock.collective(call.op, 0, call.ranks) for call in calls)
 
     def _cost(self, action: Action) -> float:
         one = self.kinds.passes[action.stage]

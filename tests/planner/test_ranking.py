@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from itertools import combinations
 
 import pytest
 
@@ -16,7 +16,7 @@ from tests.planner.test_against_run import BY_GROUP, LAYOUTS
 
 SIZE = dict(hidden=256, length=128, vocabulary=2048)
 """Large enough that a step computes, and does not only call."""
-ROUNDS, STEPS = 3, 5
+ROUNDS, STEPS, TIE = 3, 5, 0.03
 
 
 def planned_and_measured() -> dict[str, tuple[float, float]]:
@@ -29,24 +29,32 @@ def planned_and_measured() -> dict[str, tuple[float, float]]:
         planned[name] = plan(load_config(configs[name]), ranks, machine, JOBS[job]).totals.step_seconds
     for _ in range(ROUNDS):
         for name, (job, ranks, _) in LAYOUTS.items():
-            real = run_world(ranks, counted_step, configs[name], job, STEPS, backend=None, timeout=200).values
+            quick = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # as users train
+            real = run_world(
+                ranks, counted_step, configs[name], job, STEPS, backend=None, env=quick, timeout=200
+            ).values
             measured[name] = min(measured[name], max(one.seconds for one in real))
     return {name: (planned[name], measured[name]) for name in LAYOUTS}
 
 
 def in_order(times: dict[str, tuple[float, float]]) -> int:
-    """How many layouts stand in the planned order: the most that can be left with no two the other way round."""
-    tops: list[float] = []  # of the ways so far, the smallest last time of each length
-    for _, measured in sorted(times.values()):
-        at = bisect_left(tops, measured)
-        tops[at : at + 1] = [measured]
-    return len(tops)
+    """How many layouts stand in the planned order: the most that can be left with no two the other way round.
+
+    Two whose measured times are within `TIE` of each other have no order.
+    """
+    row = [measured for _, measured in sorted(times.values())]
+    for count in range(len(row), 0, -1):
+        for left in combinations(row, count):
+            if all(before <= (1 + TIE) * after for before, after in combinations(left, 2)):
+                return count
+    return 0
 
 
 def test_the_order_that_is_left_when_some_are_taken_out() -> None:
     assert in_order({"a": (1, 10), "b": (2, 20), "c": (3, 30)}) == 3
     assert in_order({"a": (1, 30), "b": (2, 10), "c": (3, 20)}) == 2
     assert in_order({"a": (1, 30), "b": (2, 20), "c": (3, 10)}) == 1
+    assert in_order({"a": (1, 10.2), "b": (2, 10), "c": (3, 30)}) == 3
 
 
 @pytest.mark.long
