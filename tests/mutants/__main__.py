@@ -3,8 +3,8 @@
 Every change is one: a comparison, `and` for `or`, `any` for `all`, a sign, a constant, a dropped `not` or call, a `return
 None`. It is made in a copy of the tree, where the tests run that match the module: the nearest file first, then the
 fast tests, then the slow ones. A change is noticed when a test fails that passes on the unchanged tree. Words, types and
-logging are left alone. Changes that cannot change behaviour are listed with the reason in `equivalent.json`; they are
-counted apart and not run.
+logging are left alone. Changes that cannot change behaviour are listed with the reason in `equivalent/`; they are counted
+apart and not run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     entries = read_equivalent()
     to_run = [change for change in chosen if not any(is_entry(entry, _key(change)) for entry in entries)]
-    print(f"{len(chosen)} changes, {len(chosen) - len(to_run)} of them equivalent by {EQUIVALENT.name}", flush=True)
+    print(f"{len(chosen)} changes, {len(chosen) - len(to_run)} of them equivalent by {EQUIVALENT.name}/", flush=True)
     record = Record(Path(options.json) if options.json else None)
     run(to_run, options.jobs, record, options.budget, options.stop_after)
     results = [record.results[_key(change)] for change in to_run if _key(change) in record.results]
@@ -166,15 +166,15 @@ def report(results: Sequence[Result], wanted: int) -> str:
     return "\n".join(lines)
 
 
-EQUIVALENT = Path(__file__).parent / "equivalent.json"
+EQUIVALENT = Path(__file__).parent / "equivalent"
 
 
 def read_equivalent() -> list[dict[str, Any]]:
-    """Return the committed list of changes that cannot change behaviour: module, why, and `diff` or `line`.
+    """Return the committed lists of changes that cannot change behaviour: module, why, and `diff` or `line`.
 
     `line`: every change of this one, as of a constant that is a choice, but those that make it zero.
     """
-    return json.loads(EQUIVALENT.read_text())
+    return [entry for file in sorted(EQUIVALENT.glob("*.json")) for entry in json.loads(file.read_text())]
 
 
 def is_entry(entry: Mapping[str, Any], key: tuple[str, ...]) -> bool:
