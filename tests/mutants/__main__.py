@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from tests.mutants.changes import Change, find_changes
+from tests.mutants.executed import Executed
 from tests.mutants.matching import Matching
 from tests.mutants.running import TIERS, Known, OutOfTimeError, working_copies
 
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     to_run = [change for change in chosen if not any(is_entry(entry, _key(change)) for entry in entries)]
     print(f"{len(chosen)} changes, {len(chosen) - len(to_run)} of them equivalent by {EQUIVALENT.name}/", flush=True)
     record = Record(Path(options.json) if options.json else None)
-    run(to_run, options.jobs, record, options.budget, options.stop_after)
+    executed = Executed(Path(options.executed)) if options.executed else None
+    run(to_run, options.jobs, record, executed, options.budget, options.stop_after)
     results = [record.results[_key(change)] for change in to_run if _key(change) in record.results]
     print(report(results, len(to_run)))
     return int(any(not result["noticed"] for result in results))
@@ -73,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="so many changes at a time; each may start up to 8 ranks")
     parser.add_argument("--json", help="write every result there at once; a run that finds the file goes on with it")
+    parser.add_argument(
+        "--executed", help="run the tests that execute the change, by the file of tests.mutants.executed"
+    )
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds of tests for one change (default: all)")
     parser.add_argument("--stop-after", type=float, default=math.inf, help="end after so many seconds")
     parser.add_argument("--list", action="store_true", help="show the changes, run nothing")
@@ -121,18 +126,22 @@ class Record:
                 draft.replace(self._path)
 
 
-def run(chosen: Sequence[Change], jobs: int, record: Record, budget: float, stop_after: float) -> None:
+def run(
+    chosen: Sequence[Change], jobs: int, record: Record, executed: Executed | None, budget: float, stop_after: float
+) -> None:
     """Judge every change that has no result yet."""
     waiting = [change for change in chosen if _key(change) not in record.results]
     if not waiting:
         return
     deadline = time.monotonic() + stop_after
     matching = Matching(ROOT)
-    tests = {change.path: matching.tests_for(change.path) for change in waiting}
+    matched = {change.path: matching.tests_for(change.path) for change in waiting}
 
     def judge(change: Change) -> None:
+        tests = matched[change.path]
+        tests = executed.choose(change, tests) if executed else tests
         try:
-            outcome = workshop.judge(change, tests[change.path], budget)
+            outcome = workshop.judge(change, tests, budget)
         except OutOfTimeError:
             return
         result = {"module": change.path, "line": change.line, "kind": change.kind, "diff": _diff(change)}

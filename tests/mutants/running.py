@@ -153,6 +153,10 @@ class Workshop:
                     return Outcome(failed["tier"], failed["test"], time.monotonic() - begin)
                 done |= {event["test"] for event in events if event.get("failed") is False}
 
+    def measure(self, copy: Path, test: str, data: Path, limit: float) -> None:
+        """Run a test file under coverage, which writes what each process executed beside `data`."""
+        self._runners[copy].run([test], limit, str(data))
+
     def end(self) -> None:
         """Let the processes go that ran the tests."""
         for runner in self._runners.values():
@@ -192,7 +196,8 @@ class Workshop:
         events = plan.with_suffix(".events")
         events.unlink(missing_ok=True)
         limit = busy * 180 + 3 * sum(self.known.seconds[tier].get(file, GUESS[tier]) for tier, file in order)
-        code, output = self._runners[copy].run(plan, tests or files, min(limit, self.deadline - time.monotonic()))
+        options = ["-x", "--tb=line", "-p", "tests.mutants.plugin", f"--plan={plan}", *(tests or files)]
+        code, output = self._runners[copy].run(options, min(limit, self.deadline - time.monotonic()))
         if time.monotonic() >= self.deadline:
             raise OutOfTimeError
         found = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
@@ -221,14 +226,13 @@ class Runner:
             bufsize=0,
         )
 
-    def run(self, plan: Path, tests: Sequence[str], limit: float) -> tuple[int | str, str]:
+    def run(self, options: Sequence[str], limit: float, coverage: str = "") -> tuple[int | str, str]:
         """Return pytest's exit status ("time limit" when it was stopped) and its output."""
         assert self._server.stdin
         assert self._server.stdout
-        options = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
-        options += ["--hypothesis-seed=0", f"--plan={plan}", "-m", "not long", *tests]
+        arguments = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not long", *options]
         self._output.write_text("")
-        request = json.dumps({"output": str(self._output), "arguments": options})
+        request = json.dumps({"output": str(self._output), "arguments": arguments, "coverage": coverage})
         self._server.stdin.write(f"{request}\n".encode())
         process = int(self._server.stdout.readline())
         is_in_time = select.select([self._server.stdout], [], [], max(limit, 0))[0]

@@ -1,7 +1,7 @@
 """A process that has torch and waits: each run of pytest is a copy of it, and so is the fork server of its worlds.
 
-`python -m tests.mutants.server` in a copy of the tree reads lines of JSON, `output` and `arguments` of pytest, and answers each
-with the id of the process and then its exit status. It never imports the package: the changed one is new in every copy.
+`python -m tests.mutants.server` in a copy of the tree reads lines of JSON, `output` and `arguments` of pytest and where to write
+`coverage` ("" for none), and answers each with the id of the process and then its exit status. It never imports the package: the changed one is new in every copy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from multiprocessing import util
+from pathlib import Path
 from types import ModuleType
 
 PRELOAD = (
@@ -29,12 +30,12 @@ def main() -> None:
         request = json.loads(line)
         child = os.fork()
         if not child:
-            _run(request["output"], request["arguments"])
+            _run(**request)
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def _run(output: str, arguments: Sequence[str]) -> None:
+def _run(output: str, arguments: Sequence[str], coverage: str) -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
@@ -43,6 +44,8 @@ def _run(output: str, arguments: Sequence[str]) -> None:
     sys.modules["__main__"] = ModuleType("__main__")  # or every rank would import this file
     sys.argv = ["pytest", *arguments]
     util.spawnv_passfds = _spawned  # type: ignore[assignment]
+    if coverage:
+        _measure(coverage)
     import pytest
 
     code = 1
@@ -52,6 +55,15 @@ def _run(output: str, arguments: Sequence[str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _measure(data: str) -> None:
+    """Write down the lines that this process and those it starts execute, one file each beside `data`."""
+    from coverage import Coverage
+
+    os.environ["COVERAGE_DATA"] = data
+    os.environ["COVERAGE_PROCESS_START"] = settings = str(Path(__file__).with_name("coverage.ini"))
+    Coverage(config_file=settings).start()
 
 
 def _spawned(path: str, arguments: Sequence[str], passed: Sequence[int], spawn=util.spawnv_passfds) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.mutants.__main__ import choose, is_entry, read_equivalent, unknown_equivalents
 from tests.mutants.changes import find_changes
+from tests.mutants.executed import Executed, statements
 from tests.mutants.matching import Matching
 from tests.mutants.running import NO_IMPORT, BrokenTestsError, Known, OutOfTimeError, working_copies
 
@@ -172,6 +173,30 @@ def test_the_mirrored_test_comes_first_and_users_follow():
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):
         assert matching.tests_for(str(module.relative_to(ROOT))), module
+
+
+def test_the_tests_that_execute_a_statement_are_known_after_other_edits(tmp_path):
+    module = tmp_path / "colonnade" / "number.py"
+    module.parent.mkdir()
+    module.write_text("LIMIT = 3\n\ndef low(x):\n    if (\n        x < 1\n    ):\n        return 1\n    return 2\n")
+    for name in ("low", "high", "new"):
+        (tmp_path / f"test_{name}.py").write_text("")
+    measured = Executed(tmp_path / "lines.json", tmp_path)
+    measured.add("test_low.py", {"colonnade/number.py": {1, 3, 5, 7}})
+    measured.add("test_high.py", {"colonnade/number.py": {1, 3, 5, 8}})
+    module.write_text("# A line more.\n" + module.read_text())
+    statements.cache_clear()
+    executed = Executed(tmp_path / "lines.json", tmp_path)
+    changes = {change.line: change for change in find_changes(module, tmp_path)}
+    assert executed.choose(changes[6], ["test_high.py"]) == ["test_high.py", "test_low.py"]  # the matched one first
+    assert executed.choose(changes[8], ["test_high.py"]) == ["test_low.py"]
+    assert executed.choose(changes[9], ["test_new.py", "test_low.py"]) == [
+        "test_new.py",
+        "test_high.py",
+    ]  # a new one may
+    assert executed.choose(changes[2], ["test_low.py"]) == ["test_low.py"]  # outside of functions: by the match alone
+    (tmp_path / "test_low.py").write_text("def test_more(): ...")
+    assert executed.choose(changes[9], ["test_low.py"]) == ["test_low.py", "test_high.py"]
 
 
 def test_a_listed_line_stands_for_all_changes_but_those_to_nothing():
