@@ -33,19 +33,15 @@ class Job:
     criterion: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = None
 
-    def data(self, context: ParallelContext) -> tuple[Any, Any]:
-        """(data, label) of one pass of a rank."""
+    def loaded(self, context: ParallelContext) -> Any:
+        """What the loader gives a rank for one pass."""
         batch = _called(self.batch, context, "batch")
-        if isinstance(batch, (tuple, list)) and len(batch) == 2:
-            data, label = batch
-        else:
-            data, label = batch, None
-        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(data)):
+        if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(batch)):
             raise ConfigError(
                 f"the batch's function returned {type(batch).__name__} without a tensor; it returns (data, label), a tensor or a "
                 f"dict, as the loader of one rank does"
             )
-        return data, label
+        return batch
 
     def loss(self, model: nn.Module | Split, context: ParallelContext, notes: dict[str, None]) -> Any:
         """The criterion."""

@@ -22,6 +22,7 @@ from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.hf.loss import ModelLoss
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
 from colonnade.optim.zero.settings import ZeroSettings
@@ -137,13 +138,15 @@ class _Planning:
                 kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
             if self.config.get("compile"):
                 kinds.notes[COMPILED] = None
-            with self.fake:
-                kinds.data = data, label = tree_map_only(Tensor, _faked, self.job.data(self.context))
-                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
             kinds.fresh = self.zero.stage == 3 and not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             loss = self.job.loss(whole, self.context, kinds.notes)
             self.criterion = self.precision.around(loss, torch.device("cpu"))
+            own = loss if isinstance(loss, ModelLoss) else None
+            schedule.read_dicts_for(whole.whole if isinstance(whole, Split) else whole, loss, own)
+            with self.fake:
+                kinds.data = schedule.take_apart(tree_map_only(Tensor, _faked, self.job.loaded(self.context)))
+                self.first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:

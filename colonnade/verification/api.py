@@ -177,7 +177,7 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
     schedule = engine.schedule
     if not isinstance(schedule, PipelineSchedule):
         return [(on_cpu(_apart(engine, batch)), 1.0)]
-    data, label = schedule._take_apart(batch)
+    data, label = schedule.take_apart(batch)
     found = []
     for piece in cut_batch(data, label, micro_batches(engine)):
         given = (piece.data, piece.label)
@@ -187,7 +187,7 @@ def _pieces(engine: Engine, batch: Any) -> list[tuple[Batch, float]]:
 
 
 def _apart(engine: Engine, batch: Any) -> Batch:
-    return engine.schedule._take_apart(batch)
+    return engine.schedule.take_apart(batch)
 
 
 # -- on the first rank --------------------------------------------------------------------------------------

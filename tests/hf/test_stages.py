@@ -101,8 +101,9 @@ def test_models_on_the_meta_device(name: str) -> None:
     real = BY_NAME[name].build(tied=True)
     with torch.device("meta"):
         model = type(real)(real.config)
+        inside = split(type(real)(real.config), num_stages=3)
     stages, same = split(model, num_stages=3), split(real, num_stages=3)
-    assert stages.ties == same.ties
+    assert stages.ties == inside.ties == same.ties
     assert stages.ties
     names = [[name for name, _ in stage.named_parameters()] for stage in (*stages, *same)]
     assert names[:3] == names[3:]

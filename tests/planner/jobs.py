@@ -34,6 +34,21 @@ def even(context: ParallelContext) -> Any:
     return _cut(model, context)
 
 
+def llama(context: ParallelContext) -> Any:
+    """A model of transformers, which makes its own loss of a dict with labels."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = _size(context.config)
+    sizes = dict(vocab_size=size["vocabulary"], hidden_size=size["hidden"], intermediate_size=2 * size["hidden"])
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    return colonnade.parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), context=context)
+
+
+def collated(config: Config) -> dict[str, torch.Tensor]:
+    tokens, labels = batch(config)
+    return {"input_ids": tokens, "labels": labels}
+
+
 def batch(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     size = _size(config)
     tokens = torch.arange(size["rows"] * (size["length"] + 1)).view(size["rows"], -1) % size["vocabulary"]
@@ -74,4 +89,7 @@ def _cut(model: Any, context: ParallelContext) -> Any:
     return colonnade.split(model, num_stages=stages) if context.pipeline_parallel_size > 1 else model
 
 
-JOBS = {name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))}
+JOBS = {
+    **{name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))},
+    "llama": Job(llama, collated, optimizer=adamw),
+}

@@ -15,7 +15,8 @@ def counted_step(config: dict[str, Any], name: str, timed: int = 0) -> Observed:
     job, context = JOBS[name], global_context
     model = job.build(context)
     whole = model.whole if hasattr(model, "whole") else model
-    engine, *_ = colonnade.initialize(model, job.optimizer, whole.criterion(), verbose=False)
+    criterion = whole.criterion() if hasattr(whole, "criterion") else None
+    engine, *_ = colonnade.initialize(model, job.optimizer, criterion, verbose=False)
     data = job.batch(context.config)
 
     def step() -> None:

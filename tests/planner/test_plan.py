@@ -187,6 +187,21 @@ def test_what_is_not_planned_is_noted() -> None:
     assert any(note.startswith("`compile` is not planned") for note in found.notes)
 
 
+def test_dicts_are_taken_apart_as_in_the_run_and_the_count_of_a_loss_is_a_tensor() -> None:
+    class Named(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs)
+
+    def loss(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (output - labels).square().sum(), (labels >= 0).sum()
+
+    def batch() -> dict[str, torch.Tensor]:
+        return {"inputs": torch.zeros(2, 4), "labels": torch.zeros(2, 4)}
+
+    found = plan(load_config({}), 2, load_hardware("h100"), Job(lambda: Named(4, 4), batch, lambda: loss))
+    assert [(call.op, call.what) for call in found.classes[0].collectives] == [("all_reduce", "gradients")]
+
+
 def test_a_model_that_reads_numbers_is_told_so() -> None:
     class Reads(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

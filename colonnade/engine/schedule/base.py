@@ -58,12 +58,15 @@ class BaseSchedule(ABC):
     def pre_processing(self, engine: Any) -> None:
         """Called once, when the engine is built; the place for checks and buffers. Extend it, calling super."""
         self.device = engine.context.device
-        takes_label = len(required_arguments(getattr(engine, "criterion", None))) > 1
-        needed = required_arguments(getattr(engine, "model", None))
-        own = getattr(engine, "own_loss", None)
-        self._take_dict_apart = own.take_apart if own is not None and engine.criterion is not None else None
-        self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
+        criterion, own_loss = getattr(engine, "criterion", None), getattr(engine, "own_loss", None)
+        self.read_dicts_for(getattr(engine, "model", None), criterion, own_loss)
         self._same_batch = getattr(engine, "same_batch", None)  # not the engine: it would never go
+
+    def read_dicts_for(self, model: Any, criterion: Any, own_loss: Any) -> None:
+        """Learn which entries of a dict are its label. `own_loss`: that of a model which makes its own loss, or None."""
+        takes_label, needed = len(required_arguments(criterion)) > 1, required_arguments(model)
+        self._take_dict_apart = own_loss.take_apart if own_loss is not None and criterion is not None else None
+        self._label_keys = tuple(key for key in ("labels", "label") if takes_label and key not in needed)
 
     @abstractmethod
     def forward_back_step(
@@ -87,7 +90,7 @@ class BaseSchedule(ABC):
                 "this schedule needs a data iterator on this rank, but got None; pass iter(dataloader)", code="C051"
             )
         batch = next(data_iter)
-        data, label = self._take_apart(batch)
+        data, label = self.take_apart(batch)
         self.batch_size = rows_of(data)
         if to_gpu:
             data, label = move(data, self.device), move(label, self.device)
@@ -95,7 +98,8 @@ class BaseSchedule(ABC):
             self._same_batch.see(data, label)
         return data, label
 
-    def _take_apart(self, batch: Any) -> tuple[Any, Any]:
+    def take_apart(self, batch: Any) -> tuple[Any, Any]:
+        """(data, label) of what a loader gives."""
         if self.data_process_func is not None:
             return self.data_process_func(batch)
         if isinstance(batch, (list, tuple)) and len(batch) == 2:

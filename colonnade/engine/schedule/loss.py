@@ -184,7 +184,8 @@ class LossForm:
 def _checked_count(count: Any) -> Count:
     """Refuse what is no count. What lies on a device is not waited for: `LossBook` makes such a step not finite."""
     if isinstance(count, Tensor) and count.numel() == 1:
-        if count.device.type != "cpu" or (count.isfinite() and count >= 0):
+        # Asked whether it is wrong: to that, a tensor without values answers no.
+        if count.device.type != "cpu" or not ((count < 0) | ~count.isfinite()):
             return count
     elif isinstance(count, (int, float)) and math.isfinite(count) and count >= 0:
         return count

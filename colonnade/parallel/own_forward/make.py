@@ -35,7 +35,8 @@ class OwnForward:
         self._model, self._units, self._settings = model, units_of(model), _settings(model)
         _check(model, self._units)
         call = call or _call_with_small_inputs(model)
-        self._recording = record(model, self._units, lambda twin: result_of(call(self._with_settings(twin))))
+        with torch.device("cpu"):  # inside meta_init() too: masks and positions need their values
+            self._recording = record(model, self._units, lambda twin: result_of(call(self._with_settings(twin))))
         self._cuts = possible_cuts(self._recording)
         self._check_buffers()
 
