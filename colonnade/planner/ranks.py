@@ -145,8 +145,9 @@ class _Planning:
             own = loss if isinstance(loss, ModelLoss) else None
             schedule.read_dicts_for(whole.whole if isinstance(whole, Split) else whole, loss, own)
             with self.fake:
-                kinds.data = schedule.take_apart(tree_map_only(Tensor, _faked, self.job.loaded(self.context)))
-                self.first, *_ = cut_batch(*kinds.data, kinds.num_microbatches)
+                loaded = tree_map_only(Tensor, _faked, self.job.loaded(self.context))
+                kinds.data = data, label = schedule.take_apart(loaded)
+                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
         return kinds, whole
 
     def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
