@@ -39,9 +39,10 @@ from colonnade.planner.recorder import Recorder
 from colonnade.planner.repeats import extended, run_repeated, signature
 from colonnade.verification.explaining.roles import built, first_ranks, stage_of
 
-COMPILED = (
-    "`compile` is not planned: what it joins into one kernel takes less time, and may keep less, than is said here"
-)
+NOT_PLANNED = {
+    "compile": "what it joins into one kernel takes less time, and may keep less, than is said here",
+    "float8": "linear layers are planned in the dtype that they have without it",
+}
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,9 @@ class _Planning:
             )
             if not piped and type(schedule) is not NonPipelineSchedule:
                 kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
-            if self.config.get("compile"):
-                kinds.notes[COMPILED] = None
+            kinds.notes |= {
+                f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
+            }
             kinds.fresh = self.zero.stage == 3 and not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             loss = self.job.loss(whole, self.context, kinds.notes)

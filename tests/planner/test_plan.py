@@ -180,11 +180,12 @@ def test_what_is_not_planned_is_noted() -> None:
         pass
 
     try:
-        found = plan(load_config(dict(schedule="TwiceOver", compile=True)), 2, load_hardware("h100"), JOBS["gpt"])
+        found = plan(load_config(dict(schedule="TwiceOver", compile=True, float8=True)), 2, load_hardware("h100"), JOBS["gpt"])
     finally:
         SCHEDULE._entries.pop("TwiceOver")
     assert "the schedule TwiceOver is planned as one pass over the batch of a rank" in found.notes
-    assert any(note.startswith("`compile` is not planned") for note in found.notes)
+    for key in ("compile", "float8"):
+        assert any(note.startswith(f"`{key}` is not planned") for note in found.notes)
 
 
 def test_dicts_are_taken_apart_as_in_the_run_and_the_count_of_a_loss_is_a_tensor() -> None:
