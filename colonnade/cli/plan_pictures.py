@@ -91,10 +91,9 @@ def seconds(value: float) -> str:
 
 
 def layout_text(layout: dict[str, Any]) -> str:
-    """A layout in few words."""
-    return (
-        " ".join(f"{key} {value}" for key, value in layout.items() if value not in (1, 0, "none", None)) or "one rank"
-    )
+    """A layout in few words: without axes of one rank, and without what is off."""
+    off = {"zero": 0, "checkpoint": "none"}
+    return " ".join(f"{key} {value}" for key, value in layout.items() if value != off.get(key, 1)) or "one rank"
 
 
 def _head(console: Console, plan: Plan) -> None:

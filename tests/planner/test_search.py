@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from colonnade.cli.plan_pictures import layout_text
 from colonnade.config import load_config
 from colonnade.planner.clock import load_hardware
 from colonnade.planner.plan import plan
@@ -35,6 +36,9 @@ def test_what_fits_is_sorted_and_the_rest_says_why(found: Any) -> None:
     plain = {"data": 4, "tensor": 1, "pipeline": 1, "zero": 0, "checkpoint": "none"}
     (large,) = [one for one in found.cut if plain.items() <= one.layout.items()]
     assert large.reason == "the fullest rank does not fit"
+    texts = [layout_text(one.layout) for one in (*found.fitting, *found.cut)]
+    assert {"data 4", "data 4 zero 1"} <= {*texts}
+    assert len({*texts}) == len(texts)
 
 
 @pytest.mark.slow
