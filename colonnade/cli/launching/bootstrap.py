@@ -54,7 +54,8 @@ def _verified() -> AbstractContextManager[None]:
     """Whatever `colonnade verify` wants to see of the script, if that started it."""
     if "COLONNADE_VERIFY" not in os.environ:
         return nullcontext()
-    from colonnade.verification.scripts.job import current_part, taking_part
+    from colonnade.verification.scripts.job import taking_part
+    from colonnade.verification.scripts.part import current_part
 
     part = current_part()
     return taking_part(part) if part is not None else nullcontext()

@@ -95,6 +95,7 @@ def assemble(
         ),
         masks_apart=masks_apart or {},
         resting_apart=_resting_apart(records),
+        cut_apart=side_by_side.cut_apart(truth[0].activations) if truth else (),
     )
 
 
@@ -278,6 +279,21 @@ class _SideBySide:
                 compared = self._compared(value, known, spread, "activations", name)
                 if not (_differs(compared) and _in_another_order(known, value)):
                     found[name] = compared
+        return found
+
+    def cut_apart(self, truth: Mapping[str, Tensor]) -> list[str]:
+        """The axes along which all that ranks hold is shorter by their size once more than a part of the joined batch."""
+        found = []
+        for axis in self.axes:
+            lengths = [
+                (mine.shape[axis.dim], truth[name].shape[axis.dim])
+                for record in self.records
+                for name, mine in record.steps[0].activations.items()
+                if name in truth and mine.dim() == truth[name].dim() > axis.dim
+            ]
+            cut = axis.may_repeat and axis.distinct and axis.size > 1 and axis.dim > 0 and lengths
+            if cut and all(mine * axis.size**2 == whole for mine, whole in lengths):
+                found.append(axis.name.upper())
         return found
 
     def _rows_of(self, record: Record, mine: Tensor, truth: Tensor) -> Part | None:

@@ -98,6 +98,18 @@ def uncovered(compared: Compared) -> int:
     return int((~seen).sum())
 
 
+def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
+    """The places of elements that are wrong on some rank, if a part of them is and the others are right; else None."""
+    wrong = torch.zeros(compared.truth.numel(), dtype=torch.bool)
+    for part in compared.found:
+        truth = at_positions(compared.truth, part.positions)
+        if truth.numel() != part.value.numel():
+            return None
+        places = torch.arange(len(truth)) if part.positions is None else part.positions.flatten()
+        wrong[places[(flat(part.value) - truth).abs() > allowed]] = True
+    return wrong.nonzero().flatten() if 0 < int(wrong.sum()) < len(wrong) else None
+
+
 def in_units(error: float, allowed: float) -> float:
     """The error in units of the tolerance."""
     if error == 0:

@@ -101,5 +101,7 @@ class Evidence:
     """What was changed for the comparison: dropout set to 0, say."""
     resting_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each module that trains on some ranks and is in evaluation mode on others: those."""
+    cut_apart: Sequence[str] = ()
+    """The modes of which each rank took its part of a batch of its own, where all should cut the same one."""
     masks_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each module that drops: the ranks that drop other elements of what they hold alike."""

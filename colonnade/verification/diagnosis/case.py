@@ -301,18 +301,6 @@ class GradientCase(Case):
         return self.residual(self.due) <= 1 if self.raws else None
 
 
-def differing_elements(compared: Compared, allowed: float) -> Tensor | None:
-    """The places of elements that are wrong on some rank, if a part of them is and the others are right; else None."""
-    wrong = torch.zeros(compared.truth.numel(), dtype=torch.bool)
-    for part in compared.found:
-        truth = at_positions(compared.truth, part.positions)
-        if truth.numel() != part.value.numel():
-            return None
-        places = torch.arange(len(truth)) if part.positions is None else part.positions.flatten()
-        wrong[places[(flat(part.value) - truth).abs() > allowed]] = True
-    return wrong.nonzero().flatten() if 0 < int(wrong.sum()) < len(wrong) else None
-
-
 def _within(compared: Compared, elements: Tensor) -> Compared:
     found = [part for one in compared.found if (part := _part_within(one, elements)) is not None]
     return replace(compared, truth=flat(compared.truth)[elements], found=found)

@@ -25,10 +25,14 @@ from colonnade.verification.comparing.compare import (
     WEIGHTS,
     WEIGHTS_AT_START,
     compare,
+    differing_elements,
+    flat,
+    in_units,
 )
 from colonnade.verification.comparing.evidence import Compared, Evidence, StepEvidence
 from colonnade.verification.comparing.report import Finding, Report, Row, short_ranks
-from colonnade.verification.diagnosis.case import Case, GradientCase, Groups, differing_elements, raw_scale
+from colonnade.verification.comparing.tolerance import length
+from colonnade.verification.diagnosis.case import Case, GradientCase, Groups, raw_scale
 from colonnade.verification.diagnosis.causes import CAUSES
 from colonnade.verification.diagnosis.factors import near
 from colonnade.verification.diagnosis.hypotheses import (  # noqa: F401
@@ -45,6 +49,7 @@ from colonnade.verification.diagnosis.hypotheses import (  # noqa: F401
 from colonnade.verification.diagnosis.hypotheses.clipping import ClipCase
 from colonnade.verification.diagnosis.hypotheses.norms import NormCase
 from colonnade.verification.diagnosis.table import Claim, claims
+from colonnade.verification.diagnosis.words import best_of, first_look, ledger_line, ledger_under, listed, rivals
 
 _SURE = 80
 """Claims of this rank and above say that something differs, and little of why."""
@@ -74,8 +79,11 @@ class _Diagnosis:
             return broken
         if start := self._at_start():
             return start
-        forward = self._masks() or self._forward()
-        backward = forward or self._recomputed() or self._gradients()
+        if apart := self._cut_apart():
+            return apart
+        again = self._recomputed()
+        forward = self._masks() or ([] if again else self._forward())
+        backward = forward or again or self._gradients()
         loss = [] if forward else self._loss(backward)
         known = [finding for finding in backward if finding.cause != "unknown"]
         found = [*known, *loss] if loss else [*backward]
@@ -141,7 +149,7 @@ class _Diagnosis:
         if resting := self.rows_of(MODE):
             names, ranks = tuple(row.name or "the model" for row in resting), short_ranks(resting[0].ranks)
             how = f"in evaluation mode on ranks {ranks} and trains on the others; look at who calls eval() there."
-            return [Finding("forward-differs", names, None, f"{_listed(names)} is {how}")]
+            return [Finding("forward-differs", names, None, f"{listed(names)} is {how}")]
         how = "drops other elements than the first rank that holds the same activation; look at its random numbers."
         rows = [(row.name, short_ranks(row.ranks)) for row in self.rows_of(MASKS)[:1]]
         return [Finding("masks-differ", (name,), None, f"{name} on ranks {ranks} {how}") for name, ranks in rows]
@@ -151,13 +159,16 @@ class _Diagnosis:
         if not rows:
             return []
         row = rows[0]
-        best = self._best(claims("tensor", self._case(self.step.activations[row.name], row)))
+        case = self._case(self.step.activations[row.name], row)
+        best = best_of([*claims("tensor", case), *claims("activation", case)])
         how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
         where = f"that module, and {best.where}" if best else "that module"
         sentence = (
             f"the forward pass parts from one process at {row.name} on ranks {short_ranks(row.ranks)}: {how}, and "
-            f"everything that was recorded before it agrees; look at {where}{self._ledger_under(row.name)}."
+            f"everything that was recorded before it agrees; look at {where}{ledger_under(self.evidence, row.name)}."
         )
+        if best is not None and best.cause == "rounded":
+            return [Finding("rounded", (row.name,), self.at, sentence)]
         if best is not None and row.name == next(iter(self.step.activations)):
             if best.cause == "replicas-differ":
                 sentence = (
@@ -169,17 +180,36 @@ class _Diagnosis:
                 return [Finding("micro-batch-twice", (row.name,), self.at, sentence)]
         return [Finding("forward-differs", (row.name,), self.at, sentence, best.factor if best else None)]
 
+    def _cut_apart(self) -> list[Finding]:
+        how = "were given batches of their own, and each cut its part out of its own; give all of them the same whole batch"
+        some = [f"the ranks of {mode} {how}." for mode in self.evidence.cut_apart]
+        return [Finding("replicas-differ", (), self.at, sentence) for sentence in some]
+
     def _recomputed(self) -> list[Finding]:
-        rows = self.rows_of(RECOMPUTED)
-        if not rows:
+        """Modules that give something else when they run again in the backward pass, whichever of the two is right."""
+        found = {row.name: ranks for row in self.rows if row.quantity == RECOMPUTED and (ranks := self._unlike(row))}
+        if not found:
             return []
-        names = tuple(row.name for row in rows)
+        name, ranks = next(iter(found.items()))
         sentence = (
-            f"{rows[0].name} gives one output in the forward pass and another when it runs again in the backward pass, on "
-            f"ranks {short_ranks(rows[0].ranks)}; look at what differs between the two: random numbers, masks, "
+            f"{name} gives one output in the forward pass and another when it runs again in the backward pass, on "
+            f"ranks {short_ranks(ranks)}; look at what differs between the two: random numbers, masks, "
             f"buffers, routing or autocast."
         )
-        return [Finding("recomputation-differs", names, self.at, sentence)]
+        return [Finding("recomputation-differs", tuple(found), self.at, sentence)]
+
+    def _unlike(self, row: Row) -> list[int]:
+        """The ranks on which a module that ran again gave something else."""
+        first, again = self.step.activations.get(row.name), self.step.recomputed.get(row.name)
+        if row.step != self.at or first is None or again is None:
+            return []
+        values = {part.rank: flat(part.value) for part in first.found}
+        pairs = {part.rank: (flat(part.value), values[part.rank]) for part in again.found if part.rank in values}
+        return [
+            rank
+            for rank, (one, other) in pairs.items()
+            if len(one) != len(other) or in_units(length(one - other), row.tolerance) > 1
+        ]
 
     def _loss(self, backward: Sequence[Finding]) -> list[Finding]:
         rows = self.rows_of(LOSS)
@@ -269,7 +299,7 @@ class _Diagnosis:
     def _norm(self) -> list[Finding]:
         found = []
         for row in self.rows_of(NORM, NORMS)[:1]:
-            best = self._best(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
+            best = best_of(claims("norm", NormCase(self.evidence, self.groups, self.step, self.at, row)))
             what = f"is {row.detail}: it {best.what}" if best else f"is {row.detail}, and no hypothesis fits"
             where = best.where if best else "which elements count in it, how often, and over which ranks it is summed"
             sentence = f"the norm{'' if row.name == NORM else f' of {row.name}'} {what}; look at {where}."
@@ -283,12 +313,12 @@ class _Diagnosis:
         if not rows:
             return []
         case = ClipCase(self.evidence, self.groups, self.step, self.at, tuple(rows))
-        best = self._best(claims("clipped", case))
+        best = best_of(claims("clipped", case))
         names = tuple(row.name for row in rows)
         if best is None:
-            sentence = f"{_listed(names)}: the gradient and the norm are right, and the clipped gradient is not; look at what is multiplied by the coefficient."
+            sentence = f"{listed(names)}: the gradient and the norm are right, and the clipped gradient is not; look at what is multiplied by the coefficient."
             return [Finding("unknown", names, self.at, sentence)]
-        sentence = f"the clipped gradient of {_listed(names)} {best.what}; look at {best.where}."
+        sentence = f"the clipped gradient of {listed(names)} {best.what}; look at {best.where}."
         return [Finding(best.cause, names, self.at, sentence, best.factor)]
 
     def _weights(self) -> list[Finding]:
@@ -330,68 +360,24 @@ class _Diagnosis:
             )
             names = tuple(name for name, some in left.items() if any(claim.key == best.key for claim in some))
             known = best.cause if best.cause in CAUSES and not always and best.cause != "replicas-differ" else cause
-            rivals = self._rivals(best, names, left)
-            sentence = (
-                f"{thing} {_listed(names)} {best.what}{rivals}; look at {best.where}{self._ledger(names[0], best)}."
-            )
+            sentence = f"{thing} {listed(names)} {best.what}{rivals(best, names, left)}; look at {best.where}{ledger_line(self.evidence, names[0], best)}."
             found.append(Finding(known or best.cause, names, step, sentence, best.factor))
             left = {name: some for name, some in left.items() if name not in names}
         if left:
             found.append(self._unexplained(tuple(left), step, thing, cause, rows))
         return found
 
-    def _rivals(self, best: Claim, names: Sequence[str], left: Mapping[str, Sequence[Claim]]) -> str:
-        """Other causes that the numbers cannot tell from the best: of the same hypothesis, on the same parameters."""
-        common = [
-            claim
-            for claim in left[names[0]]
-            if (claim.rank, claim.doubt) == (best.rank, best.doubt)
-            and all(any(other.key == claim.key for other in left[name]) for name in names)
-        ]
-        alike = {" and ".join(claim.modes): claim for claim in common if claim.cause == best.cause and claim.factor}
-        same = [modes for modes, claim in alike.items() if claim.factor == best.factor and claim.modes != best.modes]
-        others = {claim.cause: claim for claim in common if claim.cause != best.cause}
-        told = f" (or of {' or '.join(same)}, which the numbers cannot tell from it)" if same else ""
-        return told + "".join(f", or {claim.cause} (it {claim.what})" for claim in others.values())
-
     def _unexplained(
         self, names: tuple[str, ...], step: int | None, thing: str, cause: str, rows: Sequence[Row]
     ) -> Finding:
         worst = max((row for row in rows if row.name in names), key=lambda row: row.error)
         sentence = (
-            f"{thing} {_listed(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
-            f"hypothesis fits; {self._first_look(names, thing)}{self._ledger(names[-1], None)}."
+            f"{thing} {listed(names)} differs by {worst.error:.3g} tolerances on ranks {short_ranks(worst.ranks)} and no "
+            f"hypothesis fits; {first_look(names, thing)}{ledger_line(self.evidence, names[-1])}."
         )
         return Finding(cause or "unknown", names, step, sentence)
-
-    def _first_look(self, names: Sequence[str], thing: str) -> str:
-        if "gradient" in thing:
-            return f"look at {names[-1]} first, which the backward pass reaches before the others"
-        return f"look at what writes {_listed(names)}, and what ranks should tell each other for it"
-
-    def _ledger(self, name: str, claim: Claim | None) -> str:
-        info = self.evidence.parameters.get(name)
-        if info is None or not info.ledger:
-            has_one = info is not None and any(other.ledger for other in self.evidence.parameters.values())
-            return " (ledger: no sum of it is planned)" if has_one else ""
-        modes = claim.modes if claim is not None else ()
-        line = next((line for line in info.ledger if any(mode in line for mode in modes)), info.ledger[0])
-        return f" (ledger: {line})"
-
-    def _ledger_under(self, module: str) -> str:
-        inside = (name for name in self.evidence.parameters if name.startswith(f"{module}."))
-        return next((text for name in inside if (text := self._ledger(name, None))), "")
-
-    def _best(self, some: Sequence[Claim]) -> Claim | None:
-        return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
 
     def _unknown(self) -> Finding:
         row = self.wrong[0]
         sentence = f"the {row.quantity} {row.name} differs by {row.error:.3g} tolerances and no hypothesis fits."
         return Finding("unknown", (row.name,), row.step, sentence)
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more"

@@ -31,7 +31,7 @@ class Claim:
 
 Hypothesis = Callable[[Any], Iterable[Claim]]
 HYPOTHESES: dict[str, list[Hypothesis]] = {}
-"""By what they explain: "gradient", "norm", "clipped", "tensor" (weights, activations and buffers)."""
+"""By what they explain: "gradient", "norm", "clipped", "tensor" (weights, activations and buffers), "weights" and "activation"."""
 
 _F = TypeVar("_F", bound=Hypothesis)
 

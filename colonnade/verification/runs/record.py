@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.parallel.checksum import checksum
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
 from colonnade.verification.runs.masks import Dropping, Masks, Nothing, Noting
@@ -136,6 +137,8 @@ class Recorder:
         self._gradients = gradients or self._own_gradients
         self._handles: list[Any] = []
         self._fired: dict[str, int] = {}
+        self._calls: dict[str, list[tuple[int, ...]]] = {}
+        """By module: what it was given in each of its calls, as a checksum."""
         self._room, self._seen_room = RAW_BYTES, ACTIVATION_BYTES
         self._step = StepRecord()
         self._coarsest: torch.dtype | None = None
@@ -224,11 +227,13 @@ class Recorder:
     def _watch_modules(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
             look = partial(self._on_output, self._rename(name))
-            self._handles.append(module.register_forward_hook(look))
+            self._handles.append(module.register_forward_hook(look, with_kwargs=True))
 
-    def _on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The first output of each module in the first step, that of the first pass; and when it is computed again."""
         again = torch._C._current_graph_task_id() != -1  # inside a backward pass
+        if torch.is_grad_enabled() and self._seen_room and self._is_another_call(name, (args, kwargs), again):
+            return
         if torch.is_grad_enabled():
             self.record.resting.setdefault(name, not module.training)
         into = self._step.recomputed if again else self._step.activations
@@ -240,6 +245,15 @@ class Recorder:
         if size <= self._seen_room:
             self._seen_room -= size
             into[name] = copied(value)
+
+    def _is_another_call(self, name: str, given: Any, again: bool) -> bool:
+        """Of a module that is called several times: whether what is computed again is another call than the first."""
+        value = first_tensor(given)
+        bits = () if value is None else tuple(checksum(value.contiguous()).tolist())
+        calls = self._calls.setdefault(name, [])
+        if not again:
+            calls.append(bits)
+        return again and len(calls) > 1 and bits != calls[0]
 
     def _own_gradients(self) -> Iterator[tuple[Tracked, Piece]]:
         for one in self.tracked:

@@ -1,18 +1,16 @@
 """A script that takes part in `colonnade verify`: what it builds is recorded, or fed with what all ranks were given.
 
-The parent sets COLONNADE_VERIFY to a file that says which part a process plays. As one of the "ranks" the script runs as it
-is, and what it does is noted. "Alone" it is one process in which every parallel size is 1: it starts from the weights that
-the ranks started from, and wherever a batch comes in it is given those of all ranks, joined.
+As one of the "ranks" the script runs as it is, and what it does is noted. "Alone" it is one process in which every parallel
+size is 1: it starts from the weights that the ranks started from, and wherever a batch comes in it is given those of all
+ranks, joined.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,44 +36,11 @@ from colonnade.verification.runs.masks import Dropping, Nothing, Noting, Replayi
 from colonnade.verification.runs.record import options_of
 from colonnade.verification.runs.reference import canonical_names, load, moved_by_an_ulp
 from colonnade.verification.scripts.fed import Criterion, Loaded
+from colonnade.verification.scripts.part import JOINED, MASKS, OPTIONS, REFERENCE, START, Part
 
-VARIABLE = "COLONNADE_VERIFY"
-JOINED, START, MASKS, REFERENCE, OPTIONS = "joined{share}.pt", "start.pt", "masks.pt", "reference.pt", "options.pt"
 _HALF = ("bf16", "fp16", "float8")
 _ONLY_TOGETHER = ("zero", "sync", "gradient_handler", "gradient_handlers", "schedule", "compare_batches", "graph_step")
 _FROM_GRAPH = "from the graph"
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one process does in a verification; `result` is the file that it writes, with {rank}."""
-
-    role: str
-    folder: str
-    result: str
-    steps: int = 2
-    dtype: str = "fp64"
-    noise: int | None = None
-    """Alone: the seed by which weights and inputs are moved by one ulp."""
-    share: int | None = None
-    """Alone: which share of the batches it is given, of those that ranks see apart."""
-    mistake: str | None = None
-    off: dict[str, str] | None = None
-    """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
-
-    def write(self, path: Path) -> Path:
-        path.write_text(json.dumps(asdict(self)))
-        return path
-
-    @property
-    def alone(self) -> bool:
-        return self.role == "alone"
-
-
-def current_part() -> Part | None:
-    """What this process is to do, if it was started by `colonnade verify`."""
-    path = os.environ.get(VARIABLE)
-    return Part(**json.loads(Path(path).read_text())) if path else None
 
 
 @contextmanager
@@ -93,6 +58,8 @@ def taking_part(part: Part) -> Iterator[None]:
         if part.dtype == "fp64":
             stack.enter_context(_replaced(torch.amp.GradScaler, "__init__", stage.without_scaler))
         stack.enter_context(_replaced(DataLoader, "__iter__", stage.fed_loader))
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):  # before a script imports them by name
+            stack.enter_context(_replaced(nn.utils, name, stage.seen_clipping))
         stack.enter_context(_replaced(CheckpointManager, "__init__", _only_reads))
         stack.enter_context(_replaced(CheckpointManager, "save", lambda own: lambda *args, **kwargs: None))
         try:
@@ -168,6 +135,16 @@ class Stage:
         return lambda loader: Loaded(
             own(loader), f"loader{self._loaders.setdefault(id(loader), len(self._loaders))}", self
         )
+
+    def seen_clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """A script of plain torch clips by itself, which who looks at it must know of."""
+
+        @wraps(own)
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            clipping = getattr(self.recorder, "clipping", None)
+            return own(*args, **kwargs) if clipping is None else clipping(own, *args, **kwargs)
+
+        return clip
 
     def _changed(self, config: Config) -> Config:
         """Alone: every size is 1, and what only ranks together do is left out. In fp64: no half precision."""

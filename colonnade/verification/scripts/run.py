@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from colonnade.verification.diagnosis.diagnose import diagnose
 from colonnade.verification.runs.joined import all_same, join, shares
 from colonnade.verification.runs.record import Record
 from colonnade.verification.runs.reference import PERTURBED_RUNS, Spread, Truth, norm_of
-from colonnade.verification.scripts.job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, Part
+from colonnade.verification.scripts.part import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, Part
 from colonnade.verification.scripts.processes import Running, running
 from colonnade.verification.scripts.watch import with_layout
 
@@ -286,7 +287,7 @@ def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], a
             spread.widen(step, _truth(other, at))
     start = {names.get(name, name): value for name, value in truth.start.items()}
     masks = truth.about["replays"].apart
-    notes = [*truth.notes, *_repeated(records)]
+    notes = [*truth.notes, *_repeated(records), *_not_cleared(truth)]
     return diagnose(assemble(records, steps, spreads, start, names, _terms(records), notes, masks))
 
 
@@ -294,11 +295,33 @@ def _repeated(records: Sequence[Record]) -> list[str]:
     """A warning where ranks that are to see distinct data were all given the same."""
     given = records[0].about["given"]
     parts = [_shares_of(records, key, at) for key in given for at in range(len(given[key])) if key != "criterion"]
-    if not parts or len(parts[0]) < 2 or not all(all_same(some) for some in parts):
+    apart = len(records) if records[0].about.get("data_parallel") else len(parts[0]) if parts else 0
+    if not parts or apart < 2 or not all(all_same(some) for some in parts):
         return []
     return [
-        "warning: all data ranks were given the same batches, so they do the same work; is a DistributedSampler missing?"
+        "warning: all data ranks were given the same batches, so they do the same work; is a DistributedSampler missing, or "
+        "does each of them have the place of the same rank?"
     ]
+
+
+def _not_cleared(truth: Record) -> list[str]:
+    """A warning where, in one process too, a step has the gradients of the one before added to its own."""
+    for before, step in pairwise(truth.steps):
+        left = before.clipped or before.total
+        both = [name for name in step.total if name in left and name in step.raw]
+        own = {name: sum(step.raw[name].values(), torch.zeros(())) for name in both}
+        added = [step.total[name][0].value - own[name] for name in both]
+        kept = [left[name][0].value for name in both]
+        if any(bool(one.any()) for one in kept) and all(map(_nearly, added, kept)):
+            return [
+                "warning: each step has the gradients of the step before in it, in one process too, so this is not a difference; "
+                "is zero_grad missing?"
+            ]
+    return []
+
+
+def _nearly(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= 1e-6 * float(other.norm())
 
 
 def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:
@@ -310,13 +333,15 @@ def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:
     clipped = {name: value / step.divisors.get(name, 1.0) for name, value in total.items()}
     if step.clipped:
         clipped = {name: pieces[0].value for name, pieces in step.clipped.items()}
-    counted = step.norm is not None
+    norm = None if step.norm is None else norm_of(list(total.values()), record.about["norm_type"])
+    if norm is not None and step.norm is not None and abs(norm - step.norm) > 1e-3 * step.norm:
+        norm = step.norm  # the script clips some of the parameters, or by a norm of its own
     return Truth(
         loss=loss[0] if loss is not None else 0.0,  # as on the ranks, nobody has seen it
         passes=[{name: each[one] for name, each in step.raw.items() if one in each} for one in passes],
         total=total,
-        clipped=clipped if counted else {},
-        norm=norm_of(list(total.values()), record.about["norm_type"]) if counted else None,
+        clipped=clipped if norm is not None else {},
+        norm=norm,
         weights=step.weights,
         buffers=step.buffers,
         activations=step.activations,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,7 +62,7 @@ class PlainRecorder:
         self.tracked = _tracked(model)
         self.recorder = Recorder(model, self.tracked, rank, rename=plain_name, by_count=True, dropping=stage.dropping)
         self.record = self.recorder.record
-        self.record.about["dtype"] = _dtype(self.tracked)
+        self.record.about |= {"dtype": _dtype(self.tracked), "data_parallel": _is_data_parallel(model)}
         self.record.tensors = {
             one.name: TensorNote(
                 one.names,
@@ -76,8 +77,6 @@ class PlainRecorder:
         self.record.groups = groups_of(optimizer, {id(one.tensor): one for one in self.tracked})
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
         optimizer.register_step_post_hook(lambda *_: self._after_step())
-        for module in (nn.utils, nn.utils.clip_grad):
-            module.clip_grad_norm_ = self._clipping(module.clip_grad_norm_)  # type: ignore[attr-defined]
         stage.dropping.on_backward = self._note_loss
 
     def _note_loss(self, tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -87,18 +86,16 @@ class PlainRecorder:
         if len(some) == 1 and some[0].numel() == 1 and all(one is None for one in given):
             self.recorder.note_loss((float(local_part(some[0].detach())), None))
 
-    def _clipping(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """Before it clips, gradients are final; what it returns is their norm."""
-
-        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if self._limit is None:
-                self.recorder.note_gradients()
-            norm = own(parameters, max_norm, norm_type, *args, **kwargs)
-            self._limit = (float(max_norm), float(norm_type))
-            self._norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
-            return norm
-
-        return clip_grad_norm_
+    def clipping(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Before a function of torch's clips, gradients are final; it returns their norm, or is given it."""
+        if self._limit is None:
+            self.recorder.note_gradients()
+        given = inspect.signature(own).bind(*args, **kwargs).arguments
+        found = own(*args, **kwargs)
+        norm = given.get("total_norm", found)
+        self._limit = (float(given["max_norm"]), float(given.get("norm_type", 2.0)))
+        self._norm = float(norm.full_tensor() if is_dtensor(norm) else norm)
+        return found
 
     def _before_step(self) -> None:
         self._stage.before_step(self._optimizer)
@@ -141,6 +138,16 @@ def _lying(tensor: Any, names: tuple[str, ...]) -> Tracked:
     return Tracked(
         names[0], names, tensor, tuple(tensor.shape), None if whole else places, str(tuple(tensor.placements))
     )
+
+
+def _is_data_parallel(model: nn.Module) -> bool:
+    """Whether a wrapper says that its ranks see distinct data. FSDP on a mesh of several axes does not say over which."""
+    from torch.distributed.fsdp import FSDPModule  # here: it takes long, and other runs do without it
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return dist.get_world_size(model.process_group) > 1
+    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    return isinstance(model, FSDPModule) and all(mesh.ndim == 1 and mesh.size() > 1 for mesh in meshes)
 
 
 def _dtype(tracked: Sequence[Tracked]) -> str:

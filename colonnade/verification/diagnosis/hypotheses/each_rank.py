@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 
@@ -26,7 +27,7 @@ def summed(case: GradientCase, change: Callable[[Tensor], Tensor]) -> Candidate:
     return together(case, lambda rows: torch.stack([change(row) for row in rows]).sum(0) / case.divisor)
 
 
-def together(case: GradientCase, join: Callable[[Tensor], Tensor]) -> Candidate:
+def together(case: GradientCase, join: Callable[[Tensor], Tensor | None]) -> Candidate:
     """What a rank would hold if the gradients of the ranks that owe a sum, one in a row, had been joined so."""
 
     def candidate(part: Part) -> Tensor | None:
@@ -60,6 +61,24 @@ def another_operation(case: GradientCase) -> Iterator[Claim]:
         residual = case.residual(together(case, partial(_signs, by=divisor)))
         what = f"is the {word} of the signs of the gradients of {over}, not of the gradients"
         yield Claim("wrong-operation", what, "what each rank sends", residual=residual)
+
+
+@hypothesis("gradient")
+def mean_of_those_who_have_it(case: GradientCase) -> Iterator[Claim]:
+    """Each element was divided by the number of ranks whose own gradient has something there: rows of an embedding, say."""
+    if not _is_summed_wrongly(case):
+        return
+    over = " and ".join(case.owed)
+    what = (
+        f"is, element by element, the mean over those ranks of {over} that have something there, not over all of them"
+    )
+    where = "what rows of a sparse gradient are divided by"
+    yield Claim("wrong-divisor", what, where, modes=tuple(case.owed), residual=case.residual(together(case, _of_some)))
+
+
+def _of_some(rows: Tensor) -> Tensor | None:
+    there = (rows != 0).sum(0)
+    return None if bool((there == len(rows)).all()) else rows.sum(0) / there.clamp(min=1)
 
 
 def _signs(rows: Tensor, by: float) -> Tensor:
@@ -99,6 +118,8 @@ def clipped_first(case: GradientCase) -> Iterator[Claim]:
     if case.evidence.max_norm is None or not _is_summed_wrongly(case):
         return
     most, passes = case.evidence.max_norm, _gradients_of_passes(case)
+    seen = case.gradient.clipped  # a script that clips by itself may sum what it has clipped, and step on that
+    stepped = None if seen is None else replace(case, compared=seen)
     for whose, scale in (("its own", 1.0), ("its own, divided,", 1 / case.divisor)):
         whole = {rank: [_coefficient(_sum(some), most, scale)] * len(some) for rank, some in passes.items()}
         ways = {f"by {whose} norm": whole}
@@ -110,6 +131,10 @@ def clipped_first(case: GradientCase) -> Iterator[Claim]:
             what = f"is the sum of gradients that each rank had clipped {how}"
             residual = case.residual(_weighed(case, weights))
             yield Claim("clipped-before-reduced", what, _ORDER, residual=residual)
+            if stepped is not None:
+                what = f"is not reduced yet when each rank clips it {how}, and is summed afterwards"
+                residual = stepped.residual(_weighed(stepped, weights))
+                yield Claim("clipped-before-reduced", what, _ORDER, residual=residual, rank=1)
 
 
 _Gradient = dict[str, Tensor]

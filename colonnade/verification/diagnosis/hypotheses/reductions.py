@@ -11,7 +11,7 @@ from torch import Tensor
 from colonnade.verification.comparing.compare import distance, flat, in_units, uncovered
 from colonnade.verification.comparing.evidence import Part
 from colonnade.verification.comparing.tolerance import length
-from colonnade.verification.diagnosis.case import GradientCase, in_owed_words
+from colonnade.verification.diagnosis.case import Candidate, GradientCase, in_owed_words, sum_of_passes
 from colonnade.verification.diagnosis.factors import ACCUMULATION, Factor, is_loss_scale, near
 from colonnade.verification.diagnosis.table import Claim, hypothesis
 
@@ -273,6 +273,53 @@ def _name_sum(case: GradientCase, modes: Sequence[str], missing: Sequence[str], 
     over = " and ".join(missing)
     own = "this rank's own, " if not modes else ""
     return in_owed_words(case, missing, f"is {own}not reduced over {over}")
+
+
+@hypothesis("gradient")
+def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
+    """Summed by number over ranks that hold other parameters: stages of a pipeline, whose n-th gradients are of one size."""
+    if not case.raws or not case.wrong or case.reduction_is_right:
+        return
+    for modes in case.groups.subsets():
+        met = {
+            _counterpart(case, part.rank, rank) for part in case.wrong for rank in case.groups.joint(modes, part.rank)
+        }
+        others = sorted(name for name in met if name is not None and name != case.name)
+        fitted = case.fit(candidate) if others and (candidate := _sum_by_number(case, modes)) else None
+        if fitted is None or not near(fitted[0], {**case.sizes, "ranks": 1}, max(fitted[1], 1e-9)):
+            continue
+        what = f"is summed over {' and '.join(modes)}, some of whose ranks hold another parameter in its place"
+        where = f"the group that its sum is given, in which it meets {others[0]}"
+        residual = case.residual(candidate, fitted[0])
+        yield Claim("reduced-over-other-mode", what, where, modes=tuple(case.owed), residual=residual)
+
+
+def _counterpart(case: GradientCase, rank: int, other: int) -> str | None:
+    """The parameter that is on another rank what this one is here, by its number among those with a gradient."""
+    held = [
+        [
+            name
+            for name, one in case.step.gradients.items()
+            if any(part.rank == each for some in one.raw for part in some)
+        ]
+        for each in (rank, other)
+    ]
+    at = held[0].index(case.name) if case.name in held[0] else len(held[1])
+    return held[1][at] if at < len(held[1]) else None
+
+
+def _sum_by_number(case: GradientCase, modes: Sequence[str]) -> Candidate:
+    def candidate(part: Part) -> Tensor | None:
+        total = torch.zeros(part.value.numel(), dtype=torch.float64)
+        for rank in case.groups.joint(modes, part.rank):
+            name = _counterpart(case, part.rank, rank)
+            raw = sum_of_passes(case.step.gradients[name].raw, case.raw_scale).get(rank) if name is not None else None
+            if raw is None or raw.value.numel() != len(total):
+                return None
+            total += raw.value
+        return total
+
+    return candidate
 
 
 @hypothesis("gradient")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from colonnade.verification.diagnosis.table import Claim, hypothesis
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WHERE = "casts on the way, and the dtype of the reduction"
+_USUAL, _SPREAD = 0.2, 8.0
+"""Numbers that are rounded are off by this share of the dtype's eps on average; what follows, by so many times more or less."""
 _RANK = 70
 """After all that says more."""
 
@@ -46,6 +49,28 @@ def rounded(case: Case) -> Iterator[Claim]:
         found.add(narrower(flat(part.value), truth, case.evidence.dtype, some_are_right))
     if len(found) == 1 and (dtype := found.pop()):
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.5, rank=_RANK)
+
+
+@hypothesis("activation")
+def rounded_before(case: Case) -> Iterator[Claim]:
+    """Some ranks alone are as far off, in all directions, as it makes to round to a narrower dtype somewhere before."""
+    own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
+    narrow = [one for one in _NARROW if torch.finfo(one).eps > 4 * own]
+    pairs = [
+        (flat(part.value), truth) for part in case.wrong if (truth := case.truth(part)) is not None and truth.any()
+    ]
+    if not narrow or not pairs or len(pairs) == len(case.compared.found) or len(pairs) < len(case.wrong):
+        return
+    value, truth = (torch.cat(column) for column in zip(*pairs, strict=True))
+    off = length(value - truth) / length(truth)
+    if abs(float(value @ truth) / float(truth @ truth) - 1) > off / 2:
+        return  # longer or shorter
+    ratios = {one: off / (_USUAL * torch.finfo(one).eps) for one in narrow}
+    dtype = min(narrow, key=lambda one: abs(log(ratios[one])))
+    if abs(log(ratios[dtype])) < log(_SPREAD):
+        name = str(dtype).removeprefix("torch.")
+        what = f"is off by {off:.2g} of its length, which rounding to {name} somewhere before it makes"
+        yield Claim("rounded", what, "casts and autocast on these ranks alone", residual=0.5, rank=_RANK)
 
 
 @hypothesis("norm")
