@@ -32,7 +32,7 @@ def compare(evidence: Evidence) -> list[Row]:
             loss.ok and any(one is not None for one in step.found_loss),
         )
         rows.append(loss)
-        rows += _tensors(RECOMPUTED, at, step.recomputed, tolerance)
+        rows += _recomputed(at, step, tolerance)
         rows += _tensors(GRADIENT, at, {name: one.total for name, one in step.gradients.items()}, tolerance)
         rows += _norms(at, step, tolerance)
         clipped = {name: one.clipped for name, one in step.gradients.items() if one.clipped is not None}
@@ -139,6 +139,22 @@ def _tensors(quantity: str, step: int | None, some: Mapping[str, Compared], tole
     typical = typical_spread(some.values())
     for name, compared in some.items():
         yield compare_tensor(compared, tolerance.of(compared, typical), quantity, name, step)
+
+
+def _recomputed(at: int, step: StepEvidence, tolerance: Tolerance) -> Iterator[Row]:
+    """What a rank's modules give when they run again, against what they gave it the first time, right or wrong."""
+    typical = typical_spread(step.recomputed.values())
+    for name, again in step.recomputed.items():
+        allowed = tolerance.of(again, typical)
+        first = {part.rank: part for part in step.activations[name].found} if name in step.activations else {}
+        errors = {
+            part.rank: in_units(distance(Part(part.rank, part.value), first[part.rank].value), allowed)
+            for part in again.found
+            if part.rank in first
+        }
+        wrong = tuple(rank for rank, error in errors.items() if error > 1)
+        status = "differs" if wrong else "equal"
+        yield Row(RECOMPUTED, name, at, status, max(errors.values(), default=0.0), allowed, wrong)
 
 
 def _made_everywhere(activations: Mapping[str, Compared]) -> dict[str, Compared]:

@@ -61,7 +61,7 @@ class StepEvidence:
     activations: Mapping[str, Compared] = field(default_factory=dict)
     """By name of the module, in the order of the reference's forward pass."""
     recomputed: Mapping[str, Compared] = field(default_factory=dict)
-    """Activations of modules that ran again during the backward pass, against the reference's."""
+    """What modules gave that ran again during the backward pass: it must be what they gave the first time."""
     norm: float | None = None
     found_norm: Sequence[float | None] = ()
     norms: Mapping[str, float] = field(default_factory=dict)

@@ -26,12 +26,9 @@ from colonnade.verification.comparing.compare import (
     WEIGHTS_AT_START,
     compare,
     differing_elements,
-    flat,
-    in_units,
 )
 from colonnade.verification.comparing.evidence import Compared, Evidence, StepEvidence
 from colonnade.verification.comparing.report import Finding, Report, Row, short_ranks
-from colonnade.verification.comparing.tolerance import length
 from colonnade.verification.diagnosis.case import Case, GradientCase, Groups, raw_scale
 from colonnade.verification.diagnosis.causes import CAUSES
 from colonnade.verification.diagnosis.factors import near
@@ -160,14 +157,15 @@ class _Diagnosis:
             return []
         row = rows[0]
         case = self._case(self.step.activations[row.name], row)
-        best = best_of([*claims("tensor", case), *claims("activation", case)])
+        rounded = claims("activation", case)
+        best = best_of([*claims("tensor", case), *rounded])
         how = f"its output {best.what}" if best else f"its output is off by {row.error:.3g} tolerances"
         where = f"that module, and {best.where}" if best else "that module"
         sentence = (
             f"the forward pass parts from one process at {row.name} on ranks {short_ranks(row.ranks)}: {how}, and "
             f"everything that was recorded before it agrees; look at {where}{ledger_under(self.evidence, row.name)}."
         )
-        if best is not None and best.cause == "rounded":
+        if best is not None and best in rounded:
             return [Finding("rounded", (row.name,), self.at, sentence)]
         if best is not None and row.name == next(iter(self.step.activations)):
             if best.cause == "replicas-differ":
@@ -186,30 +184,17 @@ class _Diagnosis:
         return [Finding("replicas-differ", (), self.at, sentence) for sentence in some]
 
     def _recomputed(self) -> list[Finding]:
-        """Modules that give something else when they run again in the backward pass, whichever of the two is right."""
-        found = {row.name: ranks for row in self.rows if row.quantity == RECOMPUTED and (ranks := self._unlike(row))}
-        if not found:
+        """Whichever of the two outputs is right."""
+        rows = self.rows_of(RECOMPUTED)
+        if not rows:
             return []
-        name, ranks = next(iter(found.items()))
+        names = tuple(row.name for row in rows)
         sentence = (
-            f"{name} gives one output in the forward pass and another when it runs again in the backward pass, on "
-            f"ranks {short_ranks(ranks)}; look at what differs between the two: random numbers, masks, "
+            f"{rows[0].name} gives one output in the forward pass and another when it runs again in the backward pass, on "
+            f"ranks {short_ranks(rows[0].ranks)}; look at what differs between the two: random numbers, masks, "
             f"buffers, routing or autocast."
         )
-        return [Finding("recomputation-differs", tuple(found), self.at, sentence)]
-
-    def _unlike(self, row: Row) -> list[int]:
-        """The ranks on which a module that ran again gave something else."""
-        first, again = self.step.activations.get(row.name), self.step.recomputed.get(row.name)
-        if row.step != self.at or first is None or again is None:
-            return []
-        values = {part.rank: flat(part.value) for part in first.found}
-        pairs = {part.rank: (flat(part.value), values[part.rank]) for part in again.found if part.rank in values}
-        return [
-            rank
-            for rank, (one, other) in pairs.items()
-            if len(one) != len(other) or in_units(length(one - other), row.tolerance) > 1
-        ]
+        return [Finding("recomputation-differs", names, self.at, sentence)]
 
     def _loss(self, backward: Sequence[Finding]) -> list[Finding]:
         rows = self.rows_of(LOSS)

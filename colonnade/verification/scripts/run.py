@@ -156,7 +156,23 @@ def on_ranks(script: Script, folder: Path) -> list[Record]:
     files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
     if status != 0 or not all(file.exists() for file in files):
         raise ScriptError(f"{script} failed on {script.nproc} ranks (exit status {status}):\n{job.said()}")
-    return with_layout([torch.load(file, weights_only=False) for file in files])
+    return with_layout([_record(script, file, f"on {script.nproc} ranks") for file in files])
+
+
+def _record(script: Script, file: Path, how: str) -> Record:
+    """What a process noted, if it came to a step."""
+    found = torch.load(file, weights_only=False)
+    if isinstance(found, Record):
+        return found
+    why = (
+        "what it trains is known, and nobody calls engine.step(), or step() of the optimizer that colonnade.watch was given"
+        if found
+        else "it neither builds an engine by colonnade.initialize nor hands its model to colonnade.watch(model, optimizer, batches). "
+        "Ranks that a script starts by itself are not seen: let this command start them"
+    )
+    raise ScriptError(
+        f"{script} came to its end {how} without a step, so there is nothing to compare: {why}", code="C100"
+    )
 
 
 def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
@@ -193,7 +209,7 @@ def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
                     f"batches of all ranks joined (exit status {status}). Batches that it uses outside its engine, in a loss of its "
                     f"own, must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.said()}"
                 )
-            found.append(torch.load(file, weights_only=False))
+            found.append(_record(script, file, "as one process"))
     return found
 
 

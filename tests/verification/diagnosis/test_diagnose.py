@@ -50,6 +50,19 @@ def sum_over_tensor_instead(world, value, name, at, rank):
     return torch.stack([world.raw_sum(name, at, other) for other in world.group("TENSOR", rank)]).sum(0) / 2
 
 
+def with_the_next_stage(world, value, name, at, rank):
+    """Stage 0 has up.weight where stage 1 has down.weight, of as many elements."""
+    if name not in ("up.weight", "down.weight"):
+        return value
+    other = world.group("PIPELINE", rank)[::-1][world.place(rank)[1]]
+    theirs = world.raw_sum("down.weight" if name == "up.weight" else "up.weight", at, other)
+    return (world.raw_sum(name, at, rank) + theirs.view(value.shape)) / 2
+
+
+def nearly_on_rank_1(world, value, rank, **_):
+    return value + 1.5e-3 * value.roll(1, 1) if rank == 1 else value
+
+
 def swapped(world, value, name, rank, at=0, **_):
     if name != "up.weight":
         return value
@@ -89,7 +102,7 @@ def plain_mean(world, value, name, at, rank):
     return world.cut(name, rank, torch.stack([torch.stack(some).mean(0) for some in world.true[at][name]]).mean(0))
 
 
-def own_clip_first(world, value, name, at, rank):
+def own_clip_first(world, value, name, at, rank, **_):
     total = 0
     for other in world.group("DATA", rank):
         norm = sqrt(sum(float(world.raw_sum(one, at, other).norm()) ** 2 for one in world.parameters))
@@ -297,6 +310,7 @@ PLANTED = {
         (World(2, 1), {"total": in_half}),
         (World(2, 1, max_norm=1.0), {"norm": rounded_norm}),
         (World(2, 1), {"total": each_rank(in_eight_bits)}),
+        (World(2, 1), {"activation": nearly_on_rank_1, "recomputed": nearly_on_rank_1, "loss": more}),
     ],
     "backward-differs": [
         (World(2, 1), {"raw": sine}),
@@ -305,7 +319,10 @@ PLANTED = {
     ],
     "partial-gradient": [(World(2, 2), {"total": over(("DATA",), ["norm.weight"])})],
     "tied-copy-missed": [(World(2, 1, 2), {"total": over(("DATA",), ["embed.weight"])})],
-    "reduced-over-other-mode": [(World(2, 4), {"total": sum_over_tensor_instead})],
+    "reduced-over-other-mode": [
+        (World(2, 4), {"total": sum_over_tensor_instead}),
+        (World(2, 1, 2), {"total": with_the_next_stage}),
+    ],
     "replicas-differ": [(World(2, 1), {"total": one_rank})],
     "shards-swapped": [(World(2, 2), {"total": swapped})],
     "shards-interleaved": [(World(1, 2), {"total": dealt})],
@@ -337,6 +354,7 @@ PLANTED = {
         (World(2, 1, max_norm=1.0), {"total": own_clip_first}),
         (World(3, 1), {"total": each_rank(lambda own: own.clamp(-0.3, 0.3))}),
         (World(2, 1, accumulation=3, max_norm=1.0), {"total": clipped_after_each_pass}),
+        (World(2, 1, max_norm=1.0), {"total": over(()), "clipped": own_clip_first}),
     ],
     "norm-counts-replicas": [
         (World(2, 1, max_norm=1.0), {"norm": norm_over("DATA")}),
@@ -371,11 +389,19 @@ PLANTED = {
         (World(2, 1), {"weights": lambda w, value, name, rank, **_: value + 1e-3 * (rank == 1)}),
     ],
     "weights-differ-at-start": [(World(2, 1), {"start": start_of_rank_1})],
-    "forward-differs": [(World(2, 1), {"activation": only_module("up"), "raw": times(1.1), "loss": more})],
+    "forward-differs": [
+        (
+            World(2, 1),
+            {"activation": only_module("up"), "recomputed": only_module("up"), "raw": times(1.1), "loss": more},
+        )
+    ],
     "masks-differ": [
         (World(1, 2), {"masks": lambda world, value: (1,), "activation": only_module("up"), "loss": more})
     ],
-    "recomputation-differs": [(World(2, 1), {"recomputed": only_module("up"), "raw": times(1.1, ["up.weight"])})],
+    "recomputation-differs": [
+        (World(2, 1), {"recomputed": only_module("up"), "raw": times(1.1, ["up.weight"])}),
+        (World(2, 1), {"activation": only_module("up"), "raw": times(1.1), "loss": more}),
+    ],
     "loss-differs": [(World(2, 1), {"loss": lambda world, value, **_: 2 * value})],
     "buffers-differ": [(World(2, 1), {"buffer": lambda world, value, rank, **_: value + 0.1 * rank})],
     "unknown": [(World(2, 1), {"total": lambda w, value, name, **_: value.sin() if name == "down.weight" else value})],
@@ -417,6 +443,13 @@ def only(report):
     return report.findings[0]
 
 
+def test_ranks_that_cut_their_parts_out_of_batches_of_their_own_are_named():
+    evidence = replace(World(2, 1, plant={"loss": more}).evidence(), cut_apart=("SEQUENCE",))
+    found = only(diagnose(evidence))
+    assert found.cause == "replicas-differ"
+    assert "SEQUENCE were given batches of their own" in found.sentence
+
+
 def test_the_sentence_has_the_ledgers_line_and_the_factor():
     finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
     assert "SomeDataHandler" in finding.sentence
@@ -454,14 +487,14 @@ def test_two_mistakes_are_two_findings():
 
 
 def test_the_first_module_that_parts_is_named_and_nothing_that_follows():
-    plant = {"activation": only_module("up"), "total": times(2), "loss": more}
+    plant = {"activation": only_module("up"), "recomputed": only_module("up"), "total": times(2), "loss": more}
     finding = only(diagnose(World(2, 1, plant=plant).evidence()))
     assert finding.cause == "forward-differs"
     assert finding.parameters == ("up",)
 
 
 def test_an_activation_that_is_made_good_later_is_no_mistake():
-    plant = {"activation": only_module("up")}
+    plant = {"activation": only_module("up"), "recomputed": only_module("up")}
     assert diagnose(World(2, 1, plant=plant).evidence()).ok
     assert only(diagnose(World(2, 1, plant={**plant, "total": times(2)}).evidence())).cause == "summed-not-averaged"
 

@@ -286,7 +286,10 @@ def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
         }
         others = sorted(name for name in met if name is not None and name != case.name)
         fitted = case.fit(candidate) if others and (candidate := _sum_by_number(case, modes)) else None
-        if fitted is None or not near(fitted[0], {**case.sizes, "ranks": 1}, max(fitted[1], 1e-9)):
+        if fitted is None:
+            continue
+        within = max(fitted[1], 1e-9)
+        if abs(fitted[0] - 1) > within and not near(fitted[0], case.sizes, within):
             continue
         what = f"is summed over {' and '.join(modes)}, some of whose ranks hold another parameter in its place"
         where = f"the group that its sum is given, in which it meets {others[0]}"

@@ -1,6 +1,6 @@
 """A loop on an engine, with a loader, a loss of its own, accumulation and clipping; "undivided" plants a mistake.
 
-"fail", "hang" and "early" come to no step, "short" leaves after the first.
+"fail", "hang", "early" and "idle" come to no step, "short" leaves after the first.
 """
 
 import sys
@@ -41,6 +41,8 @@ while "hang" in sys.argv:
 if "early" in sys.argv:
     sys.exit(0)
 engine, *_ = colonnade.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+if "idle" in sys.argv:
+    sys.exit(0)
 draw = torch.Generator().manual_seed(1)
 rows = TensorDataset(torch.randn(64, 8, generator=draw), torch.randint(0, 4, (64,), generator=draw))
 for x, y in get_dataloader(rows, shuffle=True, batch_size=4):
