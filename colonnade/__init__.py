@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from colonnade.testing.notebook import run_in_notebook as run_in_notebook
     from colonnade.trainer.trainer import Trainer as Trainer
     from colonnade.verification.api import verify as verify
-    from colonnade.verification.watch import watch as watch
+    from colonnade.verification.scripts.watch import watch as watch
 
 __getattr__, __dir__, _names = lazy_names(
     __name__,
@@ -55,7 +55,7 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.testing.notebook": "run_in_notebook",
         "colonnade.trainer.trainer": "Trainer",
         "colonnade.verification.api": "verify",
-        "colonnade.verification.watch": "watch",
+        "colonnade.verification.scripts.watch": "watch",
     },
 )
 __all__ = ["__version__", *_names]

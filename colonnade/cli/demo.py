@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.cli.job import Job, checked
+from colonnade.cli.launching.job import Job, checked
 from colonnade.errors import ColonnadeError, LaunchError
 
 
@@ -38,7 +38,7 @@ def demo(
         )
     words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
     job = checked(Job(target=str(script), nproc=nproc, arguments=tuple(words)))
-    from colonnade.cli.launcher import launch
+    from colonnade.cli.launching.launcher import launch
 
     status = launch(job)
     if status == 0:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from colonnade.cli.job import cores
+from colonnade.cli.launching.job import cores
 from colonnade.errors import LaunchError
 from colonnade.version import __version__
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from colonnade.cli.job import Job, checked
+from colonnade.cli.launching.job import Job, checked
 
 
 def run(
@@ -68,7 +68,7 @@ def run(
             endpoint=rdzv_endpoint,
         )
     )
-    from colonnade.cli.launcher import launch
+    from colonnade.cli.launching.launcher import launch
 
     raise typer.Exit(launch(job))
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from colonnade.cli.job import Job, checked
+from colonnade.cli.launching.job import Job, checked
 from colonnade.errors import ParityError
 
 if TYPE_CHECKING:
-    from colonnade.verification.mutation.mutate import Mutation
-    from colonnade.verification.report import Report
-    from colonnade.verification.run import Script
+    from colonnade.verification.comparing.report import Report
+    from colonnade.verification.scripts.mutate import Mutation
+    from colonnade.verification.scripts.run import Script
 
 EQUAL, DIFFERENT, NOT_RUN = 0, 1, 2
 
@@ -71,7 +71,7 @@ def verify(
 
 def _written_after(context: typer.Context) -> dict[str, Any]:
     """Options that follow a config, which takes none itself."""
-    from colonnade.verification.from_config import is_config
+    from colonnade.verification.scripts.from_config import is_config
 
     given = context.params
     if given["module"] or not given["arguments"] or not is_config(Path(given["script"])):
@@ -90,8 +90,8 @@ def _report(
             raise typer.BadParameter(f"{value!r} is neither {' nor '.join(allowed)}", param_hint=option)
     if (mistakes or tests) and not mutate:
         raise typer.BadParameter("goes with --mutate", param_hint="--mistakes" if mistakes else "--tests")
-    from colonnade.verification.mutation.mutate import mutate_script
-    from colonnade.verification.run import verify_script
+    from colonnade.verification.scripts.mutate import mutate_script
+    from colonnade.verification.scripts.run import verify_script
 
     script = _script(dtype=dtype, off={} if dropout == "own" else None, **job)
     if mutate:
@@ -111,8 +111,8 @@ def _script(
     **more: Any,
 ) -> Script:
     from colonnade.config import least_world, load_config
-    from colonnade.verification.from_config import Given, is_config
-    from colonnade.verification.run import Script
+    from colonnade.verification.scripts.from_config import Given, is_config
+    from colonnade.verification.scripts.run import Script
 
     checked(Job(target=script, is_module=module, nproc=nproc))
     if model is None:
@@ -128,4 +128,4 @@ def _script(
     given = Given(script, model, batch, criterion, tuple(imports or ())).as_argument()
     count = nproc or least_world(load_config(Path(script)))
     name = f"the model of {model} under {script}"
-    return Script("colonnade.verification.from_config", (given,), count, is_module=True, called=name, **more)
+    return Script("colonnade.verification.scripts.from_config", (given,), count, is_module=True, called=name, **more)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.verification.report import Finding as Finding
-    from colonnade.verification.report import Report as Report
+    from colonnade.verification.comparing.report import Finding as Finding
+    from colonnade.verification.comparing.report import Report as Report
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, {"colonnade.verification.report": "Finding Report"})
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"colonnade.verification.comparing.report": "Finding Report"})

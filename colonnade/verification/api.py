@@ -20,15 +20,17 @@ from colonnade.hf.loss import criterion_of
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
 from colonnade.parallel.split import Split, call_layer
-from colonnade.verification.assemble import assemble, dropped_by, whole_shapes, whole_tensors
-from colonnade.verification.diagnosis import diagnose
-from colonnade.verification.engine_record import EngineRecorder, micro_batches
-from colonnade.verification.evidence import Evidence
+from colonnade.verification.comparing.assemble import assemble, dropped_by, whole_shapes, whole_tensors
+from colonnade.verification.comparing.evidence import Evidence
+from colonnade.verification.comparing.report import Report
+from colonnade.verification.diagnosis.diagnose import diagnose
 from colonnade.verification.exchange import agreed, attempt, everyones, gather_to_first, shared
-from colonnade.verification.joined import Batch, Pass, join, on_cpu, shares
-from colonnade.verification.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
-from colonnade.verification.record import Record, StepRecord
-from colonnade.verification.reference import (
+from colonnade.verification.runs.engine_record import EngineRecorder, micro_batches
+from colonnade.verification.runs.joined import Batch, Pass, join, on_cpu, shares
+from colonnade.verification.runs.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
+from colonnade.verification.runs.record import Record, StepRecord
+from colonnade.verification.runs.reference import (
+    PERTURBED_RUNS,
     Limit,
     OneProcess,
     Spread,
@@ -40,9 +42,6 @@ from colonnade.verification.reference import (
     same_optimizer,
     world_of_one,
 )
-from colonnade.verification.report import Report
-
-PERTURBED_RUNS = 2
 
 
 def verify(

@@ -20,7 +20,7 @@ def colonnade_verify() -> Callable[..., Any]:
         script: Any, arguments: Sequence[str] = (), *, check: bool = True, dropout: bool = True, **options: Any
     ) -> Any:
         # Imported here: pytest loads this file in every run.
-        from colonnade.verification.run import Script, verify_script
+        from colonnade.verification.scripts.run import Script, verify_script
 
         off: dict[str, str] | None = {} if dropout else None
         report = verify_script(Script(str(script), tuple(map(str, arguments)), off=off, **options))

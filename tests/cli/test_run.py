@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from colonnade.cli import run as module
 from colonnade.cli.app import build_app
-from colonnade.cli.job import Job
+from colonnade.cli.launching.job import Job
 from colonnade.errors import LaunchError
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from colonnade.cli import main
 
-LOOP = Path(__file__).parents[1] / "verification" / "scripts" / "loop.py"
+LOOP = Path(__file__).parents[1] / "verification" / "scripts" / "of_users" / "loop.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -51,13 +51,23 @@ def test_not_run_is_2_with_the_words_of_the_script(verify) -> None:
     ("how", "seconds", "said"),
     [
         ("hang", "5", "did not come to the end of step 2 on 1 ranks within 5 seconds"),
-        ("early", "300", "the script took no step that could be looked at"),
+        (
+            "early",
+            "300",
+            "came to its end on 1 ranks without a step, so there is nothing to compare: it neither builds",
+        ),
+        (
+            "idle",
+            "300",
+            "came to its end on 1 ranks without a step, so there is nothing to compare: what it trains is known",
+        ),
     ],
 )
 def test_a_script_that_comes_to_no_step_is_2(verify, how: str, seconds: str, said: str) -> None:
     done = verify("--nproc", "1", "--timeout", seconds, str(LOOP), how)
     assert done.code == 2
     assert said in done.err
+    assert how == "hang" or "Traceback" not in done.err
 
 
 def test_a_script_that_leaves_early_is_compared_as_far_as_it_came(verify) -> None:

@@ -18,7 +18,7 @@ from colonnade.parallel.split import split
 from colonnade.reduce.records import group_reductions
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.verification.api import gather_evidence, verify
-from colonnade.verification.evidence import Compared, Evidence
+from colonnade.verification.comparing.evidence import Compared, Evidence
 from tests.models.grid import MODELS, batch
 
 STEPS = 2

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.verification.evidence import Compared, Evidence, GradientEvidence, ParameterInfo, Part, StepEvidence
+from colonnade.verification.comparing.evidence import (
+    Compared,
+    Evidence,
+    GradientEvidence,
+    ParameterInfo,
+    Part,
+    StepEvidence,
+)
 
 LEARNING_RATE = 0.1
 
@@ -211,7 +218,7 @@ class World:
         ]
         tied = ("head.weight",) if len(kind.stages) > 1 else ()
         placement = "Shard(0) on TENSOR" if kind.split else "replicated"
-        return ParameterInfo(placement, kind.shape, ledger, owed, tied)
+        return ParameterInfo(placement, ledger, owed, tied)
 
     def _step(self, at: int, weights: dict[str, Tensor], own: dict[str, dict[int, Tensor]]) -> StepEvidence:
         """Both sides of one step; `weights` and `own` go on to the next."""

@@ -208,6 +208,15 @@ RUNS: dict[str, Odd] = {
     ),
     "in place": Odd(lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, OUT))),
     "recomputed": Odd(lambda: Made(lambda self, x: checkpoint(self.body, x, use_reentrant=False))),
+    "called twice, recomputed": Odd(
+        lambda: Made(
+            lambda self, x: (
+                checkpoint(self.again, checkpoint(self.again, x, use_reentrant=False), use_reentrant=False)[:, :OUT]
+                + self.body(x)
+            ),
+            again=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        )
+    ),
     "dropout by function": Odd(lambda: Made(lambda self, x: self.body(F.dropout(x, 0.3, self.training)))),
     "single precision inside": Odd(lambda: Made(lambda self, x: self.body(x.float().softmax(-1).to(x.dtype)))),
     "begun, no state": Odd(mlp, before=train_some),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from colonnade.testing import run_world
-from colonnade.verification.diagnosis import diagnose
+from colonnade.verification.diagnosis.diagnose import diagnose
 from tests.verification.layouts import check, evidence_of, report_with_mistake
 
 Run = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]

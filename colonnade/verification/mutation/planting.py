@@ -15,7 +15,7 @@ from colonnade.engine.engine import Engine
 from colonnade.optim.clip_settings import ClipSettings
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.records import Demand, read_demands
-from colonnade.verification.engine_record import micro_batches
+from colonnade.verification.runs.engine_record import micro_batches
 
 
 def trained(engine: Engine) -> list[Demand]:

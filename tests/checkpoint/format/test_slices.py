@@ -15,6 +15,7 @@ from colonnade.checkpoint.format import slices
 from colonnade.checkpoint.format.boxes import Box
 from colonnade.checkpoint.format.slices import INDEX, stored_tensors, tensors_in
 from colonnade.errors import CheckpointError
+from colonnade.testing import in_double
 
 TENSORS = {
     "four": torch.arange(7 * 5 * 6 * 3.0).reshape(7, 5, 6, 3),
@@ -29,6 +30,13 @@ def file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("slices") / "x.safetensors"
     save_file(TENSORS, path)
     return path
+
+
+def test_a_file_is_read_as_it_is_where_new_tensors_become_double(file):
+    with in_double():
+        found = stored_tensors(file)["four"].read()
+    assert found.dtype is torch.float32
+    assert found.equal(TENSORS["four"])
 
 
 @given(st.data())

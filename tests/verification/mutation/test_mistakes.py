@@ -15,7 +15,7 @@ from colonnade.errors import ParityError
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
 from colonnade.verification.api import verify
-from colonnade.verification.diagnosis import CAUSES
+from colonnade.verification.diagnosis.causes import CAUSES
 from colonnade.verification.mutation.mistakes import MISTAKES, NotHere, known, plant
 from tests.models.grid import MODELS, batch
 

@@ -1,0 +1,1 @@
+"""Why a run differs from one process: hypotheses, tested on the numbers."""

@@ -1,0 +1,1 @@
+"""The two runs that are compared: what the ranks do is noted, and one process does the same on their joined batches."""

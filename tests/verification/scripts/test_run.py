@@ -1,0 +1,106 @@
+"""Scripts beside themselves alone: ours and plain torch's, healthy and with a mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colonnade.verification.scripts.run import Script, ScriptError, verify_script
+
+pytest_plugins = ["colonnade.verification.plugin"]
+
+SCRIPTS = Path(__file__).parent / "of_users"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.long  # `colonnade verify` of tests/cli shows the same
+def test_a_loop_on_an_engine_is_equal_with_its_dropout(colonnade_verify) -> None:
+    report = colonnade_verify(SCRIPTS / "loop.py", steps=3)
+    assert report.ok
+    assert not report.findings
+    assert not report.notes
+    assert [row.name for row in report.rows if row.quantity == "dropout masks"] == ["2"]
+    assert {row.step for row in report.rows} == {None, 0, 1, 2}
+
+
+def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_verify) -> None:
+    report = colonnade_verify(SCRIPTS / "loop.py", ["undivided"], check=False, dropout=False)
+    assert report.causes[0] == "summed-not-averaged", str(report)
+    assert "dropout was set to 0 for the comparison" in report.notes
+    with pytest.raises(pytest.fail.Exception, match="NOT equal to one process"):
+        colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
+
+
+@pytest.mark.long  # `colonnade verify` of tests/cli shows the same
+def test_a_script_that_fails_says_so_with_its_own_words() -> None:
+    with pytest.raises(ScriptError, match="this script fails by itself"):
+        verify_script(Script(str(SCRIPTS / "loop.py"), ("fail",)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plan", "pipelining"])
+def test_plain_torch_is_equal(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TORCH_DISTRIBUTED_DEBUG", "OFF"
+    )  # with DETAIL torch's DDP over gloo ends in a segmentation fault
+    report = verify_script(Script(str(SCRIPTS / "plain.py"), (kind,)))
+    assert report.ok, str(report)
+    assert any(row.quantity == "gradient" for row in report.rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["fp64", "own"])
+@pytest.mark.parametrize("kind", ["", "mixed"])
+def test_what_users_do_is_no_mistake(kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    report = verify_script(Script(str(SCRIPTS / "users.py"), (kind,) if kind else (), dtype=dtype))
+    assert report.ok, str(report)
+    told = " ".join(report.notes)
+    assert "lr of the optimizer is 0.1 on the ranks and 0.05" in told
+    left = "mixed precision of FSDP was left out" if kind else "GradScaler was turned off"
+    assert (left in told) == (dtype == "fp64")
+
+
+@pytest.mark.long
+def test_sums_of_plain_torch_that_are_not_divided_are_found() -> None:
+    report = verify_script(Script(str(SCRIPTS / "plain.py"), ("undivided",)))
+    assert report.causes[0] == "summed-not-averaged", str(report)
+
+
+WRONG = {
+    "one_parameter": "partial-gradient",
+    "no_sync": "not-reduced",
+    "divided_twice": "wrong-divisor",
+    "clipped_first": "clipped-before-reduced",
+    "sampler": "note: DistributedSampler",
+    "tied": "tied-copy-missed",
+    "lost_micro_batch": "last-micro-batch-only",
+    "never_cleared": "note: zero_grad",
+    "not_scaled": "scaled-by-accumulation",
+    "wrong_group": "not-reduced",
+    "frozen": "missing-gradient",
+    "own_norm": "norm-misses-shards",
+}
+"""What each mistake is to be called; where one process does the same as the ranks, what a note has to ask for."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", WRONG)
+def test_mistakes_of_plain_torch_are_named(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    report = verify_script(Script(str(SCRIPTS / "wrong.py"), (kind,), nproc=4 if kind == "wrong_group" else 2))
+    said = report.causes[0] if report.causes else " ".join(report.notes)
+    assert WRONG[kind].removeprefix("note: ") in said, str(report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "ranks"),
+    [("gpt/train.py", 4), ("gradient_handler/train_with_engine.py", 2), ("own_parallelism/train.py", 2)],
+)
+def test_the_examples_are_equal(example: str, ranks: int, tmp_path: Path) -> None:
+    arguments = ("--output", str(tmp_path)) if example.startswith("gpt") else ()
+    report = verify_script(Script(str(EXAMPLES / example), arguments, ranks))
+    assert report.ok, str(report)
