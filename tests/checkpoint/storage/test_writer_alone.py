@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.format.manifest import LayoutRecord
 from colonnade.checkpoint.storage import writer as module
 from colonnade.checkpoint.storage.writer import Pace, StorageWriter
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
 
@@ -109,3 +112,14 @@ def test_a_rest_is_several_times_as_long_as_the_work_before_it_and_never_long(mo
     for _ in range(3):
         pace.rest()
     assert waited == pytest.approx([0.0, 0.05, 0.5])
+
+
+def test_all_of_a_save_is_on_disk_before_it_gets_its_name_and_its_name_after(tmp_path, synced):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, nn.Linear(1, 1))
+    (checkpoint,) = tmp_path.glob("step-*")
+    tensors, manifest, staged, run = synced
+    assert tensors == ("rank-00000.safetensors", (checkpoint / "rank-00000.safetensors").stat().st_size)
+    assert manifest == ("manifest.json", (checkpoint / "manifest.json").stat().st_size)
+    assert staged[0].startswith(".tmp-1-")
+    assert run[0] == tmp_path.name
