@@ -116,7 +116,7 @@ def _state_of(source: Path, under_all_names: bool) -> ForeignState:
     for item in manifest.items:
         kind, _, rest = item.name.partition("/")
         state_name, _, label = rest.partition("/")
-        if kind == "optimizer" and label in names:
+        if kind == "optimizer":
             kept.setdefault(names[label], {})[state_name] = decoded(item)
     merged: dict[int, tuple[list[str], dict[str, Any]]] = {}
     for group in manifest.groups or ():

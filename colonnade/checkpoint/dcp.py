@@ -134,14 +134,12 @@ class _Folder:
 
     def _load(self, key: str, target: Any) -> Any:
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state = {key: target}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with _quiet():
-                load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # which is no Exception
             raise CheckpointError(f"{key} cannot be read from {self._path}: {error}") from error
         return state[key]
