@@ -28,7 +28,6 @@ class Registry:
         self._home = home
         self._libraries = libraries
         self._entries: dict[str, Callable[..., Any]] = {}
-        self._filled = home is None
 
     @overload
     def register_module(self, entry: Entry) -> Entry: ...
@@ -97,12 +96,12 @@ class Registry:
         return entry
 
     def _fill(self) -> None:
-        if not self._filled and self._home is not None:
-            self._filled = True  # before the import: the home may look something up while it loads
+        home, self._home = self._home, None  # before the import: the home may look something up while it loads
+        if home is not None:
             try:
-                importlib.import_module(self._home)
+                importlib.import_module(home)
             except BaseException:
-                self._filled = False
+                self._home = home
                 raise
 
     def _from_libraries(self, name: str) -> Callable[..., Any] | None:

@@ -10,6 +10,10 @@ import pytest
 
 DEFAULTS = """
 _launch.launch: verbose=True
+_launch._start: verbose=True
+checkpoint.convert.import_checkpoint: step=0 trust=False
+checkpoint.format.slices.tensors_in: trust=False
+checkpoint.plan.notes.Outline: section=0
 checkpoint.manager.CheckpointManager: keep=3 background=False verify=True read_only=False
 checkpoint.storage.verify.verify: content=True
 checkpoint.storage.verify.newest_good: content=True

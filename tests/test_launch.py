@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from colonnade import _launch
 from colonnade._launch import (
+    _rank_in,
     check_torch,
     get_default_parser,
     launch,
@@ -22,6 +25,7 @@ from colonnade.context import rendezvous
 from colonnade.context.environment import SLURM, WorldAddress, detect, override, read
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
 from colonnade.errors import ConfigError, LaunchError, LayoutError
 from colonnade.testing import run_world
 
@@ -46,6 +50,54 @@ def test_the_config_is_frozen_after_launch():
         gpc.config.LR = 2
 
 
+def test_the_global_context_is_the_one_that_is_filled_where_none_is_given():
+    with launch({}, verbose=False) as gpc:
+        assert gpc is global_context
+        assert gpc.is_launched
+
+
+class Strict(ParallelContext):
+    """Notes the device that it is given, and takes no seed."""
+
+    ordinals: tuple[int | None, ...] = ()
+
+    def set_device(self, ordinal: int | None = None) -> None:
+        self.ordinals += (ordinal,)
+        super().set_device(ordinal)
+
+    def set_seed(self, seed: int) -> None:
+        raise ValueError("no seed")
+
+
+def test_a_launch_that_fails_after_it_has_joined_leaves_nothing_behind():
+    context = Strict()
+    with pytest.raises(ValueError, match="no seed"):
+        launch({}, 0, 1, local_rank=3, context=context, verbose=False)
+    assert context.ordinals == (3,)
+    assert not context.is_launched
+    assert not dist.is_initialized()
+
+
+def test_a_launch_with_a_torch_that_is_too_old_is_refused(monkeypatch):
+    monkeypatch.setattr(_launch, "LEAST_TORCH", (99, 0))
+    with pytest.raises(LaunchError, match=r"needs torch 99\.0 or newer"):
+        launch({}, context=ParallelContext(), verbose=False)
+
+
+def test_a_script_in_the_place_of_a_config_does_not_start(tmp_path):
+    (tmp_path / "train.py").write_text("from colonnade import launch\nlaunch({})\n")
+    with pytest.raises(ConfigError, match=r"train\.py calls launch\(\): it is a script, not a config"):
+        launch(tmp_path / "train.py", context=ParallelContext(), verbose=False)
+
+
+def test_the_log_counts_ranks_in_a_mode_that_is_there_else_in_the_world():
+    context = SimpleNamespace(
+        is_initialized=lambda mode: mode == ParallelMode.TENSOR, get_global_rank=lambda: 5, get_local_rank=lambda _: 1
+    )
+    rank_of = _rank_in(context)  # type: ignore[arg-type]
+    assert [rank_of(mode) for mode in (None, ParallelMode.TENSOR, ParallelMode.DATA)] == [5, 1, 5]
+
+
 def test_the_seed_comes_from_the_argument_then_the_config_then_the_default():
     drawn = []
     for config, seed in (({"seed": 5}, None), ({}, 5), ({"seed": 9}, 5), ({}, None), ({"seed": None}, None)):
@@ -61,17 +113,18 @@ def _by(name: str, port: int) -> tuple[int, int, int]:
     os.environ.pop("LOCAL_RANK")
     context = ParallelContext()
     if name == "arguments":
-        launch({}, int(rank), int(size), "127.0.0.1", port, context=context, verbose=False)
+        found = launch({}, int(rank), int(size), "127.0.0.1", port, context=context, verbose=False)
     elif name == "slurm":
         os.environ |= {"SLURM_PROCID": rank, "SLURM_NPROCS": size}
-        launch_from_slurm({}, host="127.0.0.1", port=port, context=context, verbose=False)
+        found = launch_from_slurm({}, host="127.0.0.1", port=port, context=context, verbose=False)
     elif name == "openmpi":
         os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
-        launch_from_openmpi({}, host="127.0.0.1", port=port, context=context, verbose=False)
+        found = launch_from_openmpi({}, host="127.0.0.1", port=port, context=context, verbose=False)
     else:
         os.environ |= {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         start = launch_from_torch if name == "torch" else launch
-        start({}, context=context, verbose=False)
+        found = start({}, context=context, verbose=False)
+    assert found is context
     with context:
         value = torch.tensor([1 + context.get_global_rank()])
         dist.all_reduce(value)
@@ -265,7 +318,10 @@ def test_a_torch_that_is_too_old_is_refused():
 def test_the_default_parser_takes_both_spellings_of_local_rank():
     parser = get_default_parser()
     assert parser.parse_args(["--local-rank=3"]).local_rank == 3
-    assert parser.parse_args(["--local_rank", "2", "--config", "x.py"]).config == "x.py"
+    names = {"config": "x.py", "host": "h", "port": 5, "world_size": 4, "rank": 3, "local_rank": 2, "backend": "gloo"}
+    given = [word for name, value in names.items() for word in (f"--{name}", str(value))]
+    assert vars(parser.parse_args(given)) == names
+    assert vars(parser.parse_args([])) == dict.fromkeys(names)
 
 
 def test_a_variable_that_is_left_over_is_named_beside_the_one_that_is_missing():

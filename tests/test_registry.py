@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -77,6 +79,44 @@ def test_only_classes_and_functions_can_be_registered(things, entry):
 def test_built_ins_are_there_without_an_import():
     assert GRADIENT_HANDLER.has("DataParallelGradientHandler")
     assert len(DIST_GROUP_INITIALIZER) >= 10
+
+
+@pytest.mark.parametrize(
+    ("look", "seen"),
+    [
+        (lambda things: things.get_module("Thing").__name__, "Thing"),
+        (lambda things: things.has("Thing"), True),
+        (list, ["Thing"]),
+        (len, 1),
+    ],
+    ids=["get_module", "has", "iter", "len"],
+)
+def test_a_home_is_imported_at_the_first_look_and_again_where_that_failed(tmp_path, monkeypatch, look, seen):
+    things = Registry("thing", home="home_of_things")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "THINGS", things, raising=False)
+    with pytest.raises(ModuleNotFoundError):
+        look(things)
+    (tmp_path / "home_of_things.py").write_text(
+        "from colonnade.registry import THINGS\n"
+        "@THINGS.register_module\n"
+        "class Thing: ...\n"
+        "assert THINGS.has('Thing')\n"  # a home may look things up while it loads
+    )
+    try:
+        assert look(things) == seen
+    finally:
+        sys.modules.pop("home_of_things", None)
+    assert look(things) == seen  # which asks for no import any more
+
+
+def test_what_is_no_name_is_refused(things):
+    for entry, name in ((type("", (), {}), None), (print, 3)):
+        with pytest.raises(RegistryError, match="the name of a thing is a non-empty string"):
+            things.register_module(entry, name=name)
+    with pytest.raises(RegistryError, match="no thing 'unknown'"):
+        things.remove("unknown")
+    assert 3 not in things
 
 
 def test_libraries_are_searched_for_classes():

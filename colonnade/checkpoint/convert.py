@@ -99,7 +99,6 @@ def _state_of(source: Path, under_all_names: bool) -> ForeignState:
     """All of a checkpoint that other formats know; a tied weight under its first name, or under all."""
     manifest = verify(source)
     reader = TensorReader(source, manifest)
-    values = {item.name: item for item in manifest.items}
     weights: dict[str, Entry] = {}
     names: dict[str, str] = {}
     for record in (record for record in manifest.tensors if not record.state_name):
@@ -114,10 +113,10 @@ def _state_of(source: Path, under_all_names: bool) -> ForeignState:
     def decoded(item: ItemRecord) -> Any:
         return decode(item.value, lambda at: reader.entry(item.file or "", item.entry(at)))
 
-    for item in values.values():
+    for item in manifest.items:
         kind, _, rest = item.name.partition("/")
         state_name, _, label = rest.partition("/")
-        if kind == "optimizer" and label in names:
+        if kind == "optimizer":
             kept.setdefault(names[label], {})[state_name] = decoded(item)
     merged: dict[int, tuple[list[str], dict[str, Any]]] = {}
     for group in manifest.groups or ():

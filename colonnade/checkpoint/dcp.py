@@ -52,7 +52,7 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
 
     The folder appears, or its files take the place of an earlier DCP folder's, when all of it is written to `staged`.
     """
-    if target.exists() and not (target.is_dir() and ((target / _METADATA).is_file() or not any(target.iterdir()))):
+    if target.exists() and any(target.iterdir()) and not (target / _METADATA).is_file():
         raise CheckpointError(f"{target} is there, and no folder of torch.distributed.checkpoint; give another name")
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -82,7 +82,7 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
         writer = FileSystemWriter(staged, thread_count=1)
         with _quiet():
             save(content, storage_writer=writer, planner=Planner(), no_dist=True)
-        place_folder(staged, target, lambda name: name.endswith(".distcp"), (".metadata",))
+        place_folder(staged, target, lambda name: name.endswith(".distcp"), (_METADATA,))
     except CheckpointException as error:  # which is no Exception
         raise CheckpointError(f"torch could not write {target}: {error}") from error
 
@@ -134,14 +134,12 @@ class _Folder:
 
     def _load(self, key: str, target: Any) -> Any:
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.state_dict_loader import load
 
         state = {key: target}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with _quiet():
-                load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+                load(state, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:  # which is no Exception
             raise CheckpointError(f"{key} cannot be read from {self._path}: {error}") from error
         return state[key]
@@ -188,10 +186,12 @@ def _plain(folder: _Folder, key: str) -> Any:
 
 def _set(options: dict[str, Any], path: list[str], value: Any) -> None:
     """Put back what was flattened: a list is one entry for each of its values."""
-    if len(path) == 1:
-        options[path[0]] = value
+    name, *places = path
+    if places:
+        (at,) = places
+        options.setdefault(name, {})[int(at)] = value
     else:
-        options.setdefault(path[0], {})[int(path[1])] = value
+        options[name] = value
 
 
 def _listed(value: Any, key: str = "") -> Any:

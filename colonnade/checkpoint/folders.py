@@ -23,16 +23,16 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 def files_of(sizes: Iterable[tuple[str, int]], limit: int) -> dict[str, list[str]]:
     """The names of the files, and the keys of each: in order, a new file where a tensor no longer fits."""
-    files: list[list[str]] = [[]]
-    taken = 0
+    keys: list[str] = []
+    files, taken = [keys], 0
     for key, size in sizes:
-        if files[-1] and taken + size > limit:
-            files.append([])
-            taken = 0
-        files[-1].append(key)
+        if keys and taken + size > limit:
+            keys, taken = [], 0
+            files.append(keys)
+        keys.append(key)
         taken += size
-    if len(files) == 1:
-        return {_ONE_FILE: files[0]}
+    if keys is files[0]:
+        return {_ONE_FILE: keys}
     return {f"model-{at:05d}-of-{len(files):05d}.safetensors": keys for at, keys in enumerate(files, 1)}
 
 

@@ -208,7 +208,8 @@ class CheckpointManager:
                 f"the ranks save different steps: {listed(sorted(steps))}; save() is called by all for one"
             )
         layout, size = LayoutRecord.of(self.context.layout), sum(note["size"] for note in notes)
-        staged = self.folder / notes[0]["name"]
+        first, *_ = notes
+        staged = self.folder / first["name"]
         writer = StorageWriter(step, staged, self.context.get_global_rank(), layout, size, self.keep)
         with self._saving(step):
             if self._is_first:

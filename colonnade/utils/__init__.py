@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -68,9 +69,7 @@ def get_dataloader(
 
 def checkpoint(function: Callable[..., Any], activation_offload: bool, *args: Any, use_reentrant: bool = False) -> Any:
     """Run `function` and compute its activations again in backward; `activation_offload` keeps the inputs of a GPU on the host."""
-    if not activation_offload:
-        return _checkpoint(function, *args, use_reentrant=use_reentrant)
-    with kept_on_host(()):
+    with kept_on_host(()) if activation_offload else nullcontext():
         return _checkpoint(function, *args, use_reentrant=use_reentrant)
 
 

@@ -50,8 +50,7 @@ class DistinctDataSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = self._order()
-        start, self._position = self._position, 0
-        for at in range(start, len(self) * self._ranks, self._ranks):
+        for at in range(self._position, len(self) * self._ranks, self._ranks):
             self._position = at + self._ranks
             yield order[(at + self._rank) % self._length]
         self._position = 0

@@ -7,14 +7,18 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, export_full, fault
-from colonnade.checkpoint.convert import find_checkpoint
+from colonnade.checkpoint import CheckpointManager, export_checkpoint, export_full, fault, import_checkpoint, verify
+from colonnade.checkpoint.convert import _state_of, find_checkpoint
+from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import MANIFEST
+from colonnade.checkpoint.format.values import encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
+from colonnade.parallel.shards import MASTER
 from tests.checkpoint.models import WAYS, build, truth_after
 from tests.checkpoint.test_load import STEPS
 
@@ -37,7 +41,7 @@ def _fail(point: str) -> None:
 def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ranks, tmp_path, monkeypatch):
     file = tmp_path / "full.safetensors"
     file.write_text("old")
-    with pytest.raises(CheckpointError, match="has no good checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has no good checkpoint \[C080\]\Z"):
         export_full(tmp_path, file)
     with monkeypatch.context() as patched:
         patched.setattr(fault, "hook", _fail)
@@ -58,6 +62,10 @@ def test_the_newest_good_checkpoint_is_found(tmp_path):
     (tmp_path / "step-00000002/rank-00000.safetensors").write_bytes(b"x")
     assert find_checkpoint(tmp_path).name == "step-00000001"
     assert find_checkpoint(tmp_path / "step-00000002") == tmp_path / "step-00000002"
+    (tmp_path / "step-00000001").rename(tmp_path / "mine")
+    assert find_checkpoint(tmp_path / "mine") == tmp_path / "mine"  # by its manifest
+    (tmp_path / "step-00000003").mkdir()
+    assert find_checkpoint(tmp_path / "step-00000003") == tmp_path / "step-00000003"  # by its name
     with pytest.raises(
         CheckpointError, match=r"no good checkpoint of step 2\s+step-00000002: rank-00000\.safetensors has 1 bytes"
     ):
@@ -73,3 +81,56 @@ def test_a_manifest_reads_as_json(four_ranks):
     (part,) = tie["parts"]
     assert (part["offset"], part["shape"], part["key"]) == ([0, 0], [10, 6], "model/tie:wte")
     assert content["cuts"][part["cut"]] == {"stops": [5, 10], "files": [0, 1]}
+
+
+def test_what_came_from_elsewhere_goes_there_again(tmp_path):
+    tensors = {
+        "a": torch.rand(3, 2),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "none": torch.zeros(3, 0),
+    }
+    moments = {"exp_avg": Entry.of("", torch.rand(3, 2)), MASTER: Entry.of("", torch.rand(3, 2)), "step": 7}
+    options = [{"lr": torch.tensor(0.5), "betas": (0.8, 0.9)}, {"lr": 0.1, "tags": [1]}]
+    groups = [(["a", "scalar"], options[0]), (["none"], options[1])]
+    state = ForeignState({name: Entry.of(name, value) for name, value in tensors.items()}, {"a": moments}, groups)
+    path = write_checkpoint(state, tmp_path, 5)
+    assert path == tmp_path / "step-00000005"
+    assert (tmp_path / "run.lock").read_text() == ""  # given back
+    manifest = verify(path)
+    assert manifest.layout.world_size == 1
+    assert {item.ranks for item in [*manifest.items, *(group.options for group in manifest.groups)]} == {(0,)}
+
+    found = _state_of(path, under_all_names=True)
+    assert found.weights.keys() == tensors.keys()
+    assert all(torch.equal(found.weights[name].read(), value) for name, value in tensors.items())
+    ((label, kept),) = found.optimizer.items()
+    assert (label, kept.keys(), kept["step"]) == ("a", {"exp_avg", "step"}, 7)  # a master copy is ours alone
+    assert torch.equal(kept["exp_avg"].read(), moments["exp_avg"].read())
+    assert [names for names, _ in found.groups] == [names for names, _ in groups]
+    for (_, one), other in zip(found.groups, options, strict=True):
+        assert encode(one, "it").digest() == encode(other, "it").digest()
+    assert _state_of(write_checkpoint(ForeignState(state.weights), tmp_path / "alone", 0), True).groups is None
+
+
+def test_extra_values_are_not_taken_for_an_optimizers(tmp_path):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, nn.Linear(1, 1), extra={"mine/weight": 5})
+    assert _state_of(tmp_path / "step-00000001", under_all_names=False).optimizer == {}
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    with monkeypatch.context() as patched:
+        patched.setattr(fault, "hook", _fail)
+        with pytest.raises(CheckpointError, match="No space left"):
+            import_checkpoint(tmp_path / "one.safetensors", tmp_path / "run", "safetensors")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    path = import_checkpoint(tmp_path / "one.safetensors", tmp_path / "run", "safetensors")
+    assert path.name == "step-00000000"
+    with pytest.raises(CheckpointError, match="the format is one of safetensors, hf, dcp, not 'zip'"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", "zip")
+    with pytest.raises(CheckpointError, match=r"one\.safetensors is a file; give the name of a folder"):
+        export_checkpoint(tmp_path / "run", tmp_path / "one.safetensors", "hf")
+    out = export_checkpoint(path, tmp_path / "out.safetensors", "safetensors")
+    assert load_file(out)["a"].tolist() == [1, 1]

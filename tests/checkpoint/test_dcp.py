@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from colonnade.checkpoint import CheckpointManager, export_checkpoint, import_checkpoint
+from colonnade.checkpoint.dcp import read_dcp
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
+from colonnade.testing import run_world
 
 pytestmark = pytest.mark.slow  # importing DCP alone takes two seconds
 
@@ -96,6 +99,89 @@ def test_weights_and_optimizer_come_in_and_go_out(kind: str, tmp_path: Path) -> 
     set_optimizer_state_dict(back, last, state["optim"])
     step(back, last)
     assert equal(back, model)
+
+
+ONE = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ({"model": {"a": ONE, "b": {"c": ONE}}, "other": ONE}, ["a", "b.c"]),
+        ({"model.a": ONE, "b": ONE, "optim.x": ONE}, ["a"]),  # flat, beside an optimizer
+        ({"model.a": ONE, "b": ONE}, ["b", "model.a"]),  # weights whose own names begin so
+        ({"a": ONE, "optimizers": {"x": ONE}, "train_state": {"step": ONE}, "epoch": ONE}, ["a"]),
+        ({"model": ONE}, ["model"]),
+        ({"x": {"model": ONE}}, ["x.model"]),
+    ],
+    ids=lambda value: ", ".join(value),
+)
+def test_which_tensors_of_a_folder_are_weights(content: Any, names: list[str], tmp_path: Path) -> None:
+    dcp.save(content, checkpoint_id=tmp_path, no_dist=True)
+    found = read_dcp(tmp_path, trust=True)
+    assert sorted(found.weights) == names
+    assert (found.optimizer, found.groups) == ({}, None)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    dcp.save({"optim": {"x": ONE}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"has no weights: its tensors are optim\.x"):
+        read_dcp(tmp_path, trust=True)
+
+
+def test_the_optimizer_of_a_folder(tmp_path: Path) -> None:
+    """Groups by their numbers or by their parameters; what is kept for others than weights is left out."""
+    weights = {"a": torch.ones(2), "b.c": ONE}
+    state = {"a": {"exp_avg": torch.full((2,), 3.0), "note": "x"}, "lost": {"exp_avg": ONE}, "a.none": 1}
+    groups = [
+        {"params": ["b.c"], "lr": torch.tensor(0.5), "betas": [0.8, 0.9], "tags": [ONE, 2 * ONE], "two": torch.ones(2)},
+        {"params": ["a"], "lr": 0.1},
+    ]
+    for number, listing in enumerate((groups, {str(at): group for at, group in enumerate(groups)})):
+        content = {"model": weights, "optim": {"state": state, "param_groups": listing, "odd": {"a": {"lr": 1}}}}
+        dcp.save(content, checkpoint_id=tmp_path / str(number), no_dist=True)
+        found = read_dcp(tmp_path / str(number), trust=True)
+        assert found.optimizer.keys() == {"a"}
+        assert found.optimizer["a"]["note"] == "x"
+        assert found.optimizer["a"]["exp_avg"].read().tolist() == [3, 3]
+        assert [names for names, _ in found.groups or ()] == [["b.c"], ["a"]]
+        (one, other) = (options for _, options in found.groups or ())
+        assert (one["lr"], one["betas"], one["tags"], one["two"].tolist()) == (0.5, (0.8, 0.9), [1.0, 2.0], [1, 1])
+        assert other == {"lr": 0.1}
+
+    named = {f"optim.param_groups.{label}.lr": rate for label, rate in (("a", 0.1), ("b.c", 0.2), ("lost", 0.3))}
+    dcp.save({"model": weights, **named}, checkpoint_id=tmp_path / "named", no_dist=True)
+    assert read_dcp(tmp_path / "named", trust=True).groups == [(["a"], {"lr": 0.1}), (["b.c"], {"lr": 0.2})]
+
+
+def test_one_process_writes_one_file_without_a_word(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with CheckpointManager(tmp_path / "run", ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        out = export_checkpoint(tmp_path / "run", tmp_path / "out", "dcp")
+        import_checkpoint(out, tmp_path / "again", "dcp", trust=True)
+    assert [str(one.message) for one in warned if "torch.distributed is disabled" in str(one.message)] == []
+    assert sorted(path.name for path in out.iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def alone(folder: Path) -> None:
+    """The second of two ranks goes out and in by itself."""
+    if torch.distributed.get_rank() == 1:
+        out = export_checkpoint(folder / "run", folder / "out", "dcp")
+        import_checkpoint(out, folder / "again", "dcp", trust=True)
+
+
+def test_one_rank_of_a_world_goes_out_and_in_alone(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    with CheckpointManager(tmp_path / "run", ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+    run_world(2, alone, tmp_path, timeout=30)
+    mine, own = trained(1, seed=2)
+    with CheckpointManager(tmp_path / "again", ParallelContext()) as manager:
+        manager.load(mine, own)
+    assert equal(mine, model)
 
 
 def test_only_what_is_trusted_is_read(tmp_path: Path) -> None:

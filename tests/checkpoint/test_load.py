@@ -242,6 +242,7 @@ def test_without_verify_only_sizes_are_checked(saved):
     _flip(saved.folder / "step-00000002/rank-00000.safetensors")
     with CheckpointManager(saved.folder, ParallelContext(), verify=False, read_only=True) as manager:
         assert manager.load(nn.Linear(3, 2)).step == 2
+        assert manager.latest() == 2
     (saved.folder / "step-00000002/rank-00000.safetensors").write_bytes(b"")
     with CheckpointManager(saved.folder, ParallelContext(), verify=False, read_only=True) as manager:
         assert manager.load(nn.Linear(3, 2)).step == 1

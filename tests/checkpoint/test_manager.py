@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.collective import before_save
 from colonnade.checkpoint.storage import folder as folder_module
 from colonnade.checkpoint.storage.folder import check_space
+from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
@@ -42,18 +46,19 @@ def names(manager: CheckpointManager) -> list[str]:
 
 
 def test_the_newest_steps_are_kept(manager):
-    for step in (1, 5, 30, 200):
+    for step in (0, 5, 30, 200):
         manager.save(step, nn.Linear(1, 1))
     assert names(manager) == ["step-00000030", "step-00000200"]
     assert (manager.steps(), manager.latest()) == ([30, 200], 200)
 
 
-def test_a_step_that_is_saved_again_replaces_the_first(manager):
+def test_a_step_that_is_saved_again_replaces_the_first(manager, caplog):
     model = nn.Linear(1, 1)
     for value in (1.0, 2.0, 3.0):
         nn.init.constant_(model.weight, value)
         manager.save(1, model)
     assert names(manager) == ["step-00000001.r2"]
+    assert "is saved although" not in caplog.text
     assert manager.steps() == [1]
     nn.init.zeros_(model.weight)
     assert manager.load(model).step == 1
@@ -159,6 +164,66 @@ def test_read_only_loads_and_does_not_save(manager):
         assert reader.load(nn.Linear(1, 1)).step == 1
         with pytest.raises(CheckpointError, match="opened read_only"):
             reader.save(2, nn.Linear(1, 1))
+
+
+def test_what_watches_a_model_may_refuse_that_it_is_saved(manager):
+    class Watch:
+        asked, allows = 0, True
+
+        def look(self) -> None:
+            self.asked += 1
+            if not self.allows:
+                raise CheckpointError("not now")
+
+    watch, model = Watch(), nn.Linear(1, 1)
+    before_save[model] = weakref.WeakMethod(watch.look)
+    manager.save(1, model)
+    watch.allows = False
+    with pytest.raises(CheckpointError, match="not now"):
+        manager.save(2, model)
+    assert (watch.asked, manager.steps()) == (2, [1])
+    del watch
+    manager.save(2, model)
+    assert manager.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("writing", [None, False, True])
+def test_after_an_error_inside_the_folder_is_given_back_once_nothing_is_written(tmp_path, writing):
+    told: list[str] = []
+    manager = CheckpointManager(tmp_path, ParallelContext())
+    if writing is not None:
+        manager._pending = SimpleNamespace(is_writing=writing, give_up_soon=lambda: told.append("soon"))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="the user's own"), manager:
+        raise ValueError("the user's own")
+    assert told == ["soon"] * bool(writing)
+    if writing:
+        with pytest.raises(CheckpointError, match="already has a CheckpointManager"):
+            CheckpointManager(tmp_path, ParallelContext())
+        manager._release()
+    CheckpointManager(tmp_path, ParallelContext()).close()
+
+
+def test_a_save_whose_other_ranks_are_gone_is_given_up(manager, monkeypatch):
+    def gone(*_: object) -> list[Any]:
+        raise RuntimeError("connection closed")
+
+    told: list[str] = []
+    manager._pending = SimpleNamespace(part_error=lambda: None, give_up=told.append)
+    monkeypatch.setattr("colonnade.checkpoint.manager.gather_json", gone)
+    with pytest.raises(RuntimeError, match="connection closed"):
+        manager.wait()
+    assert told == ["the other ranks are gone"]
+
+
+def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
+    file = manager.folder / "told"
+    for path in (file, manager.folder / "not there/told"):  # a launcher that is gone does no harm
+        monkeypatch.setenv(SAVED, str(path))
+        manager.save(3, nn.Linear(1, 1))
+    assert file.read_text() == f"step 3 in {manager.folder / 'step-00000003'}"
+    monkeypatch.delenv(SAVED)
+    manager.save(4, nn.Linear(1, 1))
+    assert "step 4" not in file.read_text()
 
 
 SCHEDULERS: dict[str, Any] = {

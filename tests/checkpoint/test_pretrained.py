@@ -14,6 +14,7 @@ from torch import nn
 
 from colonnade._launch import launch
 from colonnade.checkpoint import folders
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.slices import INDEX
 from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, save_full, save_pretrained
 from colonnade.checkpoint.whole import WholeTensors
@@ -85,6 +86,7 @@ def test_of_another_type_and_in_files_of_a_size(tmp_path, context):
     names = [f"model-0000{at}-of-00002.safetensors" for at in (1, 2)]
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", *names, INDEX]
     index = json.loads((folder / INDEX).read_text())
+    assert (folder / INDEX).read_text() == json.dumps(index, indent=2) + "\n"  # as transformers writes it
     assert index["metadata"] == {"total_size": 112}
     assert set(index["weight_map"].values()) == set(names)
     assert {name: tensor.dtype for name, tensor in tensors(folder).items()} == {
@@ -164,9 +166,26 @@ def test_a_class_of_fsdp_is_seen_through():
         (6, {"model.safetensors": ["a", "b", "c"]}),
         (5, {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}),
         (4, {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}),
+        (3, {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b", "c"]}),
+        (2, {f"model-0000{at}-of-00003.safetensors": [key] for at, key in enumerate("abc", 1)}),
         (1, {f"model-0000{at}-of-00003.safetensors": [key] for at, key in enumerate("abc", 1)}),
     ],
 )
 def test_a_new_file_begins_where_a_tensor_no_longer_fits(limit, files):
     assert folders.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
     assert folders.LARGEST == 5_000_000_000
+    assert folders.files_of([], limit) == {"model.safetensors": []}
+
+
+def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
+    other = tmp_path / "other"
+    (other / "folder.json").mkdir(parents=True)
+    texts = ["config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
+    for name in (*texts, "training.bin", INDEX):
+        (other / name).write_text("theirs")
+    entries = [Entry.of("a", torch.ones(2))]
+    folders.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*texts, "model.safetensors"])
+    assert (tmp_path / "out/config.json").read_text() == "theirs"
+    folders.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
+    assert tensors(tmp_path / "alone").keys() == {"a"}

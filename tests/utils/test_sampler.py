@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
 
 from colonnade.context.build import build_layout
 from colonnade.errors import ConfigError
 from colonnade.utils import DistinctDataSampler
+from colonnade.utils.sampler import distinct_place
 
 sizes = st.integers(1, 4)
 
@@ -47,8 +49,25 @@ def test_epochs_differ_and_are_repeatable():
     _, (sampler,) = samplers(20, 1)
     first, second = list(sampler), list(sampler)
     assert first != second
+    assert sampler.state_dict() == {"epoch": 2, "position": 0, "seed": 7}
     sampler.set_epoch(0)
     assert list(sampler) == first
+
+
+def test_one_rank_has_the_order_of_torchs_own_sampler():
+    _, (sampler,) = samplers(20, 1)
+    torchs = DistributedSampler(range(20), 1, 0, seed=7)  # type: ignore[arg-type, var-annotated]
+    for epoch in range(3):
+        torchs.set_epoch(epoch)
+        assert list(sampler) == list(torchs)
+
+
+def test_places_are_counted_along_the_axes_of_distinct_data():
+    layout = build_layout({"parallel": {"tensor": 2, "sequence": 2}}, 8)
+    here = [layout.coordinates(rank) for rank in range(8)]
+    places = [distinct_place(layout, rank) for rank in range(8)]
+    assert places == [(2 * at["data"] + at["sequence"], 4) for at in here]
+    assert distinct_place(build_layout({}, 1), 0) == (0, 1)
 
 
 def test_a_run_goes_on_in_mid_epoch_with_another_number_of_ranks():
@@ -70,3 +89,5 @@ def test_what_cannot_be_shared_is_refused():
         samplers(0, 1)
     with pytest.raises(ConfigError, match="cannot be shared by 4 ranks"):
         samplers(3, 4, drop_last=True)
+    assert [len(sampler) for sampler in samplers(4, 4, drop_last=True)[1]] == [1] * 4
+    assert [len(sampler) for sampler in samplers(1, 4)[1]] == [1] * 4

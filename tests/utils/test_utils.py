@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,8 @@ from torch.utils.data import TensorDataset
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.testing import run_world
-from colonnade.utils import checkpoint, free_port, get_dataloader
+from colonnade.utils import MultiTimer, checkpoint, free_port, get_current_device, get_dataloader, print_rank_0
+from colonnade.utils import timer as timer_module
 
 
 def _loaded() -> list[float]:
@@ -26,6 +30,26 @@ def test_tensor_ranks_load_the_same_and_data_ranks_the_rest():
     assert sorted(values[0] + values[2]) == list(range(8))
 
 
+def test_a_loader_takes_what_torchs_own_takes():
+    dataset, context = TensorDataset(torch.arange(5.0)), ParallelContext()
+    plain = get_dataloader(dataset, add_sampler=False, batch_size=2, context=context)
+    assert [batch.tolist() for (batch,) in plain] == [[0, 1], [2, 3], [4]]
+    assert get_dataloader(dataset, pin_memory=True, context=context).pin_memory == torch.cuda.is_available()
+    orders = [
+        [batch.tolist() for (batch,) in get_dataloader(dataset, True, seed, add_sampler=False, context=context)]
+        for seed in (1, 1, 2)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_only_on_demand_are_activations_kept_on_the_host(offload, monkeypatch):
+    asked = []
+    monkeypatch.setattr("colonnade.utils.kept_on_host", lambda parameters: asked.append(parameters) or nullcontext())
+    checkpoint(torch.tanh, offload, torch.ones(1))
+    assert asked == [()] * offload
+
+
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activations_computed_again_give_the_same_gradient(offload, reentrant):
@@ -39,4 +63,28 @@ def test_activations_computed_again_give_the_same_gradient(offload, reentrant):
 
 
 def test_a_free_port_is_a_port():
-    assert 0 < free_port() < 65536
+    assert 1024 <= free_port() < 65536  # none of those that belong to known services
+
+
+def test_one_process_is_rank_0_on_its_device(capsys):
+    print_rank_0("here")
+    assert capsys.readouterr().out == "here\n"
+    assert get_current_device() == torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_timers_keep_their_laps(monkeypatch):
+    clock = iter([1.0, 3.5, 10.0, 14.0])
+    monkeypatch.setattr(timer_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    timers = MultiTimer()
+    assert timers.stop("train") == 0.0  # never begun
+    timers.start("train")
+    assert timers.stop("train") == 2.5
+    assert timers.stop("train") == 0.0
+    timers.start("test")
+    assert timers.stop("test") == 4.0
+    train, test = timers.get_timer("train"), timers.get_timer("test")
+    assert (train.history, train.get_elapsed_time(), test.history) == ([2.5], 2.5, [4.0])
+    timers.reset("train")
+    assert (train.history, train.get_elapsed_time(), test.history) == ([], 0.0, [4.0])
+    timers.reset()
+    assert (test.history, test.get_elapsed_time()) == ([], 0.0)

@@ -36,8 +36,8 @@ WIDTHS = {
 """Bytes of an element, by the names that safetensors gives to types."""
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors")
 """A plain name of a file of tensors: no folder, no "..", nothing hidden."""
-_HEAD = re.compile(rb'\{\s*"format":\s*(\d{1,9}),')
-_TAIL = re.compile(rb', ?"digest": ?"([0-9a-f]{64})"\}\n\Z')
+_HEAD = re.compile(rb'\{\s*"format":\s*([1-9]\d{0,8}),')
+_TAIL = re.compile(rb', ?"digest": ?"([0-9a-f]{64})"\}\n')
 _MOST_DIMS = 64
 """As many as torch has."""
 
@@ -232,7 +232,7 @@ def parse(raw: bytes) -> Manifest:
     """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for a newer format."""
     try:
         version = _version(raw)
-        tail = _TAIL.search(raw, max(0, len(raw) - 90))
+        tail = _TAIL.fullmatch(raw, raw.rfind(b","))
         if tail is None:
             raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
         body, digest = raw[: tail.start()], tail[1].decode()
@@ -248,7 +248,9 @@ def parse(raw: bytes) -> Manifest:
 
 def _version(raw: bytes) -> int:
     head = _HEAD.match(raw)
-    version = int(head[1]) if head else 0
+    if head is None:
+        raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")
+    version = int(head[1])
     if version > FORMAT:
         by = re.search(rb'"colonnade": ?"([\w.+]{1,40})"', raw)
         raise CheckpointError(
@@ -256,8 +258,6 @@ def _version(raw: bytes) -> int:
             f"which reads formats up to {FORMAT}. Update Colonnade to load it.",
             code="C081",
         )
-    if version < 1:
-        raise Damaged(f"{MANIFEST} cannot be read: it does not begin with its format")
     return version
 
 
@@ -297,11 +297,12 @@ def _check(manifest: Manifest) -> None:
             )
     if len(files) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
+    places = set(range(len(files)))
     for cut in manifest.cuts:
         ends = (0, *cut.stops)
         if len(cut.stops) != len(cut.files) or not all(map(lt, ends, cut.stops)):
             raise Damaged(f"{MANIFEST} has a cut whose {len(cut.files)} pieces do not follow each other")
-        if max(cut.files, default=0) >= len(files):
+        if not places.issuperset(cut.files):
             raise Damaged(f"{MANIFEST} speaks of file {max(cut.files)}, and has {len(files)} files")
     for tensor in manifest.tensors:
         check_tiled(tensor, manifest.cuts)

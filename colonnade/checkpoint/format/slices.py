@@ -160,7 +160,7 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
                     f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
                     code="C081",
                 )
-            found = others[0]
+            (found,) = others
         files = _indexed(found) if found.suffix == ".json" else [found]
     else:
         raise CheckpointError(

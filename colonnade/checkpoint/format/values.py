@@ -58,13 +58,14 @@ def decode(value: Any, tensor: Callable[[int], Tensor]) -> Any:
     marks = [key for key in value if key.startswith("$")]
     if not marks:
         return {key: decode(entry, tensor) for key, entry in value.items()}
-    content = value[marks[0]]
-    if marks[0] == "$tensor":
+    (mark,) = marks
+    content = value[mark]
+    if mark == "$tensor":
         return tensor(content)
-    if marks[0] == "$float":
+    if mark == "$float":
         return float(content)
     make: dict[str, Callable[[Sequence[Any]], Any]] = {"$tuple": tuple, "$dict": _pairs, "$counter": _counts}
-    return make[marks[0]]([decode(entry, tensor) for entry in content])
+    return make[mark]([decode(entry, tensor) for entry in content])
 
 
 def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:

@@ -99,7 +99,7 @@ def merge_groups(notes: Sequence[RankNote]) -> tuple[GroupRecord, ...] | None:
             found.setdefault((record.index, digest), []).append(record)
     return tuple(
         replace(records[0], names=tuple(dict.fromkeys(name for record in records for name in record.names)))
-        for _, records in sorted(found.items(), key=lambda pair: pair[0])
+        for records in (found[key] for key in sorted(found))
     )
 
 

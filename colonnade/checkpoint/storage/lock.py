@@ -39,8 +39,9 @@ class RunLock:
         if before:
             get_dist_logger().info(f"took over {self.path} from {_who(before)}, which ended without closing it")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+        text = json.dumps(holder).encode()
+        os.pwrite(self._descriptor, text, 0)
+        os.ftruncate(self._descriptor, len(text))
         _closed_in_children().add(self)
 
     def _lock(self) -> dict[str, Any]:

@@ -107,8 +107,9 @@ class StorageWriter:
             self._check_loadable()
             path = publish(self.staged, self.step)
         retire(path.parent, path, self.keep)
-        seconds = time.monotonic() - self.started
-        get_dist_logger().info(f"saved step {self.step} to {path} ({megabytes(self.size)}, {seconds:.2f} s)")
+        get_dist_logger().info(
+            f"saved step {self.step} to {path} ({megabytes(self.size)}, {time.monotonic() - self.started:.2f} s)"
+        )
         tell_launcher(self.step, path)
 
     def _check_loadable(self) -> None:
@@ -206,12 +207,12 @@ class BackgroundWriter:
         self._pace.hurry()
         self._thread.join()
 
-    def part_error(self) -> str:
+    def part_error(self) -> str | None:
         """Wait until this rank's part is written; returns what went wrong with it. Rank 0 has more to do: not waited for."""
         if self.writer.rank == 0:
-            return ""
+            return None
         self.join()
-        return str(self.error or "")
+        return None if self.error is None else str(self.error)
 
     def give_up(self, reason: str) -> None:
         """Let the first rank stop waiting for parts that will not come."""

@@ -58,6 +58,12 @@ def test_any_box_is_read(file, data):
         assert wide.equal(expected.double())
 
 
+def test_what_was_read_is_let_go(file, opened):
+    for stored in stored_tensors(file).values():
+        stored.read()
+    assert opened() == []
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [

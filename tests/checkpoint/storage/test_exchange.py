@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def test_what_else_lies_in_a_folder_is_left_where_it_is(run: Path, tmp_path: Pat
         assert inodes(out) == before
     assert not (out / "model-00001-of-00002.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_every_file_and_then_every_name_is_on_disk(run: Path, tmp_path: Path, synced: list[tuple[str, int]]) -> None:
+    def names() -> list[str]:
+        found = [re.sub("[0-9a-f]{8}$", "*", name) for name, _ in synced]
+        synced.clear()
+        return found
+
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/config.json").write_text("{}")
+    for folders_synced in ([".out.saving-*", tmp_path.name], [".saving-*", *["out"] * 4]):
+        export_checkpoint(run, tmp_path / "out", "hf", 1, tmp_path / "configs")
+        written, *files = names()
+        assert written == "model.safetensors"
+        assert sorted(files[:2]) == ["config.json", "model.safetensors"]
+        assert files[2:] == folders_synced
+    export_full(run, tmp_path / "all.safetensors")
+    assert names() == [".all.safetensors.saving-*", tmp_path.name]
 
 
 def test_links_are_followed(run: Path, tmp_path: Path) -> None:

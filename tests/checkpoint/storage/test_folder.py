@@ -102,6 +102,12 @@ def test_a_folder_is_made_and_one_that_cannot_be_is_refused(tmp_path):
         make_folder(tmp_path / "file" / "x")
 
 
+def test_a_folder_is_seen_on_disk_and_let_go(tmp_path, synced, opened):
+    module.sync_folder(tmp_path)
+    assert [name for name, _ in synced] == [tmp_path.name]
+    assert opened() == []
+
+
 def test_what_cannot_be_deleted_is_left_for_the_next_time(tmp_path, monkeypatch):
     for name in (".tmp-1-00000000", ".tmp-2-00000000", "step-3"):
         (tmp_path / name).mkdir()

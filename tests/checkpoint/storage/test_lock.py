@@ -132,6 +132,16 @@ def test_every_rank_of_the_second_run_is_refused(tmp_path, holder):
         assert f"process {holder.pid} on" in message
 
 
+def test_who_is_refused_keeps_nothing_open(tmp_path, opened):
+    lock = RunLock(tmp_path)
+    before = opened()
+    with pytest.raises(CheckpointError) as refused:
+        RunLock(tmp_path)
+    assert opened() == before, refused
+    assert not (tmp_path / LOCK_FILE).stat().st_mode & 0o111
+    lock.release()
+
+
 def test_the_file_says_who_holds_it_and_nothing_of_who_did(tmp_path):
     (tmp_path / LOCK_FILE).write_text("x" * 500)
     lock = RunLock(tmp_path)

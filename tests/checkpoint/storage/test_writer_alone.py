@@ -8,10 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import LayoutRecord
+from colonnade.checkpoint.plan.notes import RankNote
+from colonnade.checkpoint.plan.pieces import SavePlan
 from colonnade.checkpoint.storage import writer as module
-from colonnade.checkpoint.storage.writer import Pace, StorageWriter
+from colonnade.checkpoint.storage.writer import BackgroundWriter, Pace, StorageWriter
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
 
@@ -82,8 +89,10 @@ def test_a_folder_that_this_rank_does_not_see_is_refused_after_a_while(tmp_path,
 def test_only_the_first_rank_drops_what_is_left(tmp_path):
     storage(tmp_path, rank=1).drop()
     assert storage(tmp_path).staged.is_dir()
-    storage(tmp_path).drop()
-    assert not list(tmp_path.iterdir())
+    first = storage(tmp_path)
+    for _ in range(2):  # there may be nothing yet
+        first.drop()
+        assert not list(tmp_path.iterdir())
 
 
 def test_work_is_followed_by_rests_until_somebody_waits():
@@ -109,3 +118,43 @@ def test_a_rest_is_several_times_as_long_as_the_work_before_it_and_never_long(mo
     for _ in range(3):
         pace.rest()
     assert waited == pytest.approx([0.0, 0.05, 0.5])
+
+
+def test_all_of_a_save_is_on_disk_before_it_gets_its_name_and_its_name_after(tmp_path, synced):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, nn.Linear(1, 1))
+    (checkpoint,) = tmp_path.glob("step-*")
+    tensors, manifest, staged, run = synced
+    assert tensors == ("rank-00000.safetensors", (checkpoint / "rank-00000.safetensors").stat().st_size)
+    assert manifest == ("manifest.json", (checkpoint / "manifest.json").stat().st_size)
+    assert staged[0].startswith(".tmp-1-")
+    assert run[0] == tmp_path.name
+
+
+def test_a_thread_writes_lets_the_copies_go_and_says_what_went_wrong(tmp_path):
+    for ranks, rank, wrong in ((1, 0, None), (2, 1, None), (2, 1, "saving step 5 in the background")):
+        plan = SavePlan(RankNote(rank, None), [Entry.of("a", torch.ones(2))])
+        one = storage(tmp_path, ranks, rank)
+        if wrong is not None:
+            one.staged.rename(tmp_path / "elsewhere")
+        beside = BackgroundWriter(one, plan)
+        told = beside.part_error()
+        assert told is None if wrong is None else wrong in str(told)
+        beside.join()
+        assert not beside.is_writing
+        assert plan.entries == []
+        assert str(beside.error or "") == (told or "")
+    assert (tmp_path / "step-00000005").is_dir()
+
+
+def test_a_process_does_not_wait_for_a_save_that_it_will_give_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_AFTER_ERROR", 30.0)
+    beside = BackgroundWriter(storage(tmp_path), SavePlan(RankNote(0, None)))
+    beside.give_up_soon()
+    (timer,) = (thread for thread in threading.enumerate() if getattr(thread, "function", None) == beside.give_up)
+    assert timer.daemon
+    timer.cancel()
+    assert beside.is_writing  # the other rank's note is not there
+    beside.give_up("it was a test")
+    beside.join()
+    assert str(beside.error).startswith("it was a test")
