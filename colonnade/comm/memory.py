@@ -74,13 +74,12 @@ def keep_heap() -> None:
 
 def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
     """Anonymous memory whose pages exist, so that running out is an error now and no signal later."""
-    descriptor = -1
+    descriptor = None
     try:
         descriptor = os.memfd_create("colonnade-shared", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if descriptor >= 0:
+        if descriptor is not None:
             os.close(descriptor)
         return None, f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had: {error.strerror}"
     return descriptor, None
