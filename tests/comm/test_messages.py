@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colonnade.comm import messages
 from colonnade.comm.messages import (
     Alike,
     _differences,
@@ -20,7 +21,6 @@ from colonnade.comm.messages import (
     message_device,
     share_texts,
 )
-from colonnade.comm import messages
 from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, noting_collectives, timeout_of
 from colonnade.errors import ColonnadeError, PlacementError
 from colonnade.testing import run_world
