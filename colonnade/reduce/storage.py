@@ -102,7 +102,7 @@ class BucketStorage:
         self._memory = [allocate(self._group, numel, self._dtype, self._device, shared) for _ in range(count)]
 
 
-def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
+def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) -> list[Bucket]:
     """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
 
     A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.

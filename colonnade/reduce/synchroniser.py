@@ -74,7 +74,7 @@ class Synchroniser:
         self.verdict: Tensor | None = None
         """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
-        self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int]]]] = []
+        self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int | None]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
         self._arrange()

@@ -135,7 +135,7 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
     wide = None if sum_.options.reduce_dtype in HALVES else sum_.options.reduce_dtype
     plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None, reduce_dtype=wide))
     for kind in sorted(kinds, key=str):
-        extra = Bucket(plain, kinds[kind])
+        extra = Bucket(plain, kinds[kind], group.index)
         memory = Memory(torch.zeros(extra.numel, dtype=kind[0], device=kind[1]))
         buffer = Buffer(extra, memory)
         for parameter, view, position in zip(extra.parameters, buffer.views, extra.positions, strict=True):

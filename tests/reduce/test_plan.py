@@ -145,7 +145,7 @@ def test_in_which_type_gradients_are_added_and_sent(settings, dtype, added, sent
 )
 def test_what_a_bucket_keeps(sharding, flags):
     parameter = nn.Parameter(torch.zeros(5))
-    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0])
+    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0], 0)
     assert (bucket.is_sharded, bucket.keeps_gradients, bucket.every_pass) == flags
 
 
