@@ -55,6 +55,7 @@ class Bucket:
     shard: GradientShard | None = None
     transport: Transport
     buffer: Buffer
+    _offers: bool
     _released: bool
     _missing: dict[int, int]
 
@@ -66,7 +67,7 @@ class Bucket:
         self.parameters = tuple(sum_.parameters[i] for i in self.positions)
         self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
         step = len(sum_.ranks) * (ALIGN_BYTES // self.layout.dtype.itemsize)
-        tail = TAIL if len(sum_.ranks) > 1 and sum_.sharding is None else 0
+        tail = TAIL * (len(sum_.ranks) > 1 and sum_.sharding is None)
         self.numel = -(-(self.layout.numel + tail) // step) * step
         self.own = slice(0, self.numel)
         if sum_.sharding is not None:
@@ -84,7 +85,6 @@ class Bucket:
         self.absent: frozenset[int] = frozenset()
         self.expected: Sequence[int] = range(len(self.parameters))
         self._small = len(small)
-        self._offers = False
         self._is_ready = False
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered

@@ -35,7 +35,7 @@ def _group(problems: list[str | None], swapped: list[int]) -> Any:
 @pytest.mark.parametrize("numel", [0, 5])
 def test_every_rank_sees_what_one_writes(numel):
     before = os.listdir("/proc/self/fd")
-    memory = allocate(_group([None], []), numel, torch.float32, torch.device("cpu"))
+    memory = allocate(_group([None], []), numel, torch.float32, torch.device("cpu"), True)
     assert memory.every is not None
     assert [tuple(one.shape) for one in memory.every] == [(numel,)] * 2
     assert not memory.own.any()
@@ -51,7 +51,7 @@ def test_where_one_rank_has_no_room_no_rank_shares():
     problems: list[str | None] = ["no room on rank 1", "nor on rank 2"]
     before = os.listdir("/proc/self/fd")
     assert allocate_shared(_group(problems, swapped), 5, torch.float32) == (None, "no room on rank 1")
-    memory = allocate(_group(problems, swapped), 5, torch.float32, torch.device("cpu"))
+    memory = allocate(_group(problems, swapped), 5, torch.float32, torch.device("cpu"), True)
     assert problems[-1] == "told: no room on rank 1"
     assert memory.every is None
     assert memory.own.tolist() == [0.0] * 5
@@ -62,11 +62,10 @@ def test_where_one_rank_has_no_room_no_rank_shares():
 @pytest.mark.parametrize(
     ("shared", "sockets", "device", "expected"),
     [
-        (None, True, "cpu", True),
         (True, True, "cpu", True),
         (False, True, "cpu", False),
-        (None, False, "cpu", False),
-        (None, True, "meta", False),
+        (True, False, "cpu", False),
+        (True, True, "meta", False),
     ],
 )
 def test_memory_is_shared_on_the_host_where_ranks_are_connected_and_nobody_minds(shared, sockets, device, expected):

@@ -29,6 +29,7 @@ SEQUENCE = {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}}
 FOUR_D = {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
 CUBE = {"tensor": {"size": 8, "mode": "3d"}}
 TABLES = [
+    (M.GLOBAL, 8, EIGHT, [list(range(8))]),
     (M.DATA, 8, EIGHT, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     (M.MODEL, 8, EIGHT, [[0, 1, 2, 3], [4, 5, 6, 7]]),
     (M.PIPELINE, 8, EIGHT, [[0, 2], [1, 3], [4, 6], [5, 7]]),

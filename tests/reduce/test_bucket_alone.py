@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ class Notes:
         self.calls.append(factor)
 
 
-def made(*numels: int, sharding: Sharding | None = None, divisor: float = 2.0, dtype: torch.dtype = torch.float32) -> Any:
+def made(
+    *numels: int, sharding: Sharding | None = None, divisor: float = 2.0, dtype: torch.dtype = torch.float32
+) -> Any:
     """A bucket of parameters of so many elements, in memory that is all ones; of rank 0 of 2."""
     parameters = tuple(nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in numels)
     names = tuple(f"p{at}" for at in range(len(numels)))
@@ -72,7 +75,8 @@ def test_a_new_bucket_has_not_begun_and_waits_for_every_gradient_once():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sharding", "room"), [(1, None, 0), (2, None, TAIL), (2, Sharding(), 0), (1, Sharding(), 0), (3, None, TAIL)]
+    ("ranks", "sharding", "room"),
+    [(1, None, 0), (2, None, TAIL), (2, Sharding(), 0), (1, Sharding(), 0), (3, None, TAIL)],
 )
 def test_there_is_room_behind_the_gradients_where_numbers_may_ride(ranks, sharding, room):
     for numel in (8, STEP * ranks - TAIL, STEP * ranks - TAIL + 1, STEP * ranks):
@@ -95,6 +99,8 @@ def test_slices_of_the_ranks_are_neighbours_and_what_is_used_of_them_makes_up_th
         assert all(span.numel > 0 for span in bucket.spans)
         assert all(span.at + span.numel <= bucket.used for span in bucket.spans)
         assert (bucket.used == 0) is (not bucket.spans)
+    even = replace(one, names=("a", "b"), parameters=tuple(nn.Parameter(torch.zeros(STEP)) for _ in range(2)))
+    assert [len(Bucket(even, [0, 1], index).spans) for index in range(ranks)] == [[2], [1, 1], [1, 1, 0]][ranks - 1]
     whole = Bucket(Sum(("a", "b", "c"), parameters, tuple(range(ranks)), None, 2.0), [0, 1, 2], 0)
     assert (whole.own, whole.used) == (slice(0, whole.numel), whole.layout.numel)
     assert [(span.start, span.stop, span.at) for span in whole.spans] == [(0, 3, 0), (0, 20, STEP), (0, 1, 3 * STEP)]
@@ -144,6 +150,36 @@ def test_while_recording_nothing_is_offered_and_else_all_that_is_missing():
     one = made(5)
     one.begin()
     assert one.parameters[0].grad is one.grads[0]
+
+
+def test_after_a_step_what_was_set_to_none_is_offered_again():
+    bucket = made(5, 6)
+    bucket.begin()
+    for parameter in bucket.parameters:
+        (4 * parameter).sum().backward()
+    assert bucket.collect(early=False) == {}
+    bucket.send()
+    bucket.finish(1.0)
+    bucket.parameters[1].grad = None
+    bucket.begin()
+    assert bucket.parameters[1].grad is bucket.grads[1]
+    assert inside(bucket) == [2, 0]
+    (4 * bucket.parameters[0]).sum().backward()
+    assert bucket.collect(early=False) == {1: MISSING}  # it was offered, and nobody wrote to it
+    assert bucket.parameters[1].grad is None
+
+
+def test_small_gradients_are_offered_and_divided_beside_large_ones(monkeypatch):
+    monkeypatch.setattr(bucket_module, "LARGE_BYTES", 40)
+    bucket = made(5, 6, 10, 11)
+    bucket.begin()
+    assert inside(bucket) == [0, 0, 1, 1]
+    for parameter in bucket.parameters:
+        (4 * parameter).sum().backward()
+    bucket.move_large(2, last=True)
+    assert bucket.collect(early=False) == {}
+    bucket.send()
+    assert inside(bucket) == [2, 2, 2, 2]
 
 
 def test_views_that_were_given_other_memory_are_made_anew_and_others_are_left():
@@ -321,7 +357,7 @@ def test_buckets_that_take_turns_copy_all_and_let_go():
     bucket.finish(1.0)
     assert bucket.shard.landed
     assert [parameter.grad for parameter in bucket.parameters] == [None, None, unlike]
-    none = made(sharding=TURNS, *(5,))
+    none = made(5, sharding=TURNS)
     assert none.collect(early=True) == {0: MISSING}
     full = made(STEP, 2 * STEP, sharding=TURNS)  # without gaps
     come(full, 2, 3)
