@@ -23,7 +23,7 @@ from colonnade._launch import (
 )
 from colonnade.context import rendezvous
 from colonnade.context.environment import SLURM, WorldAddress, detect, override, read
-from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_context import LaunchHook, ParallelContext, launch_hooks
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context
 from colonnade.errors import ConfigError, LaunchError, LayoutError
@@ -201,6 +201,12 @@ def _differ() -> list[str]:
     with pytest.raises(LaunchError) as wrong:
         launch({}, context=ParallelContext(), verbose=False)
     rendezvous.__version__ = "0.1"
+    with pytest.raises(ConfigError, match="'seed': 0 on rank 0, 1 on rank 1"):
+        launch({}, seed=rank, context=ParallelContext(), verbose=False)
+    launch_hooks.extend([LaunchHook()] * rank)
+    with pytest.raises(ConfigError, match="'launch hooks': nothing on rank 0, LaunchHook on rank 1"):
+        launch({}, context=ParallelContext(), verbose=False)
+    launch_hooks.clear()
     with pytest.raises(ConfigError, match="clip_grad_norm") as refused:
         launch({"gradient_clipping": 1.0} if rank else {}, context=ParallelContext(), verbose=False)
     assert ("on rank 1 (this rank is 0): " in str(refused.value)) == (rank == 0)

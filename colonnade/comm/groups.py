@@ -37,16 +37,16 @@ class ProcessGroups:
         # Every set that was ever created, this rank in it or not: all ranks must skip the same ones.
         self._known: set[RankSet] = set()
 
-    def add(self, ranks: RankSet, alone: bool = False) -> None:
+    def add(self, ranks: RankSet, alone: bool) -> None:
         """Create the group of one rank set, unless it is there. Collective over the world, in one order."""
         if ranks not in self._known:
             self._known.add(ranks)
             world = len(ranks) == dist.get_world_size()
-            group = dist.group.WORLD if world else self.create(ranks, alone=alone)
+            group = dist.group.WORLD if world else self.create(ranks, None, alone)
             if self._rank in ranks:
                 self._groups[ranks] = group
 
-    def create(self, ranks: RankSet, backend: str | None = None, alone: bool = False) -> Any:
+    def create(self, ranks: RankSet, backend: str | None, alone: bool) -> Any:
         """A new group, of the world's backend or another, that goes when `destroy` is called.
 
         A rank that is not in it only counts it (torch numbers groups by count) and opens no connection. With
@@ -79,11 +79,12 @@ class ProcessGroups:
 
     def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
         """Another group of `ranks`, with backends of its own. Collective over the world for all `rank_sets` at first."""
-        for key in [(tuple(each), backend) for each in rank_sets]:
-            if key not in self._second:
-                self._second[key] = dist.new_group(list(key[0]), timeout_of(), backend)  # as long as the world waits
-                if self._rank in key[0]:
-                    self._made.append(self._second[key])
+        for each in map(tuple, rank_sets):
+            if (each, backend) not in self._second:
+                group = dist.new_group(list(each), timeout_of(), backend)  # as long as the world waits
+                self._second[each, backend] = group
+                if self._rank in each:
+                    self._made.append(group)
         return self._second[tuple(ranks), backend]
 
     def __len__(self) -> int:
@@ -94,7 +95,3 @@ class ProcessGroups:
         for group in self._made:
             if is_alive(group):
                 dist.destroy_process_group(group)
-        self._groups.clear()
-        self._made.clear()
-        self._second.clear()
-        self._known.clear()

@@ -31,15 +31,13 @@ class Memory:
         return Memory(self.own[start:stop], every)
 
 
-def allocate(
-    group: RankGroup, numel: int, dtype: torch.dtype, device: torch.device, shared: bool | None = None
-) -> Memory:
+def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.device, shared: bool) -> Memory:
     """Zeroed memory of `numel` elements on every rank. Collective.
 
-    `shared`: in memory that all ranks of the group see, unless it is False or their memory cannot be shared. Where the
-    system has no room for it, the group says whether that is logged or an error.
+    `shared`: in memory that all ranks of the group see, unless their memory cannot be shared. Where the system has no
+    room for it, the group says whether that is logged or an error.
     """
-    if shared is not False and group.sockets is not None and device.type == "cpu":
+    if shared and group.sockets is not None and device.type == "cpu":
         every, problem = allocate_shared(group, numel, dtype)
         if every is not None:
             return Memory(every[group.index], every)
@@ -74,13 +72,12 @@ def keep_heap() -> None:
 
 def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
     """Anonymous memory whose pages exist, so that running out is an error now and no signal later."""
-    descriptor = -1
+    descriptor = None
     try:
         descriptor = os.memfd_create("colonnade-shared", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if descriptor >= 0:
+        if descriptor is not None:
             os.close(descriptor)
         return None, f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had: {error.strerror}"
     return descriptor, None

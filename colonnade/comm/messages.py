@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ def gather_numbers(number: int, device: torch.device, group: Any = None) -> list
 
 def is_same_everywhere(number: int, device: torch.device, group: Any = None) -> bool:
     """Whether all ranks say the same number (of 62 bits), such as a digest. One collective, whatever the group's size."""
-    return are_same_everywhere([number], device, group)[0]
+    (same,) = are_same_everywhere([number], device, group)
+    return same
 
 
 def are_same_everywhere(numbers: Sequence[int], device: torch.device, group: Any = None) -> list[bool]:
@@ -148,8 +150,8 @@ def _compare(agreement: Agreement, failed: bool, device: torch.device, group: An
     least = torch.tensor(rows, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     (any_failed, *_), *found = least.tolist()
-    ends = [sum(agreement.parts[: at + 1]) for at in range(len(agreement.parts))]
-    agreement.sizes = [[row[2] for row in found[e - p : e]] for e, p in zip(ends, agreement.parts, strict=True)]
+    counts = iter([count for *_, count in found])
+    agreement.sizes = [[*islice(counts, parts)] for parts in agreement.parts]
     return any_failed < 0, any(low != -high and low != _NOBODY for low, high, _ in found)
 
 
@@ -157,7 +159,7 @@ def _raise_together(mine: Exception | None, device: torch.device, group: Any) ->
     notes = gather_texts(note_of(mine) if mine is not None else "", device, group)
     if mine is not None:
         raise mine
-    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone = dist.get_process_group_ranks(group)
     failed = [(rank, note) for rank, note in zip(everyone, notes, strict=True) if note.strip()]
     raise error_of(failed[0][1], [rank for rank, _ in failed], dist.get_rank())
 
@@ -180,7 +182,7 @@ def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) 
     shown = [table.shown() if table.shown is not None else table.items for table in tables]
     mine = json.dumps([[table.part, [*items.items()]] for table, items in zip(tables, shown, strict=True)])
     digests = gather_numbers(digest_of(mine), device, group)
-    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone = dist.get_process_group_ranks(group)
     speakers = {digest: everyone[digests.index(digest)] for digest in digests}
     told = share_texts(f"alike/{digest_of(repr(digests))}", mine, speakers.values())
     opinions = {digest: json.loads(told[rank]) for digest, rank in speakers.items()}

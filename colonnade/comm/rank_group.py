@@ -11,6 +11,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class RankGroup:
         self.index = self.ranks.index(dist.get_rank()) if group is not None else 0
         self.sockets: HostSockets | None = None
         self._gather = _cpu_gather(group) if group is not None else _gather_alone
-        self._sent: tuple[bytes, Tensor, Any] | None = None
+        self._answers: Callable[[], list[bytes]] | None = None
         self.under_way: deque[Any] = deque()
         """The sums over these ranks that were started and are waited for before their memory is used again."""
         self._log = log
@@ -84,19 +85,17 @@ class RankGroup:
 
     def signal(self, payload: bytes) -> None:
         """Send `payload` (of the same length on every rank) to all; returns at once."""
-        if self.sockets is not None:
-            self._sent = payload, torch.empty(0), None
+        if self.sockets is None:
+            self._answers = partial(self._rows, *self._begin(payload))
+        else:
             self._over_sockets(lambda sockets: sockets.send(payload))
-            return
-        self._sent = payload, *self._begin(payload)
+            self._answers = partial(self._over_sockets, lambda sockets: sockets.receive(payload))
 
     def collect(self) -> list[bytes]:
         """The payloads of all ranks in group order, after `signal`; waits for the slowest rank."""
-        assert self._sent is not None, "collect() comes after signal()"
-        (payload, received, work), self._sent = self._sent, None
-        if self.sockets is not None:
-            return self._over_sockets(lambda sockets: sockets.receive(payload))
-        return self._rows(received, work)
+        answers, self._answers = self._answers, None
+        assert answers is not None, "collect() comes after signal()"
+        return answers()
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Signal and collect at once."""

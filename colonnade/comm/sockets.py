@@ -61,7 +61,10 @@ class HostSockets:
         """Give `descriptor` to every peer and get theirs, by index; the caller closes what it gets."""
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [descriptor])
-        return {i: socket.recv_fds(connection, 1, 1)[1][0] for i, connection in self._sockets.items()}
+        received = {}
+        for index, connection in self._sockets.items():
+            _, (received[index],), *_ = socket.recv_fds(connection, 1, 1)
+        return received
 
     def close(self) -> None:
         for connection in self._sockets.values():

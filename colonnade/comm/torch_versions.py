@@ -27,10 +27,10 @@ START_UP_TIMEOUT = timedelta(minutes=2)
 COMPILES_COLLECTIVES = torch.__version__ >= "2.13"  # a TorchVersion, which compares numbers
 """Whether torch.compile keeps the backward pass of our functions around collectives. torch 2.11 leaves its sums out."""
 
-all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """`all_gather_flat(received, own, group=..., async_op=...)`: the parts of all ranks, one after another in one tensor."""
 
-reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """`reduce_scatter_flat(part, whole, group=..., async_op=...)`: this rank's part of the sum of all ranks' tensors."""
 
 

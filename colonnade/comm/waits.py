@@ -108,7 +108,7 @@ class WaitWatch:
         a step with which this rank would have to help never comes: then it is an error here.
         """
         with self.during(f"{OUTSIDE}, in {what}"):
-            if dist.is_initialized() and dist.get_world_size() > 1:
+            if dist.is_initialized():
                 self._meet(what, dist.get_world_size())
             yield
 
@@ -119,11 +119,8 @@ class WaitWatch:
         began = time.monotonic()
         look, pause = began + 1.5 * SAY_AFTER, 0.0001
         while count < whole:
-            time.sleep(pause)
-            # The more ranks ask one store, the less often each does.
-            pause, now = min(2 * pause, max(0.05, world_size / 20_000)), time.monotonic()
-            count = store.add(key, 0)
-            if count < whole and now > look:
+            now = time.monotonic()
+            if now > look:
                 look = now + SAY_AFTER / 5
                 stuck = self._needs_me(world_size) or (
                     f"{whole - count} have not for {limit:g} s" if now > began + limit else ""
@@ -131,6 +128,10 @@ class WaitWatch:
                 if stuck:
                     store.add(key, -1)
                     raise GradientError(f"{what} is for all ranks to call, and {stuck}", code="C043")
+            time.sleep(pause)
+            # The more ranks ask one store, the less often each does.
+            pause = min(2 * pause, max(0.05, world_size / 20_000))
+            count = store.add(key, 0)
 
     def _needs_me(self, world_size: int) -> str:
         """Which rank is at the end of a step that this one has not made."""
@@ -175,7 +176,7 @@ class WaitWatch:
         told: tuple[str, int | None, float] | None = None
         self._limit = SAY_AFTER
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
-            while not self._stop.wait(self._limit / 5 if self._limit < 1 else 1.0):
+            while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
                 if told is not None and now is not told:
                     told = None

@@ -43,7 +43,7 @@ class AncestralGroups(LaunchHook):
     def after_groups(self, context: ParallelContext, groups: ProcessGroups) -> None:
         if dist.get_backend() != "gloo":
             for ranks in context.layout.rank_sets():
-                twin = groups.create(ranks, "gloo")
+                twin = groups.create(ranks, "gloo", alone=False)
                 if context.get_global_rank() in ranks:
                     _twins.setdefault(groups.group(ranks), twin)
 

@@ -56,13 +56,13 @@ class Build:
             )
 
 
-def build_layout(config: Any, world_size: int, rank: int = 0) -> Layout:
+def build_layout(config: Any, world_size: int) -> Layout:
     """The layout of a world of this size, with no process group and no torch.
 
     An initializer that creates its own groups cannot be planned this way; it is an error that names it.
     """
     axes = world_axes(config, world_size)
-    build = run_initializers(config, world_size, rank)
+    build = run_initializers(config, world_size, rank=0)
     build.refuse_waiting()
     return Layout(axes, build.groups)
 
@@ -161,7 +161,8 @@ def _construct(registered: str, mode: str, six: Sequence[Any], kwargs: dict[str,
 
 def _call(initializer: Any) -> Any:
     """Run a pure initializer; one that needs a process group is told apart and runs later."""
-    if not _has_own(initializer, "init_parallel_groups"):
+    own = getattr(type(initializer), "init_parallel_groups", None)
+    if own in (None, ProcessGroupInitializer.init_parallel_groups):
         if not hasattr(initializer, "init_dist_group"):
             raise LayoutError(
                 f"{type(initializer).__name__} defines neither init_parallel_groups() nor init_dist_group()",
@@ -175,10 +176,6 @@ def _call(initializer: Any) -> Any:
             return NEEDS_WORLD
         raise
     return returned
-
-
-def _has_own(initializer: Any, method: str) -> bool:
-    return getattr(type(initializer), method, None) is not getattr(ProcessGroupInitializer, method, None)
 
 
 def _is_list_of_rank_lists(value: Any) -> bool:

@@ -136,7 +136,7 @@ class Layout:
 
 
 def check_groups(
-    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, whole: bool = True
+    mode: ParallelMode, groups: Sequence[Sequence[int]], world_size: int, source: str, whole: bool
 ) -> None:
     """Refuse rank lists that overlap, name a rank outside the world, are out of order or miss a rank."""
     if isinstance(groups, Partition):

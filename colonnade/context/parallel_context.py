@@ -20,8 +20,8 @@ from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, START_UP_TIMEOUT, wai
 from colonnade.comm.waits import WaitWatch
 from colonnade.config import Config, load_config
 from colonnade.config.compared import compared_texts
-from colonnade.context.build import Build, run_initializers
-from colonnade.context.layout import Layout
+from colonnade.context.build import Build, build_layout, run_initializers
+from colonnade.context.layout import Axis, Layout
 from colonnade.context.mesh import mesh_of
 from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.context.random import RandomStreams, derive_seed
@@ -69,6 +69,8 @@ class ParallelContext:
     is_simulated: bool
     """Whether there are no other processes: what depends on other ranks' data is assumed to be spread evenly."""
     _launched: bool
+    _axes: tuple[Axis, ...]
+    _build: Build
     _timeout: timedelta | None
     _groups: ProcessGroups | NoGroups | None
 
@@ -153,10 +155,7 @@ class ParallelContext:
         if self._launched:
             raise ContextError("this context has joined a world; simulate another with a ParallelContext of its own")
         self.load_config(config)
-        self._axes = world_axes(self.config, world_size)
-        self._build = run_initializers(self.config, world_size, rank)
-        self._build.refuse_waiting()
-        self._layout = Layout(self._axes, self._build.groups)
+        self._layout = build_layout(self.config, world_size)
         self._rank, self.world_size, self._launched = rank, world_size, True
         self._groups = groups if groups is not None else NoGroups()
         self.is_simulated = True
@@ -245,7 +244,7 @@ class ParallelContext:
         if is_same_everywhere(len(new), self.device) and not new:
             return  # as a rule: the groups of the modes are there, and no rank need tell what it asks for
         for ranks in sorted({tuple(ranks) for sets in gather_json(new, self.device) for ranks in sets}):
-            self._joined().add(ranks)
+            self._joined().add(ranks, alone=False)
 
     def get_next_global_rank(self, mode: ParallelMode) -> int:
         """The next rank on the ring of this group; the last one's next is the first."""
@@ -341,9 +340,7 @@ class ParallelContext:
         self._owns_world = False
         self._groups = None
         self._timeout = None
-        self._axes = world_axes(self.config, 1)
-        self._build = run_initializers(self.config, 1, 0)
-        self._layout = Layout(self._axes, self._build.groups)
+        self._layout = build_layout(self.config, 1)
 
     def _settings(self, seed: int | None) -> dict[str, str]:
         """What all ranks must have launched with, by key of the config."""

@@ -85,14 +85,14 @@ def derive_seed(seed: int, *parts: object) -> int:
 
 def _state() -> State:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _set_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 
 

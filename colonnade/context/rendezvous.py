@@ -35,7 +35,7 @@ _LEAVE_SECONDS = 3.0
 _TELL_SECONDS = 10.0
 _QUIET_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
 _QUIET_SECONDS = 3.0
-_AGREED = (1, 1, 1)
+_AGREED = (1,) * 3
 """The parts of what `agree_on_layout` compares."""
 _last_prefix = ""
 """The prefix of this process's last launch in the store."""
@@ -97,11 +97,11 @@ def telling_the_others(
     try:
         yield
     except Exception as error:
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized():
             # They wait in `agree_on_layout`. Who does not come there is lost, and this error matters more.
             with waiting_at_most(START_UP_TIMEOUT), agreed_errors(device_for(rank, ordinal), _AGREED):
                 raise
-        elif not dist.is_initialized() and world_size > 1:
+        elif world_size > 1:
             seconds = min(timeout or _TELL_SECONDS, _TELL_SECONDS)
             with contextlib.suppress(Exception):  # nobody is there to be told
                 store = _store(rank, world_size, host, port, timedelta(seconds=seconds))

@@ -30,7 +30,8 @@ from colonnade.reduce.records import Sum, read_demands
 from colonnade.reduce.storage import BucketStorage
 from colonnade.reduce.sum_state import by_kind
 from colonnade.reduce.transports import Transport
-from colonnade.reduce.transports.collective import Collective, DeviceCollective
+from colonnade.reduce.transports.collective import Collective
+from colonnade.reduce.transports.device_collective import DeviceCollective
 from colonnade.reduce.transports.local import Local
 
 NOTE_BYTES = 16

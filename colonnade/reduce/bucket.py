@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout, padded
+from colonnade.parallel.flat import ALIGN_BYTES, FlatLayout
 from colonnade.parallel.placement import is_dtensor
 from colonnade.reduce.buffer import Buffer, GradientShard, OwnedSpan
 from colonnade.reduce.records import Sum
 from colonnade.reduce.transports.base import Transport
 
-_VERSION = attrgetter("_version")
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 LARGE_BYTES = 256 << 10
 """A gradient from this size on is worth a hook of its own on the CPU."""
@@ -55,23 +55,26 @@ class Bucket:
     shard: GradientShard | None = None
     transport: Transport
     buffer: Buffer
+    _offers: bool
+    _released: bool
+    _missing: dict[int, int]
 
-    def __init__(self, sum_: Sum, positions: Sequence[int], index: int = 0) -> None:
+    def __init__(self, sum_: Sum, positions: Sequence[int], index: int) -> None:
         small, self.large = _by_size(sum_, positions)
         self.sum = sum_
         self.positions = (*small, *self.large)
         self.names = tuple(sum_.names[i] for i in self.positions)
         self.parameters = tuple(sum_.parameters[i] for i in self.positions)
         self.layout = FlatLayout([local_part(parameter) for parameter in self.parameters])
-        step = len(sum_.ranks) * max(1, ALIGN_BYTES // self.layout.dtype.itemsize)
-        tail = TAIL if len(sum_.ranks) > 1 and sum_.sharding is None else 0
+        step = len(sum_.ranks) * (ALIGN_BYTES // self.layout.dtype.itemsize)
+        tail = TAIL * (len(sum_.ranks) > 1 and sum_.sharding is None)
         self.numel = -(-(self.layout.numel + tail) // step) * step
         self.own = slice(0, self.numel)
         if sum_.sharding is not None:
             width = self.numel // len(sum_.ranks)
             self.own = slice(index * width, (index + 1) * width)
         self.spans = self._owned_spans()
-        self.used = self.spans[-1].at + padded(self.spans[-1].numel, self.layout.dtype) if self.spans else 0
+        self.used = len(range(self.layout.numel)[self.own])
         self.buffers: list[Buffer] = []
         self.views: list[Tensor] = []
         self.grads: list[Tensor] = []
@@ -82,13 +85,10 @@ class Bucket:
         self.absent: frozenset[int] = frozenset()
         self.expected: Sequence[int] = range(len(self.parameters))
         self._small = len(small)
-        self._offers = False
         self._is_ready = False
         self._nothing_offered = [-1] * len(self.parameters)
         self._offered = self._nothing_offered
         self._versions: list[int] = []
-        self._missing: dict[int, int] = {}
-        self._released = False
         self._divided: set[int] = set()
 
     # -- memory -------------------------------------------------------------------------------------------
@@ -196,10 +196,9 @@ class Bucket:
             and not any(self.views[i]._version == self._versions[i] for i in self.expected)
         )
 
-    def written(self) -> list[tuple[Tensor | None, int]]:
+    def written(self) -> list[tuple[Tensor | None, int | None]]:
         """Which tensors the gradients are, and how often each was written to."""
-        grads = [parameter.grad for parameter in self.parameters]
-        return [(grad, -1 if grad is None else grad._version) for grad in grads]
+        return [(grad, getattr(grad, "_version", None)) for grad in map(_GRAD, self.parameters)]
 
     # -- its sum ------------------------------------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class Bucket:
 
     def _first_attached(self) -> bool:
         """A sample, to spare a look at all parameters: a wrong guess costs a move, never a wrong gradient."""
-        return self.parameters[0].grad is self.grads[0]
+        return next(map(is_, map(_GRAD, self.parameters), self.grads))
 
     @property
     def _flat(self) -> Tensor:
@@ -350,8 +349,7 @@ class Bucket:
         return self._all_attached() and not any(map(eq, map(_VERSION, self.grads), self._offered))
 
     def _all_attached(self) -> bool:
-        grads = [parameter.grad for parameter in self.parameters]
-        return all(map(is_, grads, self._expected_grads))
+        return all(map(is_, map(_GRAD, self.parameters), self._expected_grads))
 
     def __str__(self) -> str:
         shown = ", ".join(self.names[:3]) + (f", ... ({len(self.names)})" if len(self.names) > 3 else "")

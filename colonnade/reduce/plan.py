@@ -77,13 +77,14 @@ def group_plans(
 def make_sums(grouped: Grouped, context: ParallelContext, shards: Shards | None = None) -> list[Sum]:
     """The sums, with their groups. Collective over the world: groups that do not exist yet are made."""
     # Every rank asks for its sets at the same moment, whether it has sums or not.
-    context.ensure_groups(ranks for ranks, *_ in grouped if len(ranks) > 1)
+    several = {ranks for ranks, *_ in grouped if len(ranks) > 1}
+    context.ensure_groups(several)
     return [
         Sum(
             names=tuple(entry.name for entry in members),
             parameters=tuple(entry.parameter for entry in members),
             ranks=ranks,
-            group=context.group_of_ranks(ranks) if len(ranks) > 1 else None,
+            group=context.group_of_ranks(ranks) if ranks in several else None,
             divisor=divisor,
             options=chosen,
             sharding=shards.sharding if sharded and shards is not None else None,
@@ -122,7 +123,8 @@ def _ranks_and_divisor(entry: _Entry, context: ParallelContext) -> tuple[tuple[i
     if not entry.reductions:
         return (rank,), divisor
     if len(entry.reductions) == 1:
-        return entry.reductions[0].ranks, divisor
+        (only,) = entry.reductions
+        return only.ranks, divisor
     placement = effective_placement(entry.parameter, layout, rank)
     factors = tuple(Owed(r.mode, r.ranks, int(r.divisor)) for r in entry.reductions)
     return joint_ranks(layout, placement, factors, rank), divisor

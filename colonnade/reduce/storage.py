@@ -42,19 +42,19 @@ class BucketStorage:
         cap, first = transport.sizes(sum(sizes) / _MB, self._group.size)
         cap, first = options.bucket_mb or cap, options.first_bucket_mb or first
         buckets = fill(self._sum, order, cap * _MB, first * _MB, self._group.index)
-        keeps = not buckets or buckets[0].keeps_gradients
+        keeps = all(bucket.keeps_gradients for bucket in buckets)
         self._reserve(*((1, sum(b.numel for b in buckets)) if keeps else (TURNS, max(b.numel for b in buckets))))
-        transport = self._transport(shared=self._memory[0].every is not None)
+        transport = self._transport(shared=self._is_shared)
         start = 0
         for bucket in buckets:
             for memory in self._memory:
                 bucket.buffers.append(Buffer(bucket, memory.part(start, start + bucket.numel)))
-            start += bucket.numel if keeps else 0
+            start += bucket.numel * keeps
             if bucket.is_sharded:
                 self._give_shard(bucket)
             for buffer in bucket.buffers:
                 buffer.transport = transport(bucket, buffer.memory, self._group)
-            bucket.use(bucket.buffers[0])
+                bucket.use(buffer)
         return buckets
 
     def clear(self) -> None:
@@ -65,7 +65,7 @@ class BucketStorage:
     def take_turn(self, bucket: Bucket) -> None:
         """Give a bucket without memory of its own the next piece; first that must have been summed on every rank."""
         # In shared memory a rank that is told of a full piece learns that the one before it is free.
-        most = 1 if self._memory[0].every is not None else len(self._memory)
+        most = 1 if self._is_shared else len(self._memory)
         while len(self._under_way) >= most or bucket in self._under_way:  # of an earlier pass, in its other piece
             self._under_way.popleft().finish(1.0)
         bucket.use(bucket.buffers[self._turn % len(self._memory)])
@@ -76,6 +76,11 @@ class BucketStorage:
         """End the sums of all buckets that have a turn."""
         while self._under_way:
             self._under_way.popleft().finish(1.0)
+
+    @property
+    def _is_shared(self) -> bool:
+        memory, *_ = self._memory
+        return memory.every is not None
 
     def _transport(self, shared: bool) -> type[Transport]:
         shared = shared and self._sum.options.shared_memory is not False
@@ -88,21 +93,22 @@ class BucketStorage:
         dtype = torch.float32 if sharding.wide and self._dtype in HALVES else self._dtype
         device = sharding.device or self._device
         if sharding.keep_whole and (dtype, device) == (self._dtype, self._device):
-            bucket.shard = GradientShard(bucket.buffers[0].flat[bucket.own][: bucket.used])
+            (buffer,) = bucket.buffers
+            bucket.shard = GradientShard(buffer.flat[bucket.own][: bucket.used])
         else:
             # What goes between the host and a device is fast only from pinned memory.
             pinned = device.type == "cpu" and self._device.type == "cuda"
             bucket.shard = GradientShard(torch.zeros(bucket.used, dtype=dtype, device=device, pin_memory=pinned))
 
     def _reserve(self, count: int, numel: int) -> None:
-        if self._memory and self._memory[0].own.numel() >= numel:
+        if any(memory.own.numel() >= numel for memory in self._memory):
             return
         self._memory = []  # what is too small goes before its successor comes
         shared = self._transport(shared=True).shares_memory
         self._memory = [allocate(self._group, numel, self._dtype, self._device, shared) for _ in range(count)]
 
 
-def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int = 0) -> list[Bucket]:
+def fill(sum_: Sum, order: Iterable[int], cap: float, first: float, index: int) -> list[Bucket]:
     """Cut the parameters at the positions in `order` into buckets of at most `cap` bytes.
 
     A bucket has at least one parameter, and the first takes `first` bytes, so that communication starts early.

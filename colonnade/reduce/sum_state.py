@@ -90,7 +90,7 @@ class SumState:
         self.collect(bucket, early=early)
         bucket.send()
 
-    def collect(self, bucket: Bucket, *, early: bool = False) -> None:
+    def collect(self, bucket: Bucket, *, early: bool) -> None:
         """All that comes before a bucket is sent."""
         if not bucket.keeps_gradients:
             self._storages[bucket.layout.dtype, bucket.layout.device].take_turn(bucket)
@@ -131,14 +131,13 @@ class SumState:
             complete.append(arrival.get(bucket.positions[last], len(arrival)))
             bucket.recording = False
         order = sorted(range(len(complete)), key=complete.__getitem__)
-        packed = b"".join(at.to_bytes(4, "little") for at in order)
-        first = self.group.gather_bytes(packed)[0] if packed else b""
-        self.buckets = [self.buckets[int.from_bytes(first[i : i + 4], "little")] for i in range(0, len(first), 4)]
+        of_first, *_ = self.group.gather_objects(order)
+        self.buckets = [self.buckets[at] for at in of_first]
         self.recording = False
 
     # -- notes --------------------------------------------------------------------------------------------
 
-    def open_notes(self, failed: bool = False) -> None:
+    def open_notes(self, failed: bool) -> None:
         """At the end of backward: what is known of gradients that are in no bucket, or came too late for theirs."""
         required = [parameter.requires_grad for parameter in self.sum.parameters]
         if required != self._required:

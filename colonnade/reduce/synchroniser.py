@@ -74,7 +74,7 @@ class Synchroniser:
         self.verdict: Tensor | None = None
         """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
-        self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int]]]] = []
+        self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int | None]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
         self._arrange()
@@ -118,7 +118,8 @@ class Synchroniser:
         """
         for bucket, written in self._ended:
             for name, before, now in zip(bucket.names, written, bucket.written(), strict=True):
-                if before[0] is not now[0] or before[1] != now[1]:
+                (was, writes), (grad, writes_now) = before, now
+                if was is not grad or writes != writes_now:
                     raise GradientError(
                         f"the gradient of {name!r} was changed between backward and step, before it was summed over the "
                         f"ranks. To clip, set clip_grad_norm in the config (not torch.nn.utils.clip_grad_norm_); anything else "
@@ -155,7 +156,7 @@ class Synchroniser:
         carrier = self._last_to_all if self.riders is not None else None
         self._start_rest([bucket for bucket in self.buckets if bucket is not carrier])
         if carrier is not None:
-            self._state_of[id(carrier)].collect(carrier)
+            self._state_of[id(carrier)].collect(carrier, early=False)
         for state in self._states:
             state.finish_turns()
         pairs = self._compare_notes(carrier)
@@ -355,17 +356,15 @@ class Synchroniser:
 
     def _arrange(self) -> None:
         """Put the buckets of all sums into one order, and hooks on the parameters."""
-        ranked = []
-        for serial, state in enumerate(self._states):
-            for at, (fraction, bucket) in enumerate(state.ranked()):
-                ranked.append((fraction, state.sum.ranks, serial, at, bucket))
         # By how far through its sum a bucket is: a key that all ranks of two groups agree on.
-        self.buckets = [bucket for *_, bucket in sorted(ranked, key=lambda entry: entry[:4])]
+        ranked = {bucket: (far, state.sum.ranks) for state in self._states for far, bucket in state.ranked()}
+        self.buckets = sorted(ranked, key=ranked.__getitem__)
         self._state_of = {id(bucket): state for state in self._states for bucket in state.buckets}
         self._last_of = {bucket.sum.ranks: bucket for bucket in self.buckets}
-        world = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
+        world = tuple(range(dist.get_world_size())) if dist.is_initialized() else None
         to_all = [bucket for bucket in self.buckets if bucket.sum.ranks == world]
-        self._last_to_all = to_all[-1] if to_all and to_all[-1].carries else None
+        *_, last = [None, *to_all]
+        self._last_to_all = last if last is not None and last.carries else None
         self._first_to_all = next((bucket for bucket in to_all if bucket.carries_counts), None)
         self._remove_hooks()
         for at, bucket in enumerate(self.buckets):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from struct import Struct
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from colonnade.reduce.sum_state import Places, SumState
 from colonnade.reduce.transports.collective import Collective
 from colonnade.reduce.transports.local import Local
 
+_STEP = Struct("<q")
+
 
 class GroupNotes:
     """The notes of one group of ranks, for all its sums one after another."""
@@ -37,22 +40,20 @@ class GroupNotes:
         self.group, self.states = group, list(states)
         self._own: list[bytes] = []
         self._reports: list[list[bytes]] | None = None
-        self._step = 0
 
     def announce(self, step: int) -> None:
         """Tell the others; does not wait."""
-        self._own, self._step, self._reports = [state.close_notes() for state in self.states], step, None
+        self._own, self._reports = [state.close_notes() for state in self.states], None
         digest = hashlib.blake2b(b"".join(self._own), digest_size=8).digest()
-        self.group.signal(step.to_bytes(8, "little") + digest)
+        self.group.signal(_STEP.pack(step) + digest)
 
     def resolve(self) -> list[list[bytes]]:
         """Wait for the others: per sum, the notes of every rank in group order."""
         if self._reports is None:
             heard = self.group.collect()
             self._check_steps(heard)
-            alike = all(message == heard[0] for message in heard)
             own = b"".join(self._own)
-            whole = [own] * self.group.size if alike else self.group.gather_bytes(own)
+            whole = [own] * self.group.size if len({*heard}) == 1 else self.group.gather_bytes(own)
             self._reports, start = [], 0
             for notes in self._own:
                 self._reports.append([other[start : start + len(notes)] for other in whole])
@@ -60,8 +61,8 @@ class GroupNotes:
         return self._reports
 
     def _check_steps(self, heard: list[bytes]) -> None:
-        steps = [int.from_bytes(message[:8], "little") for message in heard]
-        if len(set(steps)) > 1:
+        steps = [step for (step,) in map(_STEP.unpack_from, heard)]
+        if len({*steps}) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(self.group.ranks, steps, strict=True))
             raise GradientError(
                 f"ranks are not in the same gradient synchronisation ({at}); a rank has skipped or repeated one",
@@ -134,9 +135,9 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
         kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
     wide = None if sum_.options.reduce_dtype in HALVES else sum_.options.reduce_dtype
     plain = replace(sum_, sharding=None, options=replace(sum_.options, compress=None, reduce_dtype=wide))
-    for kind in sorted(kinds, key=str):
-        extra = Bucket(plain, kinds[kind])
-        memory = Memory(torch.zeros(extra.numel, dtype=kind[0], device=kind[1]))
+    for dtype, device in sorted(kinds, key=str):
+        extra = Bucket(plain, kinds[dtype, device], group.index)
+        memory = Memory(torch.zeros(extra.numel, dtype=dtype, device=device))
         buffer = Buffer(extra, memory)
         for parameter, view, position in zip(extra.parameters, buffer.views, extra.positions, strict=True):
             grad = parameter.grad
@@ -151,7 +152,10 @@ def _sum_dense(sum_: Sum, positions: Sequence[int], group: RankGroup, places: Pl
 
 
 def _is_in_bucket(grad: Tensor, place: tuple[Bucket, int] | None) -> bool:
-    return place is not None and grad is place[0].grads[place[1]]
+    if place is None:
+        return False
+    bucket, index = place
+    return grad is bucket.grads[index]
 
 
 def _put(parameter: Tensor, buffer: Buffer, i: int, place: tuple[Bucket, int] | None) -> None:

@@ -24,8 +24,8 @@ class BucketValues:
     @torch.no_grad()
     def __init__(self, bucket: Bucket, group: RankGroup) -> None:
         self.bucket, self.group = bucket, group
-        share = None if bucket.transport.shares_memory else False
-        self.memory = allocate(group, bucket.numel, bucket.layout.dtype, bucket.layout.device, share)
+        share, layout = bucket.transport.shares_memory, bucket.layout
+        self.memory = allocate(group, bucket.numel, layout.dtype, layout.device, share)
         self._elsewhere: list[tuple[Tensor, Tensor, OwnedSpan | None]] = []
         spans = {span.index: span for span in bucket.spans}
         self._spans = [spans.get(index) for index in range(len(bucket.parameters))]

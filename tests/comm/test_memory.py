@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from colonnade.testing import run_world
 
 
 def _group(problems: list[str | None], swapped: list[int]) -> Any:
-    """Rank 0 of 2: `problems` are what the other rank says, and its descriptor is a copy of this rank's."""
+    """Rank 0: `problems` are what the other ranks say; there are two, and the other's descriptor is a copy of this one's."""
 
     def swap(descriptor: int) -> dict[int, int]:
         swapped.append(descriptor)
@@ -33,25 +34,57 @@ def _group(problems: list[str | None], swapped: list[int]) -> Any:
 
 @pytest.mark.parametrize("numel", [0, 5])
 def test_every_rank_sees_what_one_writes(numel):
-    memory = allocate(_group([None], []), numel, torch.float32, torch.device("cpu"))
+    before = os.listdir("/proc/self/fd")
+    memory = allocate(_group([None], []), numel, torch.float32, torch.device("cpu"), True)
     assert memory.every is not None
     assert [tuple(one.shape) for one in memory.every] == [(numel,)] * 2
     assert not memory.own.any()
     memory.own.add_(1)
     assert bool(memory.every[1].all())
     assert [one.tolist() for one in memory.part(1, 3).every or ()] == [[1.0] * min(2, numel)] * 2
+    del memory
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_where_one_rank_has_no_room_no_rank_shares():
     swapped: list[int] = []
-    problems: list[str | None] = ["no room on rank 1"]
+    problems: list[str | None] = ["no room on rank 1", "nor on rank 2"]
     before = os.listdir("/proc/self/fd")
     assert allocate_shared(_group(problems, swapped), 5, torch.float32) == (None, "no room on rank 1")
-    memory = allocate(_group(problems, swapped), 5, torch.float32, torch.device("cpu"))
+    memory = allocate(_group(problems, swapped), 5, torch.float32, torch.device("cpu"), True)
     assert problems[-1] == "told: no room on rank 1"
     assert memory.every is None
     assert memory.own.tolist() == [0.0] * 5
     assert swapped == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize(
+    ("shared", "sockets", "device", "expected"),
+    [
+        (True, True, "cpu", True),
+        (False, True, "cpu", False),
+        (True, False, "cpu", False),
+        (True, True, "meta", False),
+    ],
+)
+def test_memory_is_shared_on_the_host_where_ranks_are_connected_and_nobody_minds(shared, sockets, device, expected):
+    group = _group([None], [])
+    group.sockets = group.sockets if sockets else None
+    memory = allocate(group, 3, torch.float32, torch.device(device), shared)
+    assert (memory.every is not None) is expected
+    assert (memory.own.shape, memory.own.device.type) == ((3,), device)
+
+
+def test_memory_that_cannot_be_had_is_told_and_leaves_nothing_open():
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        nothing, problem = allocate_shared(_group([None], []), 1 << 20, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert nothing is None
+    assert (problem or "").startswith("4.0 MiB of shared memory cannot be had: ")
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from colonnade.comm import messages
 from colonnade.comm.messages import (
     Alike,
     _differences,
@@ -16,9 +18,10 @@ from colonnade.comm.messages import (
     gather_numbers,
     gather_texts,
     is_same_everywhere,
+    message_device,
     share_texts,
 )
-from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, timeout_of
+from colonnade.comm.torch_versions import all_gather_flat, default_store, is_alive, noting_collectives, timeout_of
 from colonnade.errors import ColonnadeError, PlacementError
 from colonnade.testing import run_world
 
@@ -28,8 +31,11 @@ CPU = torch.device("cpu")
 def _talk() -> dict[str, object]:
     rank = dist.get_rank()
     heard = {
+        "where": message_device(torch.device("meta")).type,
         "texts": gather_texts("é" * rank, CPU),
         "long": gather_texts("é" * 200 * rank, CPU),
+        "edges": gather_texts("x" * (messages._SHORT - 1 + rank), CPU),
+        "calls": [_calls(length) for length in (messages._SHORT, messages._SHORT + 1)],
         "json": gather_json({"rank": rank, "ranks": [0] * rank}, CPU),
         "numbers": gather_numbers(7 + rank, CPU),
         "same": [is_same_everywhere(5, CPU), is_same_everywhere(2**61 + rank, CPU)],
@@ -41,8 +47,18 @@ def _talk() -> dict[str, object]:
                 raise PlacementError("wrong here")
     except PlacementError as error:
         heard["error"] = str(error)
-    with agreed_errors(CPU):
-        pass
+    calls: list[str] = []
+    with noting_collectives(lambda name, *_: calls.append(name)), agreed_errors(CPU, parts=(1,)) as agreement:
+        agreement.require(Alike("key", {"a": "b"}, "Do."))
+    assert calls == ["all_reduce"]
+    some = dist.new_group([1, 2])
+    if rank > 0:
+        try:
+            with agreed_errors(CPU, group=some):
+                if rank == 2:
+                    raise PlacementError("wrong there")
+        except PlacementError as error:
+            heard["some"] = str(error)
     try:
         with agreed_errors(CPU, parts=(2,)) as agreement:
             if rank == 2:
@@ -56,8 +72,8 @@ def _talk() -> dict[str, object]:
 
 ALIKE = [
     # What each rank says, in which of two parts of the world it is, and the error.
-    ([{"a": "1", "b": "2"}] * 3, (0, 1, 0), "sizes [2, 2]"),
-    ([{"a": "1"}, {"b": "2", "c": "3"}, {"a": "1"}], (0, 1, 0), "sizes [1, 2]"),
+    ([{"a": "1", "b": "2"}] * 3, (0, 1, 0), "sizes [[1], [2, 2]]"),
+    ([{"a": "1"}, {"b": "2", "c": "3"}, {"a": "1"}], (0, 1, 0), "sizes [[1], [1, 2]]"),
     (
         [{"a": "1"}, {"a": "1"}, {"a": "9" * 500}],
         (0, 0, 0),
@@ -81,13 +97,24 @@ def _compare(items: list[dict[str, str]], parts: tuple[int, ...], _: str) -> str
             agreement.require(Alike("key", items[rank], "Do this.", PlacementError, parts[rank]))
     except PlacementError as error:
         return str(error)
-    return f"sizes {agreement.sizes[1]}"
+    return f"sizes {agreement.sizes}"
+
+
+def _calls(length: int) -> int:
+    """How many collectives a text of this length takes."""
+    calls: list[str] = []
+    with noting_collectives(lambda name, *_: calls.append(name)):
+        assert gather_texts("x" * length, CPU) == ["x" * length] * 3
+    return len(calls)
 
 
 def test_every_rank_hears_every_message():
     values = run_world(3, _talk).values
     for heard in values:
         assert [text.strip() for text in heard["texts"]] == ["", "é", "éé"]
+        assert heard["where"] == "cpu"
+        assert heard["edges"] == ["x" * (messages._SHORT + at) for at in (-1, 0, 1)]
+        assert heard["calls"] == [1, 2]
         assert heard["long"] == ["", "é" * 200, "é" * 400]
         for told, (*_, part) in zip(heard["alike"], ALIKE, strict=True):
             assert part in told
@@ -101,6 +128,7 @@ def test_every_rank_hears_every_message():
         "wrong here",
         "on rank 1 (this rank is 2): wrong here",
     ]
+    assert [heard.get("some") for heard in values] == [None, "on rank 2 (this rank is 1): wrong there", "wrong there"]
     assert [heard["foreign"] for heard in values] == [
         "ColonnadeError: on rank 2 (this rank is 0): OSError: disk full",
         "ColonnadeError: on rank 2 (this rank is 1): OSError: disk full",
@@ -122,6 +150,18 @@ def _private_names() -> tuple[list[float], list[bool], timedelta, bytes]:
 def test_the_private_names_of_torch_do_what_we_use_them_for():
     for value in run_world(2, _private_names).values:
         assert value == ([0.0, 1.0], [True, False], timedelta(seconds=37), b"here")
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_where_a_rank_is_gone_what_was_wrong_here_matters_more(monkeypatch, failed):
+    def gone(*_: object) -> None:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(messages, "_compare", gone)
+    monkeypatch.setattr(messages, "message_device", lambda device: device)
+    with pytest.raises(PlacementError if failed else RuntimeError), agreed_errors(CPU):  # noqa: PT012
+        if failed:
+            raise PlacementError("wrong here")
 
 
 def test_what_differs_is_named_with_the_first_rank_and_the_others():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch.distributed as dist
+
+from colonnade.comm import rank_group
 from colonnade.comm.rank_group import RankGroup, own_gloo
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
@@ -20,6 +24,59 @@ def test_one_rank_needs_no_group_and_hears_itself():
 def test_several_ranks_without_a_group_are_refused(ranks):
     with pytest.raises(GradientError, match="was given the group of"):
         RankGroup(ranks, None)
+
+
+def test_why_memory_is_not_shared_is_said_or_raised():
+    said: list[str] = []
+    group = RankGroup((3,), None, said.append)
+    group.cannot_share("no room")
+    assert said == ["gradients travel by the process group, not by shared memory: no room"]
+    group.share_memory(must=True)  # one rank can share with itself
+    with pytest.raises(GradientError, match="shared_memory=True, but no room"):
+        group.cannot_share("no room")
+    assert len(said) == 1
+    group.close()
+
+
+@pytest.mark.parametrize(("here", "there"), [(None, "no socket there"), ("no socket here", None)])
+def test_where_one_rank_cannot_be_reached_none_is_connected(monkeypatch, here, there):
+    said: list[str] = []
+    closed: list[bool] = []
+    sockets = SimpleNamespace(close=lambda: closed.append(True)) if here is None else None
+    monkeypatch.setattr(rank_group, "connect", lambda *_: (sockets, here))
+    group = RankGroup((3,), None, said.append)
+    monkeypatch.setattr(group, "gather_objects", lambda mine: [mine, there if mine == here else mine])
+    group.share_memory(must=False)
+    assert said == [f"gradients travel by the process group, not by shared memory: {here or there}"]
+    assert group.sockets is None
+    assert closed == [True] * (here is None)
+
+
+def test_connections_are_closed_once():
+    group, closed = RankGroup((3,), None), []
+    group.sockets = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    group.close()
+    group.close()
+    assert closed == [True]
+    assert group.sockets is None
+
+
+def _talk(opened: list[object]) -> None:
+    """Over the group where it moves CPU tensors, else over connections of their own."""
+    original = rank_group.own_gloo
+    rank_group.own_gloo = lambda group: opened.append(group) or original(group)
+    for count, config in enumerate([dist.get_backend_config, lambda group: "cuda:nccl"]):
+        dist.get_backend_config = config
+        group = RankGroup((0, 1), dist.group.WORLD)
+        assert len(opened) == count
+        assert group.exchange(b"from %d" % dist.get_rank()) == [b"from 0", b"from 1"]
+        received, work = group._begin(b"%d" % dist.get_rank())
+        assert work is not None  # it is under way
+        assert group._rows(received, work) == [b"0", b"1"]
+
+
+def test_small_messages_take_the_connections_that_are_there():
+    run_world(2, _talk, [])
 
 
 def connect_and_leave():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from colonnade.comm import waits
 from colonnade.comm.torch_versions import HashStore
-from colonnade.comm.waits import OUTSIDE, WaitWatch
+from colonnade.comm.waits import OUTSIDE, WaitWatch, told_by
+from colonnade.errors import GradientError
 
 
 @pytest.fixture
@@ -40,6 +44,122 @@ def test_after_a_block_a_rank_is_where_it_was_before():
         with watch.during("summing"):
             assert watch._place[0] == "summing"
         assert watch._place[0] == "saving"
+    assert watch._place[0] == OUTSIDE
+
+
+def test_steps_are_counted_from_the_engine_on():
+    watch = WaitWatch()
+    assert watch._place[:2] == (OUTSIDE, None)
+    for _ in range(2):
+        watch.begin("in initialize()")
+        assert (watch.step, watch._place[:2]) == (None, ("in initialize()", None))
+        for step in range(3):
+            watch.at("elsewhere")
+            watch.end_step()
+            assert (watch.step, watch._place[:2]) == (step, (OUTSIDE, step))
+
+
+class Noted:
+    """A store that keeps what is written of rank 0, and when."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store, self.written = store, []
+
+    def set(self, key: str, value: str) -> None:
+        if key == "colonnade/waits/0":
+            self.written.append((value, time.time()))
+        self._store.set(key, value)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("what", [OUTSIDE, "summing the gradients"])
+def test_a_rank_that_stands_still_writes_it_down_once_and_speaks_only_of_waits_inside_a_step(store, monkeypatch, what):
+    noted, said = Noted(store), []
+    monkeypatch.setattr(waits, "default_store", lambda: noted)
+    watch = WaitWatch()
+    watch.at(what)
+    watch.open(0, 4, lambda text: said.append((text, time.time())))
+    time.sleep(0.35)  # of which 0.1 is until it is written down, and 0.15 until it is said
+    watch.close()
+    since = watch._place[2]
+    assert [value for value, _ in noted.written] == ["", json.dumps([what, None, since])]
+    assert noted.written[1][1] - since > 0.1
+    assert len(said) == (what != OUTSIDE)
+    assert all(at - since > 0.15 for _, at in said)
+
+
+def test_a_rank_that_stands_still_tells_more_if_it_knows_more(store):
+    assert told_by(1) is None
+    assert told_by(9) is None  # of which the store knows nothing
+    _stand(store, 1, "summing the gradients", 3)
+    assert told_by(1) == ("summing the gradients of step 3", None)
+    watch = _opened([], threading.Event())
+    watch.more = lambda: {"calls": 2}
+    _until(lambda: told_by(0) is not None)
+    assert told_by(0) == (OUTSIDE, {"calls": 2})
+    watch.close()
+
+
+def _until(come: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not come():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def _come_together(ranks: int, after: float) -> list[float]:
+    """When each rank of so many goes on: the last comes so many seconds after the others."""
+    done: list[float] = []
+
+    def come(wait: float) -> None:
+        time.sleep(wait)
+        WaitWatch()._meet("save()", ranks)
+        done.append(time.monotonic())
+
+    threads = [threading.Thread(target=come, args=(after * (at == 0),), daemon=True) for at in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return done
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_go_on_when_all_have_come_every_time(store, monkeypatch, ranks):
+    monkeypatch.setattr(waits, "SAY_AFTER", 5.0)
+    for round_ in (1, 2):
+        begun = time.monotonic()
+        done = _come_together(ranks, after=0.05)
+        assert len(done) == ranks
+        assert min(done) - begun >= 0.05
+        assert store.add("colonnade/meet/save()", 0) == ranks * round_
+
+
+@pytest.mark.parametrize(
+    ("step", "limit", "least", "message"),
+    [
+        (3, 30, 0.15, r"rank 2 is summing the gradients of step 3, for which it needs this rank"),
+        (4, 0.3, 0.3, r"save\(\) is for all ranks to call, and 3 have not for 0\.3 s"),  # that step was made
+    ],
+)
+def test_a_rank_that_waits_for_others_who_never_come_says_why(store, monkeypatch, step, limit, least, message):
+    monkeypatch.setattr(waits, "timeout_of", lambda: timedelta(seconds=limit))
+    _stand(store, 2, "summing the gradients", 3)
+    watch = WaitWatch()
+    watch.step = step
+    begun = time.monotonic()
+    with pytest.raises(GradientError, match=message):
+        watch._meet("save()", 4)
+    assert time.monotonic() - begun >= least
+    assert store.add("colonnade/meet/save()", 0) == 0  # as if it had not come
+
+
+def test_without_a_world_nobody_is_waited_for():
+    watch = WaitWatch()
+    with watch.together("save()"):
+        assert watch._place[0] == f"{OUTSIDE}, in save()"
     assert watch._place[0] == OUTSIDE
 
 
@@ -95,10 +215,15 @@ def test_a_rank_that_goes_on_or_is_outside_says_nothing_and_takes_its_note_back(
 
 
 @pytest.mark.parametrize(("ranks", "watches"), [(1, False), (2, True)])
-def test_a_world_of_several_ranks_is_watched_until_it_is_closed(store, ranks, watches):
-    watch = WaitWatch()
+def test_a_world_of_several_ranks_is_watched_until_it_is_closed(store, monkeypatch, ranks, watches):
+    watch, at_exit = WaitWatch(), []
+    monkeypatch.setattr(waits, "atexit", SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
+    store.delete_key("colonnade/waits/0")
     watch.open(0, ranks, lambda text: None)
     thread = watch._thread
-    assert (thread is not None and thread.is_alive()) is watches
+    assert (thread is not None and thread.is_alive() and thread.daemon) is watches
+    assert store.check(["colonnade/waits/0"]) is watches
+    assert at_exit == [watch.close] * watches
     watch.close()
+    assert at_exit == []
     assert thread is None or not thread.is_alive()

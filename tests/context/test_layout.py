@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.context.build import build_layout
+from colonnade.context.layout import Layout
 from colonnade.context.parallel_mode import ParallelMode as M
-from colonnade.errors import LayoutError
+from colonnade.errors import ContextError, LayoutError
 
 
 def groups(mode, world_size, **parallel):
@@ -28,6 +29,7 @@ SEQUENCE = {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}}
 FOUR_D = {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
 CUBE = {"tensor": {"size": 8, "mode": "3d"}}
 TABLES = [
+    (M.GLOBAL, 8, EIGHT, [list(range(8))]),
     (M.DATA, 8, EIGHT, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     (M.MODEL, 8, EIGHT, [[0, 1, 2, 3], [4, 5, 6, 7]]),
     (M.PIPELINE, 8, EIGHT, [[0, 2], [1, 3], [4, 6], [5, 7]]),
@@ -61,6 +63,9 @@ TABLES = [
     (M.EXPERT, 4, {"expert": 2}, [[0, 1], [2, 3]]),
     (M.EXPERT_DATA, 4, {"expert": 2}, [[0, 2], [1, 3]]),
     (M.MOE_MODEL, 4, {"expert": 4}, [[0, 1, 2, 3]]),
+    (M.EXPERT, 4, {"tensor": 2, "expert": {"size": 2, "over": "data*tensor"}}, [[0, 1], [2, 3]]),
+    (M.EXPERT, 6, {"tensor": 3, "expert": {"size": 2, "over": "data*tensor"}}, [[0, 1], [2, 3], [4, 5]]),
+    (M.EXPERT_DATA, 6, {"tensor": 3, "expert": {"size": 2, "over": "data*tensor"}}, [[0, 2, 4], [1, 3, 5]]),
     (M.MOE_DATA, 4, {"expert": 1}, [[0, 1, 2, 3]]),
     # over data, beside tensor: the tensor neighbour is never in the same expert group
     (M.EXPERT, 8, {"tensor": 2, "expert": 2}, [[0, 2], [4, 6], [1, 3], [5, 7]]),
@@ -121,6 +126,47 @@ def test_any_sizes_partition_the_world(data, pipeline, tensor, further, cut):
     assert layout.distinct_data == data * further * (tensor["size"] if tensor["mode"] == "sequence" else 1)
 
 
+def test_who_sees_data_of_its_own():
+    layout = build_layout({"parallel": {"pipeline": 2, "sequence": 3, "tensor": 2}}, 24)
+    assert layout.distinct_data == 6
+    apart = {axis.name: axis.seeded_apart for axis in layout.axes}
+    assert apart == {"data": True, "pipeline": True, "sequence": True, "tensor": False}
+    assert build_layout({}, 1).distinct_data == 1
+
+
+def test_ranks_that_are_in_no_group():
+    layout = Layout(build_layout({}, 4).axes, {M.DATA: [[0, 1], [2, 3]], M.TENSOR: [[1, 2]], M.EXPERT: [[0, 2]]})
+    assert [layout.has(M.DATA, rank) for rank in range(-1, 5)] == [False, True, True, True, True, False]
+    assert [layout.has(M.TENSOR, rank) for rank in range(4)] == [False, True, True, False]
+    assert (layout.has(M.TENSOR), layout.has(M.MODEL), layout.has(M.MODEL, 1)) == (True, False, False)
+    for mode, rank in ((M.TENSOR, 0), (M.DATA, 4), (M.DATA, -1)):
+        for ask in (layout.group_of, layout.local_rank):
+            with pytest.raises(ContextError, match=f"rank {rank} is in no group of"):
+                ask(mode, rank)
+    with pytest.raises(ContextError, match="has no groups in this layout; it has DATA, TENSOR, EXPERT"):
+        layout.groups(M.MODEL)
+    groups = [(0, 1), (1, 2), (0, 2), (0, 3), (1, 3), (1,), (2, 3)]
+    assert [layout.is_group(ranks) for ranks in groups] == [True, True, True, False, False, False, True]
+    assert layout.rank_sets(1) == [(0, 1), (1, 2)]
+    assert layout.rank_sets() == [(0, 1), (2, 3), (1, 2), (0, 2)]
+
+
+def test_a_layout_is_regular_if_all_its_modes_are():
+    axes = build_layout({}, 6).axes
+    even, odd = [[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 4], [3, 5]]
+    assert Layout(axes, {M.DATA: even}).is_regular
+    assert not Layout(axes, {M.DATA: odd}).is_regular
+    assert not Layout(axes, {M.DATA: even, M.TENSOR: odd}).is_regular
+
+
+def test_a_digest_is_a_number_of_62_bits_that_tells_layouts_apart():
+    layouts = [build_layout({"parallel": {"tensor": tensor}}, 24 * tensor) for tensor in range(1, 60)]
+    found = {layout.digest() for layout in layouts}
+    assert len(found) == len(layouts)
+    assert 2**61 < max(found) < 2**62
+    assert build_layout({}, 24).digest() == layouts[0].digest()
+
+
 def test_a_twin_never_leaves_its_stage():
     layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2, "expert": 2, "sequence": 2}}, 32)
     for mode in (M.EXPERT, M.EXPERT_DATA, M.SEQUENCE_DP):
@@ -142,6 +188,21 @@ def test_a_twin_never_leaves_its_stage():
         ({"tensor": {"size": 2, "mode": "1d", "depth": 2}}, 2, ["Initializer_1D", "depth="]),
         ({"expert": 3}, 8, ["size=3 does not divide", "allowed: 1, 2, 4, 8"]),
         ({"expert": {"size": 2, "over": "pipe"}}, 8, ["over='pipe'", "data*tensor"]),
+        (
+            {"tensor": 2, "expert": {"size": 4, "over": "data"}},
+            4,
+            ["size=4 does not divide data 2; allowed: 1, 2"],
+        ),
+        (
+            {"tensor": 3, "expert": 4},
+            6,
+            ["size=4 does not divide data 2 x tensor 3 = 6; allowed: 1, 2, 3, 6"],
+        ),
+        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 0}}, 8, ["needs depth=<positive int>, got 0"]),
+        ({"tensor": {"size": 8, "mode": "2.5d", "depth": "2"}}, 8, ["needs depth=<positive int>, got '2'"]),
+        ({"tensor": {"size": 12, "mode": "2.5d"}}, 12, ["possible: depth=3 (dim 2), depth=12 (dim 1)"]),
+        ({"tensor": {"size": 26, "mode": "3d"}}, 26, ["the nearest are 8 and 27"]),
+        ({"tensor": {"size": 5, "mode": "2d"}}, 5, ["the nearest are 4 and 9"]),
         ({"mine": {"size": 2, "mode": "nowhere"}}, 8, ["'nowhere' is not a parallel mode", "register"]),
         ({"sequence": 2, "tensor": {"size": 2, "mode": "sequence"}}, 8, ["SEQUENCE"]),
     ],

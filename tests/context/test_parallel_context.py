@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from colonnade._launch import launch
-from colonnade.comm.torch_versions import timeout_of
+from colonnade.comm.torch_versions import default_store, timeout_of
 from colonnade.context.parallel_context import LaunchHook, ParallelContext, launch_hooks
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ContextError, LaunchError
+from colonnade.logging import get_dist_logger
 from colonnade.testing import run_world
 
 LAYOUTS = [
@@ -26,31 +27,38 @@ LAYOUTS = [
 ]
 
 
-def _sum_over_every_group(parallel: dict) -> dict[str, tuple[float, list[int]]]:
+def _sum_over_every_group(parallel: dict) -> tuple[dict[str, tuple[float, list[int]]], list[list[int]]]:
+    """The sum over each group of this rank; the groups that were created here."""
+    created, original = [], dist.new_group
+    dist.new_group = lambda ranks, *rest, **named: created.append(ranks) or original(ranks, *rest, **named)
     with launch({"parallel": parallel}, context=ParallelContext(), verbose=False) as context:
+        dist.new_group = original
         sums = {}
         for mode in context.layout.modes:
             value = torch.tensor([float(10 ** context.get_global_rank())], dtype=torch.float64)
             dist.all_reduce(value, group=context.get_group(mode))
             sums[mode.name] = (value.item(), context.get_ranks_in_group(mode))
-        return sums
+        return sums, created
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_every_group_of_eight_ranks_reduces_to_the_sum_of_its_ranks(parallel):
-    for rank, sums in enumerate(run_world(8, _sum_over_every_group, parallel).values):
+    values = run_world(8, _sum_over_every_group, parallel).values
+    assert all(created == values[0][1] for _, created in values)  # in a world of another's, all create alike
+    for rank, (sums, _) in enumerate(values):
         for mode, (total, ranks) in sums.items():
             assert rank in ranks
             assert total == sum(10.0**member for member in ranks), mode
 
 
-def _sum_in_worlds_of_its_own() -> list[dict[str, tuple[float, list[int]]]]:
+def _sum_in_worlds_of_its_own() -> list[tuple[dict[str, tuple[float, list[int]]], list[list[int]]]]:
     return [_sum_over_every_group(parallel) for parallel in LAYOUTS]
 
 
 def test_in_a_world_of_its_own_a_rank_creates_its_own_groups_alone():
     for rank, layouts in enumerate(run_world(8, _sum_in_worlds_of_its_own, backend=None).values):
-        for sums in layouts:
+        for sums, created in layouts:
+            assert all(rank in ranks for ranks in created)
             for mode, (total, ranks) in sums.items():
                 assert rank in ranks
                 assert total == sum(10.0**member for member in ranks), mode
@@ -110,9 +118,12 @@ def test_relaunching_in_one_process_leaks_neither_groups_nor_sockets_nor_threads
 
 
 def _surface() -> dict[str, object]:
+    ParallelContext().destroy()  # one that has joined nothing leaves nothing
     with launch({"parallel": {"pipeline": 2, "tensor": 2}}, context=ParallelContext(), verbose=False) as gpc:
         data, pipe = ParallelMode.DATA, ParallelMode.PIPELINE
+        assert gpc._timeout is None  # the world is another's: what torch gives a group
         return {
+            "watched": "colonnade waits" in [thread.name for thread in threading.enumerate()],
             "sizes": (gpc.data_parallel_size, gpc.pipeline_parallel_size, gpc.tensor_parallel_size),
             "world": (gpc.world_size, gpc.get_world_size(ParallelMode.GLOBAL)),
             "local": gpc.get_local_rank(pipe),
@@ -128,6 +139,7 @@ def _surface() -> dict[str, object]:
 
 def test_the_public_surface_on_four_ranks():
     seen = run_world(4, _surface).values[3]
+    assert seen["watched"]
     assert seen["sizes"] == (1, 2, 2)
     assert seen["world"] == (4, 4)
     assert seen["local"] == 1
@@ -172,12 +184,54 @@ def test_a_group_that_is_not_there_is_an_error_that_lists_what_is():
     assert "[5, 6]" in ranks
 
 
+def test_a_hook_takes_on_nothing_unless_it_says_so():
+    assert LaunchHook().adopt_groups(None, None) is False
+
+
 def test_before_launch_it_is_a_world_of_one_without_groups():
     context = ParallelContext()
+    assert context.verbose
+    _is_a_world_of_one(context)
     assert context.get_world_size(ParallelMode.GLOBAL) == 1
     assert not context.is_initialized(ParallelMode.DATA)
     with pytest.raises(ContextError, match="launch"):
         context.get_group(ParallelMode.DATA)
+
+
+def _is_a_world_of_one(context: ParallelContext) -> None:
+    assert not context.is_launched
+    assert not context.is_simulated
+    assert (context.seed, context.world_size, context.get_global_rank(), context.device.type) == (0, 1, 0, "cpu")
+    assert (context.data_parallel_size, context.pipeline_parallel_size, context.tensor_parallel_size) == (1, 1, 1)
+    assert context.virtual_pipeline_parallel_size is context.virtual_pipeline_parallel_rank is None
+    assert (context.layout.world_size, dict(context.config)) == (1, {})
+
+
+def test_after_it_all_is_as_before():
+    with launch({"seed": 3, "LR": 1}, context=ParallelContext(), verbose=False) as context:
+        store = default_store()
+        assert get_dist_logger()._logger.handlers
+    _is_a_world_of_one(context)
+    assert store.add("colonnade/left", 0) == 1  # it said that it goes
+    assert not get_dist_logger()._logger.handlers
+    context.destroy()
+
+
+def test_a_rank_of_a_world_that_is_not_there_has_no_groups():
+    context = ParallelContext()
+    context.simulate({"parallel": {"tensor": 2}}, 8, 5)
+    assert (context.seed, context.is_simulated, context.is_launched) == (0, True, True)
+    assert context.get_group(ParallelMode.DATA) is None
+    for ask in (lambda: context.ensure_groups([(0, 3)]), lambda: context.group_of_ranks([1, 3, 5, 7])):
+        with pytest.raises(ContextError, match="this world is only simulated"):
+            ask()
+    with pytest.raises(ContextError, match="has joined a world"):
+        context.simulate({}, 1, 0)
+    context.destroy()
+    _is_a_world_of_one(context)
+    context.simulate({"seed": 7}, 1, 0)
+    assert context.seed == 7
+    context.destroy()
 
 
 def test_launching_twice_says_to_destroy_first():
@@ -202,6 +256,12 @@ def _mesh() -> tuple[list[object], list[int], float]:
         whole = torch.arange(16.0).reshape(4, 4)
         piece = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
         flat = gpc.device_mesh(ParallelMode.TENSOR)
+        assert (mesh.mesh_dim_names, flat.mesh_dim_names) == (("data", "tensor"), ("tensor",))
+        assert [mesh.get_group(name) for name in ("data", "tensor")] == [
+            gpc.get_group(mode) for mode in (ParallelMode.DATA, ParallelMode.TENSOR)
+        ]
+        with pytest.raises(ContextError, match="needs at least one mode"):
+            gpc.device_mesh()
         return mesh.mesh.tolist(), flat.mesh.tolist(), piece.full_tensor().sum().item()
 
 
@@ -235,8 +295,10 @@ def _limits() -> list[float]:
     hook = _Limits()
     launch_hooks.append(hook)
     for given in (None, 50.0):
-        with launch({}, context=ParallelContext(), verbose=False, timeout=given):
+        with launch({}, context=ParallelContext(), verbose=False, timeout=given) as context:
             hook.seen.append(timeout_of().total_seconds())
+            assert context._timeout.total_seconds() == hook.seen[-1]
+            assert dist.get_backend() == "gloo"
     return hook.seen
 
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.parallel_mode import ParallelMode, mode_of
 from colonnade.errors import LayoutError
 
 ANCESTOR = {
@@ -71,6 +71,10 @@ def test_a_registered_mode_is_as_good_as_a_built_in_one():
         (("MINE3", ""), "value is a string"),
         (("MINE3", "mine3", "both"), "data='both'"),
         (("register", "x"), "uses that word itself"),
+        (("mro", "x"), "uses that word itself"),
+        (("_MINE", "x"), "identifier"),
+        ((7, "x"), "identifier"),
+        (("MINE3", 5), "value is a string"),
     ],
 )
 def test_a_bad_registration_is_refused(arguments, part):
@@ -86,6 +90,26 @@ def test_an_unknown_value_lists_the_known_ones_and_the_nearest():
     assert "ParallelMode.register" in str(error.value)
     with pytest.raises(AttributeError, match="Did you mean 'PIPELINE'"):
         _ = ParallelMode.PIPELNE
+
+
+def test_what_is_no_mode():
+    class Numbers(enum.Enum):
+        ONE = 1
+
+    for value in ("nowhere", 7, ["data"], Numbers.ONE):
+        with pytest.raises(LayoutError, match="is not a parallel mode; known values: global, "):
+            ParallelMode(value)
+    assert "nowhere" not in ParallelMode
+    assert 7 not in ParallelMode
+    with pytest.raises(KeyError, match="no parallel mode named 'NOWHERE'"):
+        ParallelMode["NOWHERE"]
+    with pytest.raises(AttributeError, match="has no member '_NOWHERE'"):
+        _ = ParallelMode._NOWHERE
+
+
+def test_members_are_counted_and_found_by_whatever_names_them():
+    assert len(ParallelMode) == len(list(ParallelMode)) >= len(ANCESTOR)
+    assert mode_of("tensor") is mode_of(ParallelMode.TENSOR) is ParallelMode.TENSOR
 
 
 def test_members_are_constant():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import pytest
+import torch
 
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.random import derive_seed
 
 M = ParallelMode
 
@@ -33,6 +38,12 @@ def test_places_and_neighbours(rank):
     assert (here.is_first_rank(M.TENSOR), here.is_last_rank(M.TENSOR)) == (tensor == 0, tensor == 1)
     assert here.is_initialized(M.TENSOR)
     assert not here.is_initialized(M.EXPERT)
+    seed = derive_seed(0, f"data={data}", f"pipeline={pipeline}")
+    assert torch.initial_seed() == seed
+    assert numpy.random.rand() == numpy.random.RandomState(seed % 2**32).rand()
+    assert random.random() == random.Random(seed).random()
+    here.set_seed(4)  # another time
+    assert here.seed == 4
     for chunk in range(2):
         here.set_virtual_pipeline_parallel_size(2)
         here.set_virtual_pipeline_parallel_rank(chunk)

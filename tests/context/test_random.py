@@ -147,8 +147,27 @@ def test_a_stream_that_is_not_there_or_there_twice_is_an_error():
     streams.add(ParallelMode.TENSOR, 1)
     with pytest.raises(ContextError, match="already has a random stream"):
         streams.add(ParallelMode.TENSOR, 2)
+    streams.add(ParallelMode.TENSOR, 2, overwrite=True)
+    assert streams.state_dict()["seeds"] == {"tensor": 2}
     with pytest.raises(ContextError, match="streams: TENSOR"), streams.use(ParallelMode.PIPELINE):
         pass
+
+
+def test_a_generator_of_a_device_goes_along_where_one_is_in_use(monkeypatch):
+    """Stands for that of CUDA, of which only the state is looked at."""
+    now: list[object] = ["outside"]
+    streams = RandomStreams()
+    streams.add(ParallelMode.TENSOR, 3)
+    monkeypatch.setattr(torch.cuda, "manual_seed", now.append)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", now.append)
+    with streams.use(ParallelMode.TENSOR):
+        pass
+    assert (now, list(streams.state_dict()["default"])) == (["outside"], ["cpu"])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with streams.use(ParallelMode.TENSOR):
+        assert now[-1] == torch.initial_seed()
+    assert now[-1] == streams.state_dict()["default"]["cuda"] == "outside"
 
 
 def test_a_derived_seed_is_the_same_in_every_version():

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from colonnade.comm.torch_versions import HashStore, PrefixStore
 from colonnade.context import rendezvous
@@ -48,6 +51,7 @@ def test_no_thread_of_gloo_that_is_late_costs_the_exit_status(monkeypatch):
         ("12 (pt_gloo_runloop) D 1 2", True),
         ("12 (pt_gloo_runloop) S 1 2", False),
         ("12 (pt_x) (y) S 1 2", False),
+        ("12 (pt_x) (y) R 1 2", True),
         ("12 (python) R 1 2", False),  # not torch's: nobody knows when it ends
         ("", False),
         (None, False),
@@ -94,6 +98,11 @@ def test_before_python_ends_threads_are_seen_at_rest_many_times_in_a_row(monkeyp
     monkeypatch.setattr(rendezvous, "_is_busy", lambda task: next(states))
     rendezvous._wait_for_threads()
     assert list(states) == []
+    states = iter([False] * rendezvous._QUIET_LOOKS)
+    begin = time.monotonic()
+    rendezvous._wait_for_threads()
+    assert list(states) == []
+    assert time.monotonic() - begin >= 0.001 * rendezvous._QUIET_LOOKS  # they are given time
     monkeypatch.setattr(rendezvous, "_is_busy", lambda task: True)
     monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.01)
     rendezvous._wait_for_threads()  # not for ever
@@ -109,14 +118,145 @@ def test_rank_0_takes_a_launch_that_failed_back(monkeypatch, rank):
         raise RuntimeError("nobody came")
 
     monkeypatch.setattr(rendezvous, "_meet", fails)
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 5)
     with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not join the world at .*: nobody came"):
         rendezvous.join_world(rank, 2, None, "localhost", 1, 1.0)
     assert store.get(rendezvous._launch_key()) == (b"" if rank == 0 else b"7")
+    assert distributed_c10d._world.group_count == 0  # the next one begins as the first
+
+
+def test_a_world_of_one_that_cannot_be_joined_says_why(monkeypatch):
+    at_exit: list[object] = []
+
+    def forget(one: object) -> None:
+        if one in at_exit:
+            at_exit.remove(one)
+
+    monkeypatch.setattr(rendezvous, "atexit", SimpleNamespace(register=at_exit.append, unregister=forget))
+    for _ in range(2):
+        with pytest.raises(LaunchError, match=r"rank 0 of 1 could not join the world .* with backend 'cpu:nowhere'"):
+            rendezvous.join_world(0, 1, "cpu:nowhere", None, None, 1.0)
+    assert at_exit == [rendezvous._wait_for_threads]  # once, however often it was tried
+
+
+@pytest.mark.parametrize(
+    ("size", "host", "port", "message"),
+    [
+        (1, None, None, None),
+        (2, None, None, "needs the address of rank 0"),
+        (2, "here", None, "needs the address of rank 0"),
+        (2, None, 7, "needs the address of rank 0"),
+        (1, None, 7, "needs the address of rank 0"),
+        (1, "here", 7, None),
+    ],
+)
+def test_which_store_ranks_meet_at(monkeypatch, size, host, port, message):
+    monkeypatch.setattr(rendezvous, "_connect", lambda *args: HashStore())
+    limit = timedelta(seconds=1)
+    if message is None:
+        assert isinstance(rendezvous._store(0, size, host, port, limit), HashStore if port is None else PrefixStore)
+    else:
+        with pytest.raises(LaunchError, match=message):
+            rendezvous._store(0, size, host, port, limit)
+
+
+@pytest.mark.parametrize(
+    ("rank", "agent", "serves"),
+    [(0, None, True), (1, None, False), (0, "True", False), (1, "True", False), (0, "0", True)],
+)
+def test_rank_0_serves_the_store_unless_the_launcher_does(monkeypatch, rank, agent, serves):
+    base, asked = HashStore(), []
+    base.set(rendezvous._launch_key(), "colonnade/other")
+    monkeypatch.setattr(rendezvous, "_last_prefix", "")
+    monkeypatch.setattr(rendezvous, "_connect", lambda *args: asked.append(args) or base)
+    if agent is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    rendezvous._store(rank, 2, "here", 7, timedelta(seconds=5))
+    assert asked == [("here", 7, 2, serves, timedelta(seconds=5))]
+    assert (base.get(rendezvous._launch_key()) == b"colonnade/other") is (rank == 1)
+
+
+class Leaving:
+    """A store that is going away while it is asked, so often."""
+
+    def __init__(self, times: float) -> None:
+        self.times = times
+
+    def get(self, key: str) -> bytes:
+        self.times -= 1
+        if self.times >= 0:
+            raise dist.DistNetworkError("connection reset")
+        return b"colonnade/new"
+
+    def set(self, key: str, value: str) -> None:
+        self.get(key)
+
+
+def test_a_rank_comes_back_to_a_store_that_went_away_and_rank_0_does_not(monkeypatch):
+    left = Leaving(2)
+    monkeypatch.setattr(rendezvous, "_last_prefix", "colonnade/old")
+    monkeypatch.setattr(rendezvous, "_connect", lambda *args: left)
+    monkeypatch.setattr(rendezvous, "PrefixStore", lambda prefix, base: prefix)
+    assert rendezvous._store(1, 2, "here", 7, timedelta(seconds=5)) == "colonnade/new"
+    assert rendezvous._last_prefix == "colonnade/new"
+    left.times = 1
+    with pytest.raises(LaunchError, match="rank 0 could not reach rank 0 at here:7: connection reset"):
+        rendezvous._store(0, 2, "here", 7, timedelta(seconds=5))
+    left.times, begin = float("inf"), time.monotonic()
+    with pytest.raises(LaunchError, match="rank 1 could not reach rank 0 at here:7: "):
+        rendezvous._store(1, 2, "here", 7, timedelta(seconds=0.2))
+    assert time.monotonic() - begin >= 0.2
+
+    def refused(*args: object) -> None:
+        left.times += 1
+        raise RuntimeError("refused")
+
+    left.times = 0
+    monkeypatch.setattr(rendezvous, "_connect", refused)
+    with pytest.raises(LaunchError, match="rank 1 could not reach rank 0 at here:7: refused"):
+        rendezvous._store(1, 2, "here", 7, timedelta(seconds=5))
+    assert left.times == 1  # not tried again
+
+
+def test_a_launch_that_rank_0_has_given_up_or_this_rank_has_used_is_not_joined(monkeypatch):
+    base = HashStore()
+    monkeypatch.setattr(rendezvous, "_last_prefix", "used")
+    for told in ("used", ""):
+        base.set(rendezvous._launch_key(), told)
+        with pytest.raises(TimeoutError, match="rank 0 did not launch again"):
+            rendezvous._prefix(base, 1, time.monotonic() + 0.05)
+    first = rendezvous._prefix(base, 0, 0.0)
+    assert base.get(rendezvous._launch_key()).decode() == first == rendezvous._last_prefix
+    assert rendezvous._prefix(base, 0, 0.0) != first
+
+
+def test_a_connection_is_waited_for_a_little_longer_than_it_waits_itself():
+    def slow() -> str:
+        seen.append(threading.current_thread().daemon)
+        time.sleep(0.2)
+        return "store"
+
+    seen: list[bool] = []
+    assert rendezvous._within(timedelta(seconds=0.1), slow) == "store"
+    assert seen == [True]
+    with pytest.raises(KeyError):
+        rendezvous._within(timedelta(seconds=1), {}.popitem)
+
+
+def test_without_cuda_ranks_compute_on_the_cpu_and_talk_by_gloo(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert (rendezvous.default_backend(), rendezvous.device_for(3).type) == ("gloo", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert rendezvous.default_backend() == "nccl"
+    assert [rendezvous.device_for(3), rendezvous.device_for(3, 0)] == [torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize(("timeout", "seconds"), [(None, 10.0), (3.0, 3.0), (100.0, 10.0)])
 def test_a_rank_that_fails_before_it_joins_tells_the_store(monkeypatch, timeout, seconds):
     store, asked = HashStore(), []
+    monkeypatch.setattr(rendezvous, "_LEAVE_SECONDS", 0.01)
 
     def opened(*args: object) -> HashStore:
         asked.append(args)

@@ -45,6 +45,7 @@ ON_A_GPU = (
     *("colonnade/optim/kernels", "colonnade/nn/kernels", "colonnade/nn/moe/kernels.py"),  # Triton
     "colonnade/nn/sequence/kernels.py",  # torch's own for attention
     "colonnade/nn/host_store.py",  # copies from a device to the host
+    "colonnade/reduce/transports/device_collective.py",  # sums on streams of a device
 )
 """What only a GPU runs is left out where there is none."""
 Result = dict[str, Any]

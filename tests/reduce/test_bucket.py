@@ -34,14 +34,14 @@ def _sum(*numels: int, ranks: tuple[int, ...] = (0, 1)) -> Sum:
 
 def test_buckets_keep_the_order_the_first_is_small_and_none_is_over_the_cap():
     one = _sum(10, 20, 30, 40, 500, 60)
-    buckets = fill(one, [5, 4, 3, 2, 1, 0], cap=400, first=250)
+    buckets = fill(one, [5, 4, 3, 2, 1, 0], cap=400, first=250, index=0)
     assert [bucket.positions for bucket in buckets] == [(5,), (4,), (3, 2, 1, 0)]
     assert [bucket.names for bucket in buckets][-1] == ("p3", "p2", "p1", "p0")
 
 
 def test_room_divides_among_the_ranks_in_whole_cache_lines():
     for ranks in ((0,), (0, 1), (0, 1, 2), tuple(range(7))):
-        bucket = Bucket(_sum(5, 100, ranks=ranks), [0, 1])
+        bucket = Bucket(_sum(5, 100, ranks=ranks), [0, 1], 0)
         assert bucket.numel % (16 * len(ranks)) == 0
         tail = TAIL if len(ranks) > 1 else 0
         assert bucket.layout.numel + tail <= bucket.numel < bucket.layout.numel + tail + 16 * len(ranks)
@@ -54,7 +54,7 @@ def test_what_starts_early(overlap, between_stages, takes_turns):
     whole = _sum(5)
     sharding = Sharding(keep_whole=False) if takes_turns else None
     one = replace(whole, options=SyncOptions(overlap=overlap), between_stages=between_stages, sharding=sharding)
-    bucket = Bucket(one, [0])
+    bucket = Bucket(one, [0], 0)
     memory = torch.zeros(bucket.numel)
     group = SimpleNamespace(size=2, index=0)
     early = overlap is not False and not between_stages
@@ -73,7 +73,7 @@ class Early:
 
 
 def _placed(*numels: int) -> Bucket:
-    bucket = Bucket(_sum(*numels), list(range(len(numels))))
+    bucket = Bucket(_sum(*numels), list(range(len(numels))), 0)
     buffer = Buffer(bucket, Memory(torch.ones(bucket.numel)))
     buffer.transport = Early()
     bucket.buffers.append(buffer)

@@ -23,6 +23,13 @@ def test_a_total_lands_times_its_factor(landed, total, into, factor):
     assert shard.flat.tolist() == [9.0, *middle.tolist(), 9.0]
 
 
+def test_a_new_slice_has_nothing_and_takes_a_narrower_total_in_its_own_digits():
+    shard = GradientShard(torch.full((2,), 9.0))
+    assert shard.landed is False
+    shard.land(torch.ones(2, dtype=torch.float16), 1 / 3)
+    assert torch.equal(shard.flat, torch.full((2,), 1 / 3))
+
+
 @pytest.mark.parametrize("landed", [False, True])
 def test_a_sum_that_is_too_large_for_the_slice_is_divided_before_it_lands(landed):
     shard = GradientShard(torch.zeros(1, dtype=torch.float16))

@@ -60,6 +60,15 @@ def test_one_sum_for_all_that_a_parameter_owes(context):
     assert all((one.sharding, one.labels) == (None, ()) for one in sums)
 
 
+def test_a_single_reduction_goes_over_the_ranks_that_it_names_and_only_groups_are_asked_for(context, monkeypatch):
+    a, b = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    asked: list[Any] = []
+    monkeypatch.setattr(context, "ensure_groups", lambda ranks: asked.extend(ranks))
+    grouped = group_plans([Plan("Own", [reduction(M.DATA, (2, 5), 2, a=a)])], context, {}, [("b", b)])
+    assert [one.ranks for one in make_sums(grouped, context)] == [(2, 5), (5,)]
+    assert asked == [(2, 5)]
+
+
 def test_what_is_sharded_is_summed_apart_in_buckets_of_its_own_size(context):
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     plans = [Plan("Data", [reduction(M.DATA, (1, 5), 2, a=a, b=b, c=c)])]
@@ -89,6 +98,7 @@ def test_two_handlers_of_one_sum_agree_on_its_options(context):
         ({"bucket": 1}, "unknown option 'bucket' of a gradient handler; allowed: bucket_mb, "),
         ({"bucket_mb": 0}, "bucket_mb must be more than 0, not 0"),
         ({"first_bucket_mb": -1}, "first_bucket_mb must be more than 0, not -1"),
+        ({"first_bucket_mb": -0.5}, "first_bucket_mb must be more than 0, not -0.5"),
         ({"overlap": "yes"}, "overlap is True, False or \"auto\", not 'yes'"),
         ({"shared_memory": 2}, 'shared_memory is True, False or "auto", not 2'),
         ({"reduce_dtype": torch.int32}, "reduce_dtype is a floating point dtype, not torch.int32"),
@@ -145,7 +155,7 @@ def test_in_which_type_gradients_are_added_and_sent(settings, dtype, added, sent
 )
 def test_what_a_bucket_keeps(sharding, flags):
     parameter = nn.Parameter(torch.zeros(5))
-    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0])
+    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0], 0)
     assert (bucket.is_sharded, bucket.keeps_gradients, bucket.every_pass) == flags
 
 

@@ -42,6 +42,26 @@ def test_ranks_are_quiet_two_steps_after_they_are_steady_and_never_again_after_o
         assert (first.quiet, second.quiet) == (False, False)
 
 
+def test_ranks_that_all_deviate_at_once_know_it():
+    first, second = Riders(CPU), Riders(CPU)
+    assert not first.quiet
+    for step in range(6):
+        says = [(step in (3, 4), False), (step == 4, False)]
+        told = [riders.begin() for riders in (first, second)]
+        assert all((text is not None) == (step == 5) for text in told)  # of step 3, where one deviated
+        assert all(text is None or text.startswith("step 3 was dropped: ") for text in told)
+        summed = first.numbers(*says[0]) + second.numbers(*says[1])
+        for riders in (first, second):
+            assert riders.take(summed).item() == float(step in (3, 4))
+        if step == 3:
+            assert not first.all_deviate(summed)
+            assert first._told[-1].read()[:2] == [1.0, 0.0]
+        if step == 4:
+            assert first.all_deviate(summed)
+            assert second.all_deviate(summed)
+            assert [copy.read()[:2] for copy in first._told] == [[1.0, 0.0], [0.0, 1.0]]
+
+
 def test_ranks_at_different_steps_drop_the_step_and_say_so():
     first, second = Riders(CPU), Riders(CPU)
     second.take(torch.zeros(SIZE, dtype=torch.float64))

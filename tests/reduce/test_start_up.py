@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +13,8 @@ from torch import nn
 from colonnade.errors import GradientError
 from colonnade.reduce import start_up
 from colonnade.reduce.options import SyncOptions
-from colonnade.reduce.records import Sum
-from colonnade.reduce.start_up import open_groups
+from colonnade.reduce.records import Sharding, Sum
+from colonnade.reduce.start_up import _described, check_alike, open_groups
 
 
 class Group:
@@ -82,6 +84,63 @@ def test_there_is_one_group_for_each_set_of_ranks():
 def test_a_dtype_to_send_in_is_not_used_in_shared_memory_and_that_is_said():
     assert "bfloat16 is not used in shared memory" in opened((2, "cpu", {"compress": torch.bfloat16}))[1][0]
     assert opened((2, "cpu", {"compress": torch.bfloat16, "shared_memory": False}))[1] == []
+
+
+def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
+    parameter = nn.Parameter(torch.zeros(1))
+    one = Sum(("a",), (parameter,), (0,), None, 0.5)
+    assert open_groups([one], print)
+    for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
+        with pytest.raises(GradientError, match="is in two sums|a divisor is more than 0"):
+            open_groups(wrong, print)
+
+
+def test_one_dtype_to_send_in_is_named_though_others_have_none():
+    said = opened((2, "cpu", {}), (2, "cpu", {"compress": torch.float16}))[1]
+    assert [text.split(" is not")[0] for text in said] == ["torch.float16"]
+
+
+class Heard:
+    """A group in which the other rank has those sums."""
+
+    def __init__(self, others: list[Sum]) -> None:
+        self.ranks, self.others, self.first = (4, 6), others, True
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        other = Heard([])
+        other.gather_bytes = lambda digest: [digest] if self.heard.append(digest) is None else []  # type: ignore[method-assign]
+        self.heard: list[bytes] = []
+        check_alike(self.others, {(4, 6): other})  # type: ignore[dict-item]
+        return [own, *self.heard]
+
+    def gather_objects(self, own: list[Any]) -> list[Any]:
+        return json.loads(json.dumps([own, [line for one in self.others for line in _described(one)]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"divisor": 3.0}, "ranks 4 and 6 would not sum the same gradients: 'divisor' is 2, 'divisor' is 3"),
+        ({"labels": ("x", "z")}, "'b' is (1,) torch.float32 cpuy, 'b' is (1,) torch.float32 cpuz"),
+        ({"names": ("c", "d")}, None),  # what is tied between stages has a name on each
+        ({"sharding": Sharding()}, "'options' is"),
+        (
+            {"names": ("a",), "parameters": (nn.Parameter(torch.zeros(1)),), "labels": ("x",)},
+            "ranks 4 and 6 have 4 and 3 entries to sum; the first that only one has is 'b'",
+        ),
+    ],
+)
+def test_ranks_that_would_sum_other_things_are_told_what_differs(changes, message):
+    pair = tuple(nn.Parameter(torch.zeros(1)) for _ in range(2))
+    mine = Sum(("a", "b"), pair, (4, 6), None, 2.0, labels=("x", "y"))
+    group: Any = Heard([replace(mine, **changes)])
+    if message is None:
+        check_alike([mine], {(4, 6): group})
+    else:
+        with pytest.raises(GradientError) as error:
+            check_alike([mine], {(4, 6): group})
+        assert message in str(error.value)
 
 
 def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):

@@ -170,7 +170,7 @@ class Initializer_Expert(ProcessGroupInitializer):
     size divides it, else both. Expert groups do not make the world larger.
     """
 
-    def __init__(self, *args: Any, size: int = 1, over: str | None = None) -> None:
+    def __init__(self, *args: Any, size: int, over: str | None = None) -> None:
         super().__init__(*args)
         data, tensor = self.data_parallel_size, self.tensor_parallel_size
         if over is not None and over not in _OVER:

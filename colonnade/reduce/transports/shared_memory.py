@@ -48,16 +48,14 @@ class SharedMemory(Transport):
         dtype = bucket.layout.dtype
         self._sum_dtype = options.sum_dtype(dtype)
         self._shard = bucket.shard
-        width = bucket.numel // group.size
-        stop = (group.index + 1) * width
+        width = length = bucket.numel // group.size
         if self._shard is not None:
-            stop = group.index * width + bucket.used
-            if self._shard.flat.dtype.itemsize > self._sum_dtype.itemsize:
-                self._sum_dtype = self._shard.flat.dtype  # costs nothing: the shard is as wide
+            length = bucket.used
+            # In a wider one it costs nothing: the shard is as wide.
+            self._sum_dtype = max(self._sum_dtype, self._shard.flat.dtype, key=lambda one: one.itemsize)
         self.reduced_in = self._sum_dtype
-        self._start = group.index * width
         self._convert = self._sum_dtype != dtype and not dtype.is_complex
-        self._pieces = _pieces([real(one[self._start : stop]) for one in memory.every])
+        self._pieces = _pieces([real(one[group.index * width :][:length]) for one in memory.every])
 
     def start(self) -> None:
         if self._tells:
@@ -86,14 +84,15 @@ class SharedMemory(Transport):
         elif in_place:
             total = first
         else:
-            total, others = first + others[0], others[1:]
+            second, *others = others
+            total = first + second
         for other in others:
             total.add_(other)
         return total
 
 
-def _pieces(slices: list[Tensor]) -> list[list[Tensor]]:
-    """The slices of all ranks, cut alike: one list of neighbours in rank order per piece."""
-    step = max(4096, _CACHE_BYTES // (len(slices) * slices[0].element_size()))
-    stop = slices[0].numel()
-    return [[one[start : min(start + step, stop)] for one in slices] for start in range(0, stop, step)]
+def _pieces(slices: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The slices of all ranks, cut alike: per piece its neighbours in rank order."""
+    width = sum(one.element_size() for one in slices)
+    step = max(4096, _CACHE_BYTES // width)
+    return [*zip(*(one.split(step) for one in slices), strict=True)]
