@@ -168,10 +168,3 @@ def test_the_notes_of_a_gradient_and_the_words_of_a_link_are_told_apart():
     assert len({*marks}) == 4 > max(marks) + 4  # below any number of a description
     assert len({link._TENSOR, link._FRAME, link._TEXT, link._BY_CPU}) == 4
     assert link._APART != link._INSIDE
-
-
-@pytest.mark.parametrize("module", ["checks.guard", "checks.same_batch", "gradient_handler.call_log"])
-def test_digests_keep_nearly_all_bits_of_a_number_that_torch_can_hold(module):
-    bits = importlib.import_module(f"colonnade.engine.{module}")._BITS
-    assert bits.bit_count() >= 60
-    assert bits < 1 << 63
