@@ -56,6 +56,8 @@ def test_what_differs_is_named(ranks, dtype, found):
 def test_what_is_just_as_large_as_rounding_passes():
     rounding = 100 * 2.0**-23
     compare([(1.0, 1.0), (rounding, rounding)], [(1.0, 1.0), (-rounding, rounding)])
+    with pytest.raises(GradientError, match="'p1'"):
+        compare([(1.0, 1.0), (rounding, 1.005 * rounding)], [(1.0, 1.0), (-rounding, 1.005 * rounding)])
     compare([(0.0, 1.0)], [(1e-3, 1.0)])
 
 
@@ -170,3 +172,20 @@ def test_gradients_that_are_empty_or_sparse_are_passed_over_and_large_ones_sampl
     assert watch._sums["weight"][1] == 1 + 16
     watch.close()
     assert not watch.is_due
+
+
+def test_gradients_that_fsdp_has_summed_are_looked_at_afterwards(other, monkeypatch):
+    monkeypatch.setattr(same_gradients, "is_dtensor", lambda parameter: parameter.dim() == 1)
+    model = cut_model()
+    sent: list[Tensor] = []
+    other.row = lambda mine: sent.append(mine) or mine
+    with launch({}, context=ParallelContext(), verbose=False):
+        watch = SameGradients(model, world())
+        passes(model)
+        once = watch._sums["weight"].tolist()
+        watch.check(complete=False)
+        assert sent[-1].tolist() == [0.0, *once, 0.0, 0.0]  # that of the bias has not come
+        passes(model)
+        model.bias.grad = torch.tensor([3.0, 0.0])
+        watch.check(complete=True)
+        assert sent[-1].tolist() == [1.0, *once, 3.0, 9.0]
