@@ -58,7 +58,7 @@ class SameBatch:
     @property
     def due(self) -> bool:
         """Whether the step that is under way is compared: steps 0 and 1, and every power of two from 64 on."""
-        return self._step < 2 or (self._step >= 64 and self._step & (self._step - 1) == 0)
+        return self._step < 2 or (self._step >= 64 and self._step.bit_count() == 1)
 
     def see(self, inputs: Any, labels: Any = None) -> None:
         """Note what a rank was given; does nothing in a step that is not compared."""
