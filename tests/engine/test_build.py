@@ -122,14 +122,25 @@ def test_initialize_makes_every_check(check, monkeypatch):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
 
 
-@pytest.mark.parametrize("check", ["shard_model", "check_placements", "Sharding.carry_over", "Sharding.guard"])
-def test_initialize_makes_every_check_of_stage_3(check, monkeypatch):
+@pytest.mark.parametrize(
+    ("check", "config"),
+    [
+        *(
+            (check, {"zero": 3})
+            for check in ("shard_model", "check_placements", "Sharding.carry_over", "Sharding.guard")
+        ),
+        ("ZeroOptimizer", {"zero": 1}),
+        ("ZeroOptimizer", {"zero": 2}),
+        ("Float8.convert", {"float8": {"emulate": True}}),
+    ],
+)
+def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
     def reached(*args: object, **kwargs: object) -> None:
         raise ReachedError
 
     name, _, method = check.partition(".")
     model = nn.Linear(2, 2)
-    with launch({"zero": 3}, context=ParallelContext(), verbose=False) as gpc:
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
         monkeypatch.setattr(*((getattr(build, name), method) if method else (build, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)

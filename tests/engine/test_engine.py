@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -271,6 +273,33 @@ def test_a_graph_through_weights_that_were_given_back_is_explained():
             engine.zero_grad()
             assert engine.last_step_skipped
         engine.close()
+
+
+@pytest.mark.parametrize(("failed_ranks", "uneven"), [((), False), ((), True), ((0,), False)])
+def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, uneven):
+    """Where nobody hears of it on the host, the step is made and dropped on the device."""
+    told: list[object] = []
+    with world_of_one(gradient_accumulation=3) as gpc:
+        engine = start(gpc)
+        engine.backward(engine(numbers(3, 4, seed=0)).sum())
+        synchroniser = SimpleNamespace(
+            groups={(0,): None},
+            failed_ranks=failed_ranks,
+            end_backward=lambda: told.append("end"),
+            fail=lambda: told.append("fail"),
+        )
+        engine._sync = SimpleNamespace(synchroniser=synchroniser, prepare=told.append)
+        engine._reduce = lambda: told.append("reduce")
+        engine._stepper.step = lambda: told.append("step")
+        engine._book.carry = lambda *_: None
+        engine._book.someone_has = lambda here: told.append(("someone has", here))
+        engine._book.uneven, engine._failed, total = uneven, True, engine._total_passes
+        engine._give_up_step()
+        asked = [("someone has", True)] * uneven
+        ends = ["fail", "end", "reduce", *["step"] * (not failed_ranks)]
+        assert told == ["end", *asked, False, "end", *asked, True, *ends]
+        assert (engine._failed, engine._passes, engine._total_passes) == (False, 0, total)
+        assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
 def test_an_engine_that_is_closed_leaves_nothing_behind():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
+from colonnade.context.build import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler import BaseGradientHandler, ZeROGradientHandler
 from colonnade.engine.gradient_handler.sync import GradientSync, build_gradient_handler, build_handlers
@@ -107,6 +108,9 @@ def test_an_optimizer_that_sums_itself_is_told_what_it_wants_to_hear():
     assert handler.set_scale(2.0) is True
     handler.handle_gradient()
     assert told == [True, 2.0, "sync"]
+    optimizer.param_groups = [{"params": [model.weight]}]
+    handler.attach(SimpleNamespace(layout=build_layout({}, 2), get_global_rank=lambda: 0))  # type: ignore[arg-type]
+    assert [(one.names, one.ranks, one.divisor) for one in handler.covers()] == [(("weight",), (0, 1), 2)]
 
 
 @pytest.mark.parametrize(

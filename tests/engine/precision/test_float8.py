@@ -72,6 +72,9 @@ def test_which_layers_are_taken():
             "blocks.0.output": (nn.Linear(32, 64), "skipped"),
             "blocks.0.exact": (nn.Linear(32, 32).double(), "float64"),
         }
+        cut = Linear(32, 32)
+        cut.arrangement = type("Cut", (), {"multiplies_blocks": False})()
+        layers["blocks.0.cut"] = cut, "Cut multiplies in several pieces"
         for name, (layer, reason) in layers.items():
             assert Float8()._why_not(name, layer, {id(tied)}) == reason, name
     layer = nn.Linear(32, 32)
