@@ -84,11 +84,11 @@ def initialize(
     start.locate(sum(agreement.sizes[2]))
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = _shard_parameters(built, optimizer, context, zero)
-    start.materialise(torch.device("cpu") if zero.stage == 3 and zero.offload else device)
+    start.materialise(_home(zero, device))
     with agreed_errors(device, parts=(stages,)) as agreement:
         if unequal is not None:
             raise unequal
-        plain = _build_optimizer(optimizer, [built, *(model if isinstance(model, Split) else ())], context)
+        plain = _build_optimizer(optimizer, built, list(model) if isinstance(model, Split) else [], context)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
         handlers = build_handlers(_named_handlers(context), built, chosen, context)
@@ -140,9 +140,16 @@ def _shard_parameters(
     if hasattr(optimizer, "param_groups"):
         sharding.carry_over(optimizer)
     check_placements(model, context)
-    whole = f"; whole on every rank: {listed(sharding.whole)}" if sharding.whole else ""
-    get_dist_logger().info(f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2){whole}")
+    get_dist_logger().info(
+        f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2); whole on every rank: "
+        f"{listed(sharding.whole)}"
+    )
     return sharding
+
+
+def _home(settings: ZeroSettings, device: torch.device) -> torch.device:
+    """Where parameters lie between steps."""
+    return torch.device("cpu") if settings.stage == 3 and settings.offload else device
 
 
 def _shard_optimizer(optimizer: Any, model: nn.Module, settings: ZeroSettings, flat: bool | None) -> Any:
@@ -210,17 +217,17 @@ def _apply_backend_flags(config: Config) -> None:
 
 def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart]:
     built = model if isinstance(model, (nn.Module, Split)) else model()
-    refuse_lazy(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
-    check_ties(built if isinstance(built, Split) else [built] if isinstance(built, nn.Module) else ())
-    recipes = read_recipes(built, context) if isinstance(built, (nn.Module, Split)) else {}
-    whole = list(built) if isinstance(built, Split) else [built]
-    if isinstance(built, Split):
-        built = _own_stages(built, context, schedule)
-    if not isinstance(built, nn.Module):
+    if not isinstance(built, (nn.Module, Split)):
         raise ConfigError(
             f"model is a torch.nn.Module, what colonnade.split returns, or a function that returns one of these, not "
             f"{type(built).__name__}"
         )
+    whole = list(built) if isinstance(built, Split) else [built]
+    refuse_lazy(whole)
+    check_ties(whole)
+    recipes = read_recipes(built, context)
+    if isinstance(built, Split):
+        built = _own_stages(built, context, schedule)
     complete = len(whole) > 1 or context.pipeline_parallel_size == 1
     ActivationSettings.read(context.config.get("activation_checkpoint")).apply(built, whole, complete)
     refuse_marks(built, context)
@@ -252,13 +259,13 @@ def _own_stages(split: Split, context: ParallelContext, schedule: BaseSchedule) 
             f"the model is split into {len(split)} stages, but {type(schedule).__name__} runs no pipeline; choose one, as "
             f"in schedule=dict(type='OneFOneB', num_microbatches=8), or pass the whole model"
         )
-    rank = context.get_local_rank(ParallelMode.PIPELINE) if context.is_initialized(ParallelMode.PIPELINE) else 0
-    return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), rank)
+    stage = context.get_local_rank(ParallelMode.PIPELINE)
+    return take_stages(split, schedule.stage_ranks(context.pipeline_parallel_size), stage)
 
 
-def _build_optimizer(optimizer: Any, models: list[nn.Module], context: ParallelContext) -> Any:
-    """That of the first of these models; it may have parameters of the others, which are other stages."""
-    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(models[0].parameters())
+def _build_optimizer(optimizer: Any, model: nn.Module, stages: list[nn.Module], context: ParallelContext) -> Any:
+    """That of the model; it may have parameters of other stages."""
+    built = optimizer if hasattr(optimizer, "param_groups") else optimizer(model.parameters())
     if not hasattr(built, "step") or not hasattr(built, "param_groups"):
         raise ConfigError(
             f"optimizer is a torch optimizer or a function of the parameters that returns one, not {type(built).__name__}"
@@ -269,8 +276,8 @@ def _build_optimizer(optimizer: Any, models: list[nn.Module], context: ParallelC
             "load_state_dict(engine.optimizer.state_dict()) of that engine if it is to go on from there",
             code="C070",
         )
-    refuse_optimizer(built, models, context)
-    refuse_parts(built, models[0], context)
+    refuse_optimizer(built, [model, *stages], context)
+    refuse_parts(built, model, context)
     return built
 
 

@@ -46,15 +46,15 @@ class Engine(LastStep, WholeWeights):
         sync: GradientSync,
         stepper: Stepper,
         schedule: BaseSchedule,
-        accumulation: int = 1,
-        precision: Precision | None = None,
+        accumulation: int,
+        precision: Precision,
         own_loss: ModelLoss | None = None,
     ) -> None:
         self._model, self._optimizer, self._criterion = model, optimizer, criterion
         self._forward = own_loss.run if own_loss is not None and criterion is None else model
         self.own_loss = own_loss  # that of a model of transformers, where the user has given no criterion
         self._schedule, self._sync, self._stepper = schedule, sync, stepper
-        self._precision, self._book = precision or Precision(), LossBook(context, accumulation)
+        self._precision, self._book = precision, LossBook(context, accumulation)
         self.same_batch = SameBatch(context)  # in some steps, ranks that see the same data compare what they were given
         self.observers = Observers()  # are told of every pass and step
         stepped_on = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -137,8 +137,7 @@ class Engine(LastStep, WholeWeights):
                 self._stepper.step()
                 self.observers.stepped()
         except BaseException:  # that the caller may catch, and go on with the next step
-            self._passes = 0
-            self._book.clear()
+            self._forget_passes()
             raise
         self._end_step()
         return True
@@ -283,7 +282,7 @@ class Engine(LastStep, WholeWeights):
                 yield
         except BaseException as error:
             self._failed = True
-            if "out of bounds for storage of size 0" in str(error) and hasattr(error, "add_note"):
+            if "out of bounds for storage of size 0" in str(error):
                 error.add_note(
                     "zero stage 3 gives gathered weights back when they have been used, and a graph that goes through them twice "
                     "(torch.autograd.grad with create_graph=True) finds them gone; use zero stage 2."
@@ -381,7 +380,10 @@ class Engine(LastStep, WholeWeights):
         self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
 
     def _end_step(self) -> None:
-        self._passes, self._failed = 0, False
+        self._forget_passes()
         self._watch.end_step()
-        self._book.clear()
         self.context.waits.end_step()
+
+    def _forget_passes(self) -> None:
+        self._passes, self._failed = 0, False
+        self._book.clear()

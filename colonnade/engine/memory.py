@@ -19,11 +19,11 @@ _MB = 1 << 20
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one kind: on the device, in the host's memory beside it, and by the layout (None: not known by it)."""
+    """Bytes of one kind: on the device, in the host's memory beside it, and by the layout."""
 
     device: int
-    host: int = 0
-    formula: int | None = None
+    host: int
+    formula: int
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,26 @@ class MemoryTable:
         """Parameters, gradients and state together."""
         kinds = (self.parameters, self.gradients, self.state)
         device, host = sum(kind.device for kind in kinds), sum(kind.host for kind in kinds)
-        return Held(device, host, sum(kind.formula or 0 for kind in kinds))
+        return Held(device, host, sum(kind.formula for kind in kinds))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, Held]] = [
-            ("parameters", self.parameters),
-            ("gradients", self.gradients),
-            ("optimizer state", self.state),
-            ("together", self.held),
-        ]
+        rows = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.state,
+            "together": self.held,
+        }
         more = {"other": self.other, "activations": self.activations, "peak": self.peak}
-        rows += [(what, Held(value)) for what, value in more.items() if value is not None]
-        lines = [f"{'MB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}"]
-        for what, kind in rows:
-            sizes = f"{kind.device / _MB:12,.1f}"
-            if kind.formula is not None:
-                sizes += f"{kind.host / _MB:14,.1f}{kind.formula / _MB:12,.1f}"
-            lines.append(f"  {what:16s}{sizes}")
-        return "\n".join(lines)
+        return "\n".join(
+            [
+                f"{'MB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}",
+                *(
+                    f"  {what:16s}{kind.device / _MB:12,.1f}{kind.host / _MB:14,.1f}{kind.formula / _MB:12,.1f}"
+                    for what, kind in rows.items()
+                ),
+                *(f"  {what:16s}{value / _MB:12,.1f}" for what, value in more.items() if value is not None),
+            ]
+        )
 
 
 def memory_table(
@@ -74,7 +76,7 @@ def memory_table(
     synchroniser: Synchroniser,
     layout: PrecisionTable,
     device: torch.device,
-    reset: bool = False,
+    reset: bool,
 ) -> MemoryTable:
     """The table of this moment; `layout` has the bytes that each kind should have."""
     parameters = list(model.parameters())
@@ -92,7 +94,7 @@ def memory_table(
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         other = allocated - weights.device - gradients.device - state.device
         # Gradients that were given back since were there at the peak.
-        gone = max((gradients.formula or 0) - gradients.device - gradients.host, 0)
+        gone = max(gradients.formula - gradients.device - gradients.host, 0)
         activations = max(peak - allocated - gone, 0)
         if reset:
             torch.cuda.reset_peak_memory_stats(device)
@@ -123,7 +125,7 @@ def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], form
     for tensor in tensors:
         local = local_part(tensor)
         storage = local.untyped_storage()
-        if storage.nbytes() == 0 or storage.data_ptr() in known:
+        if storage.data_ptr() in known:
             continue
         known.add(storage.data_ptr())
         if local.device.type == device.type:

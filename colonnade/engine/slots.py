@@ -61,7 +61,7 @@ def label_of(name: str, per: Per) -> str:
 def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) -> None:
     for number, group in enumerate(settings.groups):
         if number not in used:
-            pattern = group.patterns[0]
+            pattern, *_ = group.patterns
             raise ConfigError(
                 f"clip_grad_norm: group {group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
                 f"rank.{did_you_mean(pattern, names)}",

@@ -71,9 +71,7 @@ class Stepper:
         if hasattr(optimizer, "step_divided"):
             self._step, self._stepped = optimizer.use_slots(held, slot_of), optimizer
         else:
-            # On a GPU reading all of the gradient costs less than a collective that joins parts.
-            everywhere = all(entry.holding.count == context.world_size for entry in held)
-            whole = everywhere and context.world_size > 1 and context.device.type == "cuda"
+            whole = _measures_whole(held, context)
             self._step = _step_of_whole_buckets(optimizer, sync.synchroniser, held, slot_of, flat, model, whole)
             self._stepped = self._step
         self._synchroniser = sync.synchroniser
@@ -210,6 +208,12 @@ class Stepper:
 
 def _slot_of(slots: Slots | None, entry: Held) -> int:
     return slots.of_parameter[entry.label] if slots is not None else 0
+
+
+def _measures_whole(held: Sequence[Held], context: ParallelContext) -> bool:
+    """Whether each rank reads all of the gradient: on a GPU that costs less than a collective that joins parts."""
+    everywhere = all(entry.holding.count == context.world_size for entry in held)
+    return everywhere and context.world_size > 1 and context.device.type == "cuda"
 
 
 def _step_of_whole_buckets(

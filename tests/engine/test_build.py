@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from colonnade._launch import launch
 from colonnade.comm import messages
+from colonnade.comm.waits import OUTSIDE
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.build import initialize
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.skips import SkipAwareScheduler
+from colonnade.errors import ConfigError
+from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.reduce import synchroniser
 from colonnade.testing import run_world
@@ -93,6 +99,7 @@ CHECKS = [
     *("MetaStart.alike", "MetaStart.locate", "MetaStart.materialise", "_apply_backend_flags", "check_ties"),
     *("read_recipes", "refuse_marks", "warn_of_batch_norm", "warn_of_repeated_work", "compile_model"),
     *("numeric_settings", "broadcast_shared", "_shard_parameters", "alike_optimizer", "_shard_optimizer"),
+    *("refuse_lazy", "check_adapters", "refuse_optimizer", "refuse_parts", "announce", "criterion_of"),
     *("build_handlers", "check_tied", "wants_flat", "build_sync", "Precision.around", "_announced", "_scheduler"),
 ]
 
@@ -113,6 +120,114 @@ def test_initialize_makes_every_check(check, monkeypatch):
         monkeypatch.setattr(*((getattr(where, name), method) if method else (where, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+@pytest.mark.parametrize(
+    ("check", "config"),
+    [
+        *(
+            (check, {"zero": 3})
+            for check in ("shard_model", "check_placements", "Sharding.carry_over", "Sharding.guard")
+        ),
+        ("ZeroOptimizer", {"zero": 1}),
+        ("ZeroOptimizer", {"zero": 2}),
+        ("Float8.convert", {"float8": {"emulate": True}}),
+    ],
+)
+def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
+    def reached(*args: object, **kwargs: object) -> None:
+        raise ReachedError
+
+    name, _, method = check.partition(".")
+    model = nn.Linear(2, 2)
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        monkeypatch.setattr(*((getattr(build, name), method) if method else (build, name)), reached)
+        with pytest.raises(ReachedError):
+            initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        during: list[Any] = []
+        read = build.Precision.read
+        monkeypatch.setattr(build.Precision, "read", lambda config: during.append(gpc.waits._place[:2]) or read(config))
+        model = nn.Linear(2, 2)
+        engine = initialize(model, torch.optim.SGD(model.parameters()), context=gpc)[0]
+        assert during == [("in initialize()", None)]
+        assert gpc.waits._place[:2] == (OUTSIDE, 0)
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "home"), [(3, True, "cpu"), (3, False, "meta"), (2, True, "meta"), (0, False, "meta")]
+)
+def test_where_parameters_lie_between_steps(stage, offload, home):
+    assert build._home(ZeroSettings(stage=stage, offload=offload), torch.device("meta")).type == home
+
+
+@pytest.mark.parametrize(
+    ("may_skip", "world_size", "given", "is_wrapped"),
+    [(False, 1, True, False), (True, 1, True, True), (False, 2, True, True), (True, 2, False, False)],
+)
+def test_a_scheduler_knows_of_dropped_steps_where_there_may_be_some(may_skip, world_size, given, is_wrapped):
+    engine: Any = SimpleNamespace(may_skip=may_skip, context=SimpleNamespace(world_size=world_size))
+    scheduler = object() if given else None
+    found = build._scheduler(scheduler, engine)
+    assert isinstance(found, SkipAwareScheduler) is is_wrapped
+    assert is_wrapped or found is scheduler
+
+
+@pytest.mark.parametrize(
+    ("flat", "scattered", "graph", "in_buckets"),
+    [
+        (True, (False, False), False, True),
+        (True, (True, False), False, True),
+        (True, (True, True), False, False),  # kernels find gradients where they lie
+        (True, (True, True), True, True),  # but a graph needs them to stay
+        (True, (False, False), True, True),
+        (False, (False, False), False, False),
+        (False, (True, True), True, False),
+    ],
+)
+def test_which_gradients_lie_in_buckets_for_a_flat_step(monkeypatch, flat, scattered, graph, in_buckets):
+    model = nn.Linear(2, 2)
+    can = dict(zip(model.parameters(), scattered, strict=True))
+    monkeypatch.setattr(build, "wants_flat", lambda *_: flat)
+    monkeypatch.setattr(build, "can_scatter", can.__getitem__)
+    monkeypatch.setattr(build, "build_sync", lambda *_, bucket_all: bucket_all)
+    context: Any = SimpleNamespace(config={"graph_step": graph})
+    made = build._synchronise(model, SimpleNamespace(), [], object(), context)  # type: ignore[arg-type]
+    assert made == (in_buckets, flat)
+
+
+@pytest.mark.parametrize(("stages", "pipeline"), [(1, False), (2, True), (3, True)])
+def test_a_sharded_optimizer_is_told_whether_there_is_a_pipeline_and_takes_the_buckets_over(
+    monkeypatch, stages, pipeline
+):
+    told: list[Any] = []
+    monkeypatch.setattr(build, "build_sync", lambda *_, shards: told.append(shards) or SimpleNamespace(synchroniser=1))
+    optimizer = SimpleNamespace(
+        shards_of=lambda pipeline: ("shards", pipeline),
+        attach=lambda *given: told.append(given),
+        wait="wait",
+        settings=SimpleNamespace(stage=1),
+        numel=3,
+    )
+    model, schedule = nn.Linear(1, 1), PipelineSchedule.__new__(PipelineSchedule)
+    monkeypatch.setattr(PipelineSchedule, "open_groups", lambda self, context: told.append("groups are opened"))
+    context: Any = SimpleNamespace(config={}, pipeline_parallel_size=stages, waits="waits")
+    sync, _ = build._synchronise(model, optimizer, [], schedule, context)
+    assert told == ["groups are opened", ("shards", pipeline), (1, model)]
+    assert (sync.before_pass, optimizer.waits) == ("wait", "waits")
+
+
+@pytest.mark.parametrize("given", [{"param_groups": []}, {"step": print}, {}])
+def test_what_lacks_a_step_or_parameters_is_no_optimizer(given):
+    with (
+        launch({}, context=ParallelContext(), verbose=False) as gpc,
+        pytest.raises(ConfigError, match=r"^optimizer is a"),
+    ):
+        initialize(nn.Linear(1, 1), lambda parameters: SimpleNamespace(**given), context=gpc)
 
 
 def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from colonnade.comm.torch_versions import COMPILES_COLLECTIVES
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.compiling import blocks_of, compile_model
+from colonnade.engine.compiling import _refuse_lost_sums, blocks_of, compile_model
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.nn import CrossEntropyLoss
@@ -101,6 +103,17 @@ def _refused() -> None:
 
 def test_a_torch_that_loses_sums_in_the_backward_pass_compiles_no_split_model():
     run_world(2, _refused)
+
+
+@pytest.mark.parametrize(
+    ("known", "size", "compiles", "refused"),
+    [(True, 2, False, True), (True, 1, False, False), (False, 2, False, False), (True, 2, True, False)],
+)
+def test_only_sums_inside_a_model_are_lost(monkeypatch, known, size, compiles, refused):
+    monkeypatch.setattr(torch_versions, "COMPILES_COLLECTIVES", compiles)
+    context: Any = SimpleNamespace(is_initialized=lambda mode: known, get_world_size=lambda mode: size)
+    with pytest.raises(ConfigError, match="leaves sums over") if refused else nullcontext():
+        _refuse_lost_sums(context)
 
 
 def test_blocks_are_the_members_of_the_outer_containers():

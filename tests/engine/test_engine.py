@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.errors import ConfigError, ContextError, GradientError
 from colonnade.testing import compare, gather_gradients, gather_weights, plain_gradients, run_world
 
@@ -236,6 +239,95 @@ def test_a_loop_that_forgets_a_step_is_told_so():
         with pytest.raises(GradientError, match=r"backward\(\) 0 times"):
             for _ in engine.batches([1, 2]):
                 pass
+        assert not engine._book.uneven
+        with pytest.raises(GradientError, match=r"backward\(\) 1 times and left 1 of 1 passes"):
+            _many(engine, passes=1, steps=0)
+    with world_of_one(gradient_accumulation=3) as gpc:
+        engine = start(gpc)
+        _many(engine, passes=1, steps=1)
+        with pytest.raises(GradientError, match=r"backward\(\) 2 times and left 2 of 3 passes"):
+            _many(engine, passes=2, steps=0)
+
+
+def _many(engine, passes: int, steps: int) -> None:
+    for _ in engine.batches([1, 2]):
+        for _ in range(passes):
+            engine.backward(engine.model(numbers(3, 4, seed=0)).sum())
+        for _ in range(steps):
+            engine.step()
+
+
+def test_a_graph_through_weights_that_were_given_back_is_explained():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        for text, notes in (("out of memory", 0), ("setStorage: 8 bytes are out of bounds for storage of size 0", 1)):
+
+            def fail(grad: torch.Tensor, text: str = text) -> None:
+                raise RuntimeError(text)
+
+            out = engine(numbers(3, 4, seed=0))
+            out.register_hook(fail)
+            with pytest.raises(RuntimeError, match=text) as caught:
+                engine.backward(out.sum())
+            assert len(getattr(caught.value, "__notes__", [])) == notes
+            engine.zero_grad()
+            assert engine.last_step_skipped
+        engine.close()
+
+
+@pytest.mark.parametrize(("failed_ranks", "uneven"), [((), False), ((), True), ((0,), False)])
+def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, uneven):
+    """Where nobody hears of it on the host, the step is made and dropped on the device."""
+    told: list[object] = []
+    with world_of_one(gradient_accumulation=3) as gpc:
+        engine = start(gpc)
+        engine.backward(engine(numbers(3, 4, seed=0)).sum())
+        synchroniser = SimpleNamespace(
+            groups={(0,): None},
+            failed_ranks=failed_ranks,
+            end_backward=lambda: told.append("end"),
+            fail=lambda: told.append("fail"),
+        )
+        engine._sync = SimpleNamespace(synchroniser=synchroniser, prepare=told.append)
+        engine._reduce = lambda: told.append("reduce")
+        engine._stepper.step = lambda: told.append("step")
+        engine._book.carry = lambda *_: None
+        engine._book.someone_has = lambda here: told.append(("someone has", here))
+        engine._book.uneven, engine._failed, total = uneven, True, engine._total_passes
+        engine._give_up_step()
+        asked = [("someone has", True)] * uneven
+        ends = ["fail", "end", "reduce", *["step"] * (not failed_ranks)]
+        assert told == ["end", *asked, False, "end", *asked, True, *ends]
+        assert (engine._failed, engine._passes, engine._total_passes) == (False, 0, total)
+        assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def test_an_engine_that_is_closed_leaves_nothing_behind():
+    with world_of_one(clip_grad_norm=1.0) as gpc:
+        engine = start(gpc)
+        closed: list[str] = []
+        for name in ("_watch", "_stepper", "_sync"):
+            part = getattr(engine, name)
+            part.close = lambda name=name, close=part.close: (closed.append(name), close())
+        engine.close()
+        assert closed == ["_watch", "_stepper", "_sync"]
+        assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in engine.model.parameters())
+
+
+def test_a_schedule_that_is_set_later_is_prepared_too():
+    with world_of_one() as gpc:
+        engine = start(gpc)
+        seen: list[object] = []
+
+        class Later(type(engine.schedule)):
+            def pre_processing(self, engine: object) -> None:
+                seen.append(engine)
+
+        engine.schedule = later = Later()
+        assert seen == [engine]
+        assert engine.schedule is later
+        assert engine.uses_pipeline is False
+        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -300,4 +392,22 @@ def test_a_trainer_measures_the_loss_where_there_is_one(criterion):
     with world_of_one() as gpc:
         engine = initialize(model(), lambda p: torch.optim.SGD(p, lr=0.1), criterion, context=gpc)[0]
         assert engine.gives_loss is (criterion is not None)
+        if criterion is None:
+            engine.schedule = _OwnLoss()
+        batch = numbers(3, 4, seed=0), numbers(3, 2, seed=1)
+        engine.execute_schedule(iter([batch]), forward_only=True)
+        assert engine.gives_loss is (criterion is not None)
+        engine.execute_schedule(iter([batch]))
+        assert engine.gives_loss
         engine.close()
+
+
+class _OwnLoss(BaseSchedule):
+    """The model is trained on its own loss."""
+
+    def forward_back_step(self, engine, data_iter, forward_only=False, return_loss=True, return_output_label=True):
+        x, y = next(data_iter)
+        loss = engine.model(x).square().mean()
+        if not forward_only:
+            engine.backward(loss)
+        return None, y, loss.detach()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from colonnade._launch import launch
+from colonnade.context.build import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.losses import LossBook
@@ -222,7 +223,7 @@ def _factor(book: LossBook, scaler: Any = None) -> Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0]), 0, 0.0, torch.tensor(0)], ids=str)
+@pytest.mark.parametrize("count", [2, 0.5, 2.0, torch.tensor(2), torch.tensor([2.0]), 0, 0.0, torch.tensor(0)], ids=str)
 def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
     with world_of_one() as gpc:
         book = LossBook(gpc, 2)
@@ -233,7 +234,7 @@ def test_a_count_may_be_a_number_or_a_tensor_of_one_element(count):
         assert factor.item() == 1 / (count + 3)
 
 
-@pytest.mark.parametrize("count", [math.nan, math.inf, -2.0])
+@pytest.mark.parametrize("count", [math.nan, math.inf, -2.0, -0.5])
 def test_a_wrong_count_on_a_device_makes_the_step_not_finite(count):
     with world_of_one() as gpc:
         book = LossBook(gpc, 2)
@@ -292,6 +293,7 @@ def test_the_mean_of_one_pass_on_one_rank_stays_a_mean(accumulation, is_one):
     [
         ((3.0, 2.0), "cpu", None, True),
         ((3.0, 2.0), "cpu", True, True),
+        ((1.0, 1.0), "cpu", True, True),
         ((3.0, 0.0), "cpu", True, False),
         ((0.0, 2.0), "cpu", False, False),
         ((3.0, 2.0), "meta", True, False),  # who gave counts does not wait for the device
@@ -308,6 +310,47 @@ def test_two_forms_in_one_step_are_refused_once(totals, device, form, is_refused
                 book.refuse_two_forms()
         book.refuse_two_forms()
         assert book._totals is None
+
+
+def test_a_book_takes_part_once_counts_were_given_and_where_ranks_may_run_out():
+    with world_of_one() as gpc:
+        book = LossBook(gpc, 2)
+        assert (book._takes_part, book.counted, book._one_mean) == (False, None, False)
+        assert _factor(book) is None
+        book.add(None)
+        assert (book._takes_part, book.counted, book._means) == (False, False, 1)
+        book.uneven = True
+        assert book._takes_part
+        assert _factor(book) == 2.0  # one of the two means of a step
+        book.uneven = False
+        book.clear()
+        assert (book.counted, book._means, book._count, book._carried) == (None, 0, 0.0, False)
+        book.add(3, here=False)  # another rank of the pipeline reports it
+        assert (book._takes_part, book.counted, book._count) == (True, True, 0.0)
+        book.clear()
+        book.add(None)
+        assert book._takes_part  # or one that gives counts would be waited for
+        assert book.factor(torch.tensor([1.0, 1.0])).isnan()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "share", "one_mean"),
+    [
+        ({}, 1, 1.0, True),
+        ({"tensor": 2}, 2, 0.5, True),
+        ({"pipeline": 2}, 2, 1.0, True),
+        ({}, 2, 1.0, False),
+        ({"tensor": 2, "pipeline": 2}, 12, 0.5, False),
+    ],
+)
+def test_each_rank_reports_its_share_of_a_count(parallel, ranks, share, one_mean):
+    layout = build_layout({"parallel": parallel}, ranks)
+    context: Any = SimpleNamespace(layout=layout, device=torch.device("cpu"))
+    book = LossBook(context, 1)
+    assert (book._share, book._one_mean) == (share, one_mean)
+    assert LossBook(context, 2)._one_mean is False
+    book.add(4)
+    assert book._numbers().tolist() == [4 * share, 0.0]
 
 
 def test_a_run_keeps_the_form_of_its_first_loss():

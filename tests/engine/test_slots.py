@@ -91,6 +91,10 @@ def test_one_slot_per_parameter() -> None:
 def test_a_group_that_fits_nothing_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'tail' \(haed.weight\) matches no parameter.*Did you mean 'head.weight'"):
         numbered(NAMES, groups={"tail": {"params": "haed.weight"}})
+    with pytest.raises(
+        ConfigError, match=r"'tail' \(haed.weight, x\) matches no parameter.*Did you mean 'head.weight'"
+    ):
+        numbered(NAMES, groups={"first": {"params": "embed.*"}, "tail": {"params": ["haed.weight", "x"]}})
 
 
 # -- on several ranks -------------------------------------------------------------------------------------

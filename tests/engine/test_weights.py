@@ -31,3 +31,16 @@ def test_whole_weights_in_memory_and_in_a_file(tmp_path):
             "to is 'all', 'first' or the name of a .safetensors file to write, not 'every'"
         )
         engine.close()
+
+
+def test_weights_that_are_on_their_way_are_waited_for(tmp_path):
+    with world_of_one() as gpc:
+        engine, waited = start(gpc), list[str]()
+        engine.wait_for_weights()  # there is nothing to wait for
+        engine.optimizer.wait = lambda: waited.append("waited")
+        engine.full_state_dict()
+        assert len(waited) == 1
+        with pytest.raises(CheckpointError):  # a model without a config of transformers
+            engine.save_pretrained(tmp_path / "folder")
+        assert len(waited) == 2
+        engine.close()

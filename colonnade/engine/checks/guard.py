@@ -8,10 +8,13 @@ so that calls which have fallen out of step are not mixed up with it. Only where
 from __future__ import annotations
 
 import json
+import re
+import struct
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,8 @@ from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
 from colonnade.comm.torch_versions import default_store, gather_rows, is_alive, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_handler.call_log import CallLog, first_difference, read_steps
+from colonnade.engine.checks.ordered_sum import ordered_sum
+from colonnade.engine.gradient_handler.call_log import CallLog, Steps, first_difference, read_steps
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.errors import GradientError, listed
 from colonnade.parallel.checksum import checksum
@@ -33,7 +37,7 @@ from colonnade.parallel.held import held_tensors
 
 EVERY = 100
 """Steps between two comparisons, unless the config says otherwise."""
-_BITS = (1 << 62) - 1
+_PART = struct.Struct("<2q")
 _NAMED = 8
 
 
@@ -73,7 +77,7 @@ class Guard:
         self, model: nn.Module, optimizer: Any, context: ParallelContext, sync: GradientSync, every: int
     ) -> None:
         self._model, self._optimizer, self._context, self._sync = weakref.ref(model), optimizer, context, sync
-        self._every, self._steps, self._in_order, self._turn = every, 0, 0, 0
+        self._every, self._steps, self._turns = every, 0, count()
         self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
         context.waits.more = lambda: self._log.so_far
@@ -81,7 +85,7 @@ class Guard:
 
     def end_step(self) -> None:
         """A step was made. Collective over the world at every `every`-th."""
-        self._log.end_step(self._steps)
+        self._log.end_step()
         self._steps += 1
         if self._steps % self._every == 0:
             self.check()
@@ -100,7 +104,11 @@ class Guard:
             if apart:
                 raise GradientError(self._explained(apart, replicas), code="C047")
         self._log.forget()
-        self._in_order = self._steps
+
+    @property
+    def _in_order(self) -> int:
+        """The number of steps after which ranks were last found alike."""
+        return self._steps - len(self._log.steps)
 
     def close(self) -> None:
         """Compare no longer."""
@@ -115,33 +123,31 @@ class Guard:
 
     def _calls(self) -> Iterator[_Part]:
         """What was called over each group of this rank, in which order its handlers ran, and what is planned."""
-        digests = dict(self._log.digests)
-        for ranks in self._context.layout.rank_sets(self._context.get_global_rank()):
-            if len(ranks) > 1:
-                yield _Part(_call_key(ranks), digests.pop(ranks, 0))
-        stage = self._context.get_local_rank(ParallelMode.PIPELINE)
-        yield _Part(digest_of(f"handlers {stage}"), digests.pop(None, 0))
-        for ranks, digest in digests.items():
-            yield _Part(_call_key(ranks), digest)
+        for key, ranks in self._groups().items():
+            yield _Part(key, self._log.digests[ranks])
         for ranks, planned in self._planned().items():
-            yield _Part(digest_of(f"planned {list(ranks)}"), digest_of(repr([places for places, _ in planned])))
+            yield _Part(_plan_key(ranks), digest_of(repr([places for places, _ in planned])))
+
+    def _groups(self) -> dict[int, tuple[int, ...] | None]:
+        """By key: the sets of ranks over which calls are compared; None: the order of the handlers of a stage."""
+        stage = self._context.get_local_rank(ParallelMode.PIPELINE)
+        known = [None, *self._context.layout.rank_sets(self._context.get_global_rank()), *self._log.digests]
+        return {digest_of(f"handlers {stage}" if ranks is None else f"calls {ranks}"): ranks for ranks in known}
 
     def _planned(self) -> dict[tuple[int, ...], list[tuple[Any, str]]]:
         """The sums over each group in the order in which they are started: (their places in the plan, names)."""
         found: dict[tuple[int, ...], list[tuple[Any, str]]] = {}
         for bucket in self._sync.synchroniser.buckets:
-            if len(bucket.sum.ranks) > 1:
-                places = bucket.positions, bucket.sum.divisor, bucket.sum.labels
-                found.setdefault(bucket.sum.ranks, []).append((places, bucket.names[0]))
+            places = bucket.positions, bucket.sum.divisor, bucket.sum.labels
+            first, *_ = bucket.names
+            found.setdefault(bucket.sum.ranks, []).append((places, first))
         return found
 
     def _exchange(self, mine: list[_Part]) -> list[dict[int, int]]:
         """Every rank's parts, in rank order."""
         self._meet()
-        told = b"".join(number.to_bytes(8, "little") for part in mine for number in part)
-        rows = gather_in_pieces(told, self._gather)
-        numbers = [[int.from_bytes(row[at : at + 8], "little") for at in range(0, len(row), 8)] for row in rows]
-        return [dict(zip(row[::2], row[1::2], strict=True)) for row in numbers]
+        rows = gather_in_pieces(b"".join(_PART.pack(*part) for part in mine), self._gather)
+        return [dict(_PART.iter_unpack(row)) for row in rows]
 
     def _gather(self, content: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -149,14 +155,13 @@ class Guard:
 
     def _meet(self) -> None:
         """Return when all ranks are here; raise if one never will be."""
-        store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{self._turn}"
-        self._turn += 1
-        count = store.add(key, 1)
+        store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
+        here = store.add(key, 1)
         begin, pause = time.monotonic(), 0.0001
-        while count < self._context.world_size:
+        while here < self._context.world_size:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-            count = store.add(key, 0)
+            here = store.add(key, 0)
             if time.monotonic() - begin > 1.5 * waits.SAY_AFTER:
                 self._look_for_stuck()
                 begin = time.monotonic()
@@ -165,16 +170,13 @@ class Guard:
         """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
         here = self._context.get_global_rank()
         for rank in range(self._context.world_size):
-            told = waits.told_by(rank) if rank != here else None
-            if told is None or told[1] is None or " over ranks [" not in told[0]:
-                continue
-            waits_for = json.loads(told[0].partition(" over ranks ")[2].partition("]")[0] + "]")
-            # It may as well wait for a third rank that is late: then all its calls were made here too.
-            found = first_difference(self._log.steps, read_steps(told[1]), waits_for, under_way=True)
-            if here in waits_for and found is not None:
+            place, calls = waits.told_by(rank) or ("", None)
+            found = _waits_in_vain(here, self._log.steps, place, calls)
+            if found is not None:
+                step, mine, theirs = found
                 raise GradientError(
-                    f"rank {rank} is {told[0]} and waits for rank {here}, which has made all its calls of step {self._steps - 1}; "
-                    f"they part at step {found[0]}: rank {here} {found[1]}, rank {rank} {found[2]}. {_SAME_CALLS}",
+                    f"rank {rank} is {place} and waits for rank {here}, which has made all its calls of step {self._steps - 1}; "
+                    f"they part at step {self._in_order + step}: rank {here} {mine}, rank {rank} {theirs}. {_SAME_CALLS}",
                     code="C043",
                 )
 
@@ -185,10 +187,8 @@ class Guard:
         speakers = sorted({ranks[0] for opinions in apart.values() for ranks in opinions.values()})
         mine = {
             "calls": self._log.steps,
-            "groups": [[_call_key(ranks), list(ranks)] for ranks in self._log.digests if ranks is not None],
-            "planned": {
-                str(digest_of(f"planned {list(ranks)}")): planned for ranks, planned in self._planned().items()
-            },
+            "groups": [*self._groups().items()],
+            "planned": {str(_plan_key(ranks)): planned for ranks, planned in self._planned().items()},
             "replicas": {
                 str(one.key): [one.kind, one.labels, [checksum(tensor).tolist() for tensor in one.tensors]]
                 for one in replicas
@@ -200,7 +200,7 @@ class Guard:
             for rank, text in share_texts(f"guard/{digest_of(repr(apart))}", json.dumps(mine), speakers).items()
         }
         since = f"after {self._steps} steps (in order after {self._in_order})"
-        called = [*_calls_apart(apart, told), *_plans_apart(apart, told)]
+        called = [*_calls_apart(apart, told, self._in_order), *_plans_apart(apart, told)]
         drifted = list(_replicas_apart(apart, told))
         shown = [*called, *drifted][:_NAMED]
         more = (
@@ -217,8 +217,19 @@ _SAME_REPLICAS = (
 )
 
 
-def _call_key(ranks: tuple[int, ...]) -> int:
-    return digest_of(f"calls {list(ranks)}")
+def _plan_key(ranks: tuple[int, ...]) -> int:
+    return digest_of(f"planned {ranks}")
+
+
+def _waits_in_vain(here: int, mine: Steps, place: str, told: Any) -> tuple[int, str, str] | None:
+    """Where the calls part of rank `here`, which makes none, and of one that stands at `place` and tells its calls.
+
+    None where it does not wait for `here`, or may wait for a third rank that is late: then all its calls were made here too.
+    """
+    over = re.search(r" over ranks (\[.*?\])", place)
+    if over is None or told is None or here not in json.loads(over[1]):
+        return None
+    return first_difference(mine, read_steps(told), json.loads(over[1]), under_way=True)
 
 
 def _apart(everyone: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:
@@ -230,44 +241,41 @@ def _apart(everyone: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:
     return {key: opinions for key, opinions in found.items() if len(opinions) > 1}
 
 
-def _calls_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
+def _calls_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any], begin: int) -> Iterator[str]:
+    """`begin`: the number of the first step that is told of."""
     steps = {rank: read_steps(said["calls"]) for rank, said in told.items()}
     groups = {key: ranks for said in told.values() for key, ranks in said["groups"]}
     for key, opinions in apart.items():
-        if any(str(key) in said["replicas"] for said in told.values()):
-            continue
         first, *others = sorted(opinions.values())
-        for other in others:
-            found = first_difference(steps[first[0]], steps[other[0]], groups.get(key))
+        for other in others if key in groups else ():
+            found = first_difference(steps[first[0]], steps[other[0]], groups[key], under_way=False)
             if found is not None:
-                over = f" over ranks {groups[key]}" if key in groups else " (the order of handlers)"
-                yield (
-                    f"calls at step {found[0]}{over}: rank {listed(first)} {found[1]}, rank {listed(other)} {found[2]}"
-                )
+                step, mine, theirs = found
+                over = " (the order of handlers)" if groups[key] is None else f" over ranks {groups[key]}"
+                yield f"calls at step {begin + step}{over}: rank {listed(first)} {mine}, rank {listed(other)} {theirs}"
 
 
 def _plans_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
     for key, opinions in apart.items():
         plans = [(ranks, told[ranks[0]]["planned"].get(str(key))) for ranks in opinions.values()]
         (first, mine), *others = plans
-        for other, theirs in others if all(plan is not None for _, plan in plans) else ():
-            at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-            names = [plan[at][1] if at is not None else "another number of sums" for plan in (mine, theirs)]
+        for other, theirs in others if mine is not None else ():
+            ended = None, "another number of sums"
+            unlike = ((one, two) for one, two in zip(mine, theirs, strict=False) if one != two)
+            (_, one), (_, two) = next(unlike, (ended, ended))
             yield (
-                f"the planned sums: rank {listed(first)} starts that of {names[0]!r} where rank {listed(other)} starts that of "
-                f"{names[1]!r}"
+                f"the planned sums: rank {listed(first)} starts that of {one!r} where rank {listed(other)} starts that of {two!r}"
             )
 
 
 def _replicas_apart(apart: dict[int, dict[int, list[int]]], told: dict[int, Any]) -> Iterator[str]:
     for key, opinions in apart.items():
-        known = {ranks[0]: told[ranks[0]]["replicas"].get(str(key)) for ranks in opinions.values()}
-        if any(said is None for said in known.values()):
-            continue
-        usual = max(opinions.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-        kind, labels, right = known[usual[0]]
-        for ranks in opinions.values():
-            for label, one, other in zip(labels, right, known[ranks[0]][2], strict=True):
+        usual, *others = sorted(opinions.values(), key=lambda ranks: (-len(ranks), ranks))
+        known = told[usual[0]]["replicas"].get(str(key))
+        for ranks in others if known is not None else ():
+            kind, labels, right = known
+            *_, theirs = told[ranks[0]]["replicas"][str(key)]
+            for label, one, other in zip(labels, right, theirs, strict=True):
                 if one != other:
                     yield f"{kind} {label!r}: rank {listed(ranks)} has other bits than rank {listed(usual)}"
 
@@ -309,19 +317,11 @@ def _state_of(optimizer: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]
 
 def _digests(replicas: list[_Replicas]) -> list[_Part]:
     """One number for each kind and set of holders; one copy to the host for all of them on a device."""
-    mixed = [_mixed([checksum(tensor) for tensor in one.tensors]) for one in replicas]
+    mixed = [ordered_sum(torch.cat([checksum(tensor) for tensor in one.tensors])) for one in replicas]
     by_device: dict[torch.device, list[int]] = {}
     for at, number in enumerate(mixed):
         by_device.setdefault(number.device, []).append(at)
-    numbers = [0] * len(mixed)
+    numbers: dict[int, int] = {}
     for places in by_device.values():
-        for at, number in zip(places, torch.stack([mixed[at] for at in places]).tolist(), strict=True):
-            numbers[at] = number & _BITS
-    return [_Part(one.key, number) for one, number in zip(replicas, numbers, strict=True)]
-
-
-def _mixed(sums: list[Tensor]) -> Tensor:
-    """The checksums of several tensors as one number, in which their order counts."""
-    flat = torch.cat(sums)
-    factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
-    return (flat * factors).sum()
+        numbers |= zip(places, torch.stack([mixed[at] for at in places]).tolist(), strict=True)
+    return [_Part(one.key, numbers[at]) for at, one in enumerate(replicas)]

@@ -6,39 +6,37 @@ every rank. A steady step computes nothing and sends nothing.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from colonnade.comm.messages import message_device
+from colonnade.comm.messages import digest_of, message_device
 from colonnade.comm.torch_versions import gather_rows
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.checks.ordered_sum import ordered_sum
 from colonnade.engine.schedule.base import rows_of
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
 from colonnade.engine.schedule.loss import USE_ONE_FORM
 from colonnade.errors import GradientError, ScheduleError, listed
+from colonnade.parallel.checksum import words_of
 
 _FORMS = ("", "a mean", "(sum, count)")
 _SAMPLED = 1 << 16
 """How many elements of a tensor are looked at, evenly spread: another batch differs in nearly all of them."""
-_BITS = (1 << 62) - 1
-
-
 _Given = tuple[int, int]
 """(digest, rows)"""
 
 
 class _Said(NamedTuple):
-    """What one rank says of its step. Zeros: it has nothing to say."""
+    """What one rank says of its step: the form of its loss, and digests and rows of what it was given. Zeros: nothing."""
 
-    form: int = 0
-    inputs: int = 0
-    input_rows: int = 0
-    labels: int = 0
-    label_rows: int = 0
+    form: int
+    inputs: int
+    labels: int
+    input_rows: int
+    label_rows: int
 
 
 class SameBatch:
@@ -60,17 +58,16 @@ class SameBatch:
     @property
     def due(self) -> bool:
         """Whether the step that is under way is compared: steps 0 and 1, and every power of two from 64 on."""
-        return self._step < 2 or (self._step >= 64 and self._step & (self._step - 1) == 0)
+        return self._step < 2 or (self._step >= 64 and self._step.bit_count() == 1)
 
     def see(self, inputs: Any, labels: Any = None) -> None:
         """Note what a rank was given; does nothing in a step that is not compared."""
         if not (self._looks and self.training and self.due and torch.is_grad_enabled()):
             return
-        for at, given in enumerate((inputs, labels)):
-            found = _digest(given)
-            if found is not None:
-                self._digests[at] = self._digests[at] * 31 + found
-                self._rows[at] += rows_of(given)
+        for seen, given in zip(self._seen, (inputs, labels), strict=True):
+            digest = _digest(given)
+            if digest is not None:
+                seen.append((digest, rows_of(given)))
 
     def end_step(self, counted: bool | None, whole: bool) -> None:
         """Compare, if it is due. Collective over the world then; all ranks raise, or none.
@@ -79,21 +76,21 @@ class SameBatch:
         made all passes of the step; one that has not says nothing.
         """
         if not self._alone and self.due:
-            digests = [int(digest) & _BITS for digest in self._digests]
             form = 0 if counted is None else 1 + counted
-            mine = _Said(form, digests[0], self._rows[0], digests[1], self._rows[1]) if whole else _Said()
+            digests = [digest_of(repr(seen)) * bool(seen) for seen in self._seen]
+            rows = [sum(rows for _, rows in seen) for seen in self._seen]
             with self._context.waits.during("comparing the batches"):
-                everyone = self._gather(mine)
+                everyone = self._gather(_Said(form, *digests, *rows), whole)
             self._check(everyone)
         self._step += 1
         self._clear()
 
     def _clear(self) -> None:
-        self._digests: list[Tensor | int] = [0, 0]
-        self._rows = [0, 0]
+        self._seen: tuple[list[_Given], list[_Given]] = [], []
+        """Of the passes so far: inputs, labels."""
 
-    def _gather(self, mine: _Said) -> list[_Said]:
-        own = torch.tensor(mine, dtype=torch.int64, device=message_device(self._context.device))
+    def _gather(self, mine: _Said, speaks: bool) -> list[_Said]:
+        own = torch.tensor(mine, dtype=torch.int64, device=message_device(self._context.device)) * speaks
         return [_Said(*row) for row in gather_rows(own).tolist()]
 
     def _check(self, everyone: list[_Said]) -> None:
@@ -105,9 +102,11 @@ class SameBatch:
             )
         first: dict[tuple[Any, ...], tuple[int, _Given]] = {}
         for rank, said in enumerate(everyone):
-            for what, given in (("inputs", said[1:3]), ("labels", said[3:5])):
-                if given[0]:
-                    self._compare(what, *first.setdefault((what, *self._place(rank)), (rank, given)), rank, given)
+            given = {"inputs": (said.inputs, said.input_rows), "labels": (said.labels, said.label_rows)}
+            for what, (digest, rows) in given.items():
+                if digest:
+                    mine = digest, rows
+                    self._compare(what, *first.setdefault((what, *self._place(rank)), (rank, mine)), rank, mine)
 
     def _place(self, rank: int) -> tuple[int, ...]:
         """Where the rank stands among those that see distinct data."""
@@ -129,16 +128,12 @@ class SameBatch:
 
 
 @torch.no_grad()
-def _digest(given: Any) -> Tensor | None:
-    """A number that another batch does not have, on the device of the tensors; None where there are no plain tensors."""
-    total: Tensor | None = None
+def _digest(given: Any) -> int | None:
+    """A number that another batch does not have; None where there are no plain tensors. Waits for them."""
+    found = []
     for leaf in tree_leaves(given):
         if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
             continue
-        shape = torch.tensor(zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode()))
-        total = shape if total is None else total * 31 + shape
-        if leaf.numel():
-            flat = leaf.detach().reshape(-1)[:: -(-leaf.numel() // _SAMPLED)].contiguous().view(torch.uint8).long()
-            weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1
-            total = total.to(flat.device) + ((weights ^ (weights >> 29)) * flat).sum()
-    return total
+        some = leaf.reshape(-1)[:: 1 + leaf.numel() // _SAMPLED].contiguous()
+        found.append((leaf.dtype, tuple(leaf.shape), ordered_sum(words_of(some)).item()))
+    return digest_of(repr(found)) if found else None

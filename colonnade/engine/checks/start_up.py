@@ -74,16 +74,14 @@ def check_tied(optimizer: Any, model: nn.Module, context: ParallelContext) -> No
     # All ranks of a stage say the same, so every pipeline comes to the same end.
     everyone = gather_json(mine, context.device, context.get_group(ParallelMode.PIPELINE))
     for key in sorted({key for said in everyone for key in said}):
-        here = [(stage, said[key]) for stage, said in enumerate(everyone) if key in said]
-        for stage, options in here:
-            differing = next(
-                (name for name in {**options, **here[0][1]} if options.get(name) != here[0][1].get(name)), None
-            )
+        (first, usual), *others = [(stage, said[key]) for stage, said in enumerate(everyone) if key in said]
+        for stage, options in others:
+            differing = next((name for name in {**options, **usual} if options.get(name) != usual.get(name)), None)
             if differing is not None:
                 raise GradientError(
                     f"the stages do not agree on the optimizer's {differing!r} for the tied weight {key!r}: "
-                    f"{here[0][1].get(differing)} at stage {here[0][0]}, {options.get(differing)} at stage {stage}. They hold the "
-                    f"same weight, so they must step on it alike."
+                    f"{usual.get(differing)} at stage {first}, {options.get(differing)} at stage {stage}. They hold the same weight, "
+                    f"so they must step on it alike."
                 )
 
 

@@ -63,12 +63,12 @@ def refuse_parts(optimizer: Any, model: nn.Module, context: ParallelContext) -> 
         for mode, shard in held.placement.shards.items()
         if context.get_world_size(mode) > 1 and not is_dtensor(held.tensor)
     }
-    for alike in kinds_of_groups(optimizer):
-        members = [parameter for at in alike for parameter in optimizer.param_groups[at]["params"]]
+    for first, *more in kinds_of_groups(optimizer):
+        members = [parameter for at in (first, *more) for parameter in optimizer.param_groups[at]["params"]]
         tried: set[tuple[int, int]] = set()
         for held, dim in [split[id(parameter)] for parameter in members if id(parameter) in split]:
             kind = held.tensor.dim(), dim
-            if kind not in tried and _steps_otherwise(optimizer, alike[0], *kind):
+            if kind not in tried and _steps_otherwise(optimizer, first, *kind):
                 raise GradientError(
                     f"{type(optimizer).__name__} steps otherwise on a part of a tensor than on the whole, and {held.name!r} is "
                     f"split ({held.placement}): it would not be trained as in one process. Use AdamW, SGD or another "

@@ -5,8 +5,10 @@ Handlers that say what they sum cannot call anything else. Of those that sum by 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -20,10 +22,9 @@ from colonnade.parallel.dtensor import local_part
 
 Entry = tuple[str, str, tuple[int, ...]]
 """(handler, what it calls, over which ranks); no ranks: it does what it has planned."""
-Steps = list[tuple[int, tuple[Entry, ...]]]
-"""(number of a step, what was called in it), where nothing was left out."""
+Steps = list[tuple[Entry, ...]]
+"""What was called in each step."""
 
-_BITS = (1 << 62) - 1
 _PLANNED = "does its planned sums"
 
 
@@ -40,7 +41,7 @@ class CallLog:
         """By what is called: what is noted of it. Made once, since a step may make hundreds of calls."""
         self.steps: Steps = []
         """Since `forget`."""
-        self.digests: dict[Any, int] = {}
+        self.digests: Counter[tuple[int, ...] | None] = Counter()
         """What was called so far over each set of ranks, and (under None) in which order handlers ran, as a number."""
 
     def run(self, handler: BaseGradientHandler) -> None:
@@ -56,15 +57,15 @@ class CallLog:
             handler.handle_gradient()
         self._at("summing the gradients")
 
-    def end_step(self, step: int) -> None:
+    def end_step(self) -> None:
         """All handlers have run, or none."""
         called, self._entries = tuple(self._entries), []
         if called not in self._known:
             self._known[called] = called, _by_ranks(called)
         called, digests = self._known[called]  # one object for all steps that are alike
         for ranks, digest in digests.items():
-            self.digests[ranks] = (self.digests.get(ranks, 0) * 1_000_003 + digest) & _BITS
-        self.steps.append((step, called))
+            self.digests[ranks] = digest_of(f"{self.digests[ranks]} {digest}")
+        self.steps.append(called)
 
     def forget(self) -> None:
         """What was called so far was alike on all ranks."""
@@ -75,32 +76,31 @@ class CallLog:
     @property
     def so_far(self) -> Steps:
         """With the step that is under way."""
-        step = self.steps[-1][0] + 1 if self.steps else -1
-        return [*self.steps, (step, tuple(self._entries))]
+        return [*self.steps, tuple(self._entries)]
 
     def _note(self, handler: str, name: str, group: Any, given: Any) -> None:
         """A handler is about to make this collective."""
         if not self._names:
             self._names = self._places()
-        tensors = given if _is_one(given) else [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        match given:
+            case [Tensor()]:  # of an all_reduce; looking into anything else takes longer than all the rest
+                tensors = given
+            case _:
+                tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         found: Any = next((self._names[place] for t in tensors if (place := t.data_ptr()) in self._names), None)
         key = handler, name, group, sum(t.numel() for t in tensors) if found is None else found
         if key not in self._texts:
             self._texts[key] = _noted(*key)
         if (noted := self._texts[key]) is not None:
-            self._entries.append(noted[0])
-            self._at(noted[1])
+            entry, at = noted
+            self._entries.append(entry)
+            self._at(at)
 
     def _places(self) -> dict[int, str]:
         """By the memory of a gradient: the parameter's name."""
         self._parameters = self._parameters or list(self._named())
         gradients = ((name, p.grad) for name, p in self._parameters if p.grad is not None)
         return {local_part(grad).data_ptr(): name for name, grad in gradients if not grad.is_sparse}
-
-
-def _is_one(given: Any) -> bool:
-    """What an all_reduce is given; looking into anything else takes longer than all the rest."""
-    return type(given) is list and len(given) == 1 and isinstance(given[0], Tensor)
 
 
 def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, str] | None:
@@ -111,38 +111,39 @@ def _noted(handler: str, name: str, group: Any, of: str | int) -> tuple[Entry, s
     return ((handler, f"{name} {what}", ranks), at) if len(ranks) > 1 else None
 
 
-def _by_ranks(called: Sequence[Entry]) -> dict[Any, int]:
-    found: dict[Any, list[Entry]] = {None: [entry for entry in called if not entry[2]]}
+def _by_ranks(called: Sequence[Entry]) -> dict[tuple[int, ...] | None, int]:
+    found: dict[tuple[int, ...] | None, list[Entry]] = {None: []}
     for entry in called:
-        if entry[2]:
-            found.setdefault(entry[2], []).append(entry)
+        *_, ranks = entry
+        found.setdefault(ranks or None, []).append(entry)
     return {ranks: digest_of(repr(entries)) for ranks, entries in found.items()}
 
 
 def first_difference(
-    one: Steps, other: Steps, ranks: Sequence[int] | None, under_way: bool = False
+    one: Steps, other: Steps, ranks: Sequence[int] | None, *, under_way: bool
 ) -> tuple[int, str, str] | None:
     """(step, what was called on the first, what on the other) where two ranks first differ in calls over `ranks`.
 
     `ranks` None: in the order of handlers. `under_way`: the other may still make further calls of its last step.
     """
-    for at_step, ((step, mine), (_, theirs)) in enumerate(zip(one, other, strict=False)):
-        left, right = ([e for e in called if e[2] == tuple(ranks or ())] for called in (mine, theirs))
-        open_end = under_way and at_step == len(other) - 1
-        for at in range(len(right) if open_end else max(len(left), len(right))):
-            pair = [each[at] if at < len(each) else None for each in (left, right)]
-            if pair[0] != pair[1]:
-                return step, _said(pair[0], at), _said(pair[1], at)
+    wanted = tuple(ranks or ())
+    for step, both in enumerate(zip(one, other, strict=False)):
+        left, right = ([entry for *entry, over in called if over == wanted] for called in both)
+        if under_way and step + 1 == len(other):
+            left = left[: len(right)]
+        for at, (mine, theirs) in enumerate(zip_longest(left, right)):
+            if mine != theirs:
+                return step, _said(mine, at), _said(theirs, at)
     return None
 
 
 def read_steps(told: Any) -> Steps:
     """Steps that came as JSON."""
-    return [(step, tuple((who, what, tuple(ranks)) for who, what, ranks in called)) for step, called in told]
+    return [tuple((who, what, tuple(ranks)) for who, what, ranks in called) for called in told]
 
 
-def _said(entry: Entry | None, at: int) -> str:
+def _said(entry: Sequence[str] | None, at: int) -> str:
     if entry is None:
         return f"makes no further call after {at}"
-    who, what, _ = entry
+    who, what = entry
     return f"{who} {what}" if what in ("begins", _PLANNED) else f"{who} calls {what}"

@@ -167,7 +167,7 @@ def _matching(demand: Demand, reduction: Reduction, layout: Layout, rank: int) -
     for factor in demand.owed:
         if factor.mode is reduction.mode and factor.ranks == reduction.ranks:
             return (factor,)
-    for count in range(1, len(demand.owed) + 1):
+    for count, _ in enumerate(demand.owed, 1):
         for factors in combinations(demand.owed, count):
             if joint_ranks(layout, demand.placement, factors, rank) == reduction.ranks:
                 return factors
@@ -185,13 +185,10 @@ def _report(problems: list[str]) -> str:
 
 def _by_kind(problems: list[str]) -> list[str]:
     """One line for parameters whose problem is the same but for the numbers in their name."""
-    first: dict[str, str] = {}
-    counts: dict[str, int] = {}
+    kinds: dict[str, list[str]] = {}
     for problem in problems:
-        key = re.sub(r"\d+", "*", problem)
-        first.setdefault(key, problem)
-        counts[key] = counts.get(key, 0) + 1
-    return [text + (f" (and {counts[key] - 1} alike)" if counts[key] > 1 else "") for key, text in first.items()]
+        kinds.setdefault(re.sub(r"\d+", "*", problem), []).append(problem)
+    return [first + (f" (and {len(alike)} alike)" if alike else "") for first, *alike in kinds.values()]
 
 
 def _short(ranks: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ all of them. The handler, its random numbers and the gradients are then as they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256, sha512
 from itertools import combinations
@@ -45,18 +45,19 @@ class _Marks:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self._most = 1 if world_size > 1024 else 3
         self._runs: list[Tensor] = []
         self._sums: dict[tuple[int, ...], Tensor] = {}
 
     def largest(self, count: int) -> float:
         """What the sum over so many ranks can be: more is possible over many, but not likely."""
-        return (1 if self._world_size > 1024 else 3) * min(count, 3 * sqrt(count))
+        return self._most * min(count, 3 * sqrt(count))
 
     def next_run(self) -> None:
         run = len(self._runs)
         rows = [list(sha512(f"{run}:{rank}".encode()).digest()) for rank in range(self._world_size)]
         marks = _VALUES[torch.tensor(rows) % len(_VALUES)]
-        self._runs.append(marks.sign() if self._world_size > 1024 else marks)
+        self._runs.append(marks.clamp(-self._most, self._most))
         self._sums.clear()
 
     def of(self, rank: int, columns: Tensor) -> Tensor:
@@ -111,12 +112,12 @@ def probe(
         if not unclear.item():
             break
     unseen = sum(one.elements for one in marked) - sum(one.elements for one in seen)
-    return group_reductions(_with_repeats(seen, [answer[0] for answer in answers], summed, unseen))
+    return group_reductions(_with_repeats(seen, [likeliest for likeliest, *_ in answers], summed, unseen))
 
 
 def _run(
     handler: BaseGradientHandler, marked: Sequence[_Marked], marks: _Marks, context: ParallelContext
-) -> dict[tuple[int, ...], int]:
+) -> Counter[tuple[int, ...]]:
     """Run the handler on marks and take their values; returns how many elements it summed over which ranks."""
     rank, who = context.get_global_rank(), type(handler).__name__
     kept = [one.demand.parameter.grad for one in marked]
@@ -151,7 +152,7 @@ def _run(
 def _columns(demand: Demand) -> Tensor:
     """Which of a rank's 64 marks the gradient repeats: all ranks find the same ones, and each parameter has others."""
     digest = sha256((demand.placement.tie_key or demand.name).encode()).digest()
-    return torch.tensor(list(digest))[: local_part(demand.parameter).numel()] % 64
+    return torch.tensor(list(digest))[: local_part(demand.parameter).numel()] % sha512().digest_size
 
 
 @torch.no_grad()
@@ -211,7 +212,7 @@ def _divisor(values: Tensor, total: Tensor, due: float | None, tolerance: float,
 
 
 def _with_repeats(
-    seen: Sequence[_Marked], answers: Sequence[_Sum], summed: Mapping[tuple[int, ...], int], unseen: int
+    seen: Sequence[_Marked], answers: Sequence[_Sum], summed: Counter[tuple[int, ...]], unseen: int
 ) -> list[tuple[Demand, Owed]]:
     """The sums found, by parameter; one that is done twice stands there twice.
 
@@ -227,7 +228,7 @@ def _with_repeats(
         if answer.mode is None:
             continue
         due = next(possible.divisor for possible in one.sums if possible.ranks == answer.ranks)
-        twice = summed.get(answer.ranks, 0) >= sizes[answer.ranks] + sizes[answer] + unseen
+        twice = summed[answer.ranks] >= sizes[answer.ranks] + sizes[answer] + unseen
         divisors = [due, answer.divisor] if due is not None and due != answer.divisor and twice else [answer.divisor]
         found += [(one.demand, Owed(answer.mode, answer.ranks, divisor)) for divisor in divisors]  # type: ignore[arg-type]
     return found

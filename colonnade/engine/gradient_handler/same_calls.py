@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from time import sleep
 from typing import Any
@@ -21,6 +22,7 @@ _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
 _UNEVEN = ("alltoall", "all_to_all", "barrier", "gather", "scatter")
 """Their tensors may have another size on each rank."""
 _LOOK_EVERY = 0.25  # seconds
+_WORKING = {"at": "", "does": "", "size": None, "ended": False, "raised": ""}
 
 
 class SameCalls(TorchDispatchMode):
@@ -33,12 +35,12 @@ class SameCalls(TorchDispatchMode):
 
     def __init__(self, who: str, rank: int) -> None:
         super().__init__()
-        self.summed: dict[tuple[int, ...], int] = {}
+        self.summed: Counter[tuple[int, ...]] = Counter()
         """How many elements went through sums over which ranks."""
-        self._who, self._rank, self._calls = who, rank, dict[str, int]()
+        self._who, self._rank, self._calls = who, rank, Counter[str]()
         turn = default_store().add(f"colonnade/probe/{rank}", 1)
         self._store: Any = PrefixStore(f"colonnade/probe/turn {turn}", default_store())
-        self._tell("", "")
+        self._tell()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,7 +54,7 @@ class SameCalls(TorchDispatchMode):
             tensors = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
             elements = max(sum(tensor.numel() for tensor in some) for some in tensors)
             if name.startswith(("all_reduce", "reduce")):
-                self.summed[ranks] = self.summed.get(ranks, 0) + elements
+                self.summed[ranks] += elements
             size = "" if name.startswith(_UNEVEN) else f" of {elements} element{'s' if elements != 1 else ''}"
             kind = next(str(leaf.dtype).removeprefix("torch.") for some in tensors for leaf in some)
             self._meet(group.group_name, ranks, f"calls {name}{size} ({kind}) over ranks {list(ranks)}")
@@ -62,18 +64,16 @@ class SameCalls(TorchDispatchMode):
         super().__exit__(kind, error, trace)
         raised = str(error).removeprefix(f"{self._who}: ") if isinstance(error, LedgerError) else ""
         does = f"stops with {kind.__name__}: {error}" if error is not None else "ends handle_gradient()"
-        self._tell("", does, ended=True, raised=raised)
+        self._tell(does=does, ended=True, raised=raised)
 
-    def _tell(self, group: str, does: str, size: int = 1, ended: bool = False, raised: str = "") -> None:
-        state = {"at": group, "does": does, "size": size, "calls": self._calls, "ended": ended, "raised": raised}
-        self._store.set(f"rank/{self._rank}", json.dumps(state))
+    def _tell(self, **state: Any) -> None:
+        """What this rank is about to do, and `at` which group, of which `size`; or how it has `ended`."""
+        self._store.set(f"rank/{self._rank}", json.dumps({**_WORKING, "calls": self._calls, **state}))
 
     def _meet(self, group: str, ranks: tuple[int, ...], does: str) -> None:
         """Return when every rank of the group is here; raise if one cannot come."""
-        if len(ranks) == 1:
-            return
-        self._calls[group] = self._calls.get(group, 0) + 1
-        self._tell(group, does, len(ranks))
+        self._calls[group] += 1
+        self._tell(at=group, does=does, size=len(ranks))
         here = f"{group}/{self._calls[group]}/{does}"
         if self._store.add(here, 1) == len(ranks):
             self._store.set(f"{here}/all", "1")
@@ -101,29 +101,30 @@ def find_difference(rank: int, ranks: Sequence[int], states: Mapping[int, Any], 
 
     `quiet`: nobody has moved since the last look, so if every rank waits for another, it stays so.
     """
-    mine = states[rank]
-    group, number = mine["at"], mine["calls"][mine["at"]]
-    missing = [other for other in ranks if states[other]["calls"].get(group, 0) < number]
+    mine, calls = states[rank], {other: Counter(state["calls"]) for other, state in states.items()}
+    group = mine["at"]
+    number = calls[rank][group]
+    missing = [other for other in ranks if calls[other][group] < number]
     here = [other for other in ranks if states[other]["at"] == group and other not in missing]
     unlike = [other for other in here if states[other]["does"] != mine["does"]]
     ended = [other for other in missing if states[other]["ended"]]
     raised = next((states[other]["raised"] for other in ranks if states[other]["raised"]), None)
     if raised is not None:
         return str(raised)
-    culprits = unlike or ended
-    if not culprits and missing and quiet and not any(_can_go_on(state, states) for state in states.values()):
-        culprits = missing
+    stuck = quiet and not any(_can_go_on(at, states[at], calls) for at in states)
+    culprits = unlike or ended or (missing if stuck else [])
     if not culprits:
         return None
-    first, second = sorted([rank, culprits[0]])
+    culprit, *_ = culprits
+    first, second = sorted([rank, culprit])
     return (
         f"rank {second} {states[second]['does']} where rank {first} {states[first]['does']} (after {number - 1} equal "
         f"calls over these ranks); a handler must do the same on every rank"
     )
 
 
-def _can_go_on(state: Mapping[str, Any], states: Mapping[int, Any]) -> bool:
-    if state["ended"] or not state["at"]:
-        return not state["ended"]
-    number = state["calls"][state["at"]]
-    return sum(other["calls"].get(state["at"], 0) >= number for other in states.values()) == state["size"]
+def _can_go_on(rank: int, state: Mapping[str, Any], calls: Mapping[int, Counter[str]]) -> bool:
+    """Whether it is working, or all ranks that it waits for have come."""
+    group = state["at"]
+    come = sum(theirs[group] >= calls[rank][group] for theirs in calls.values())
+    return not state["ended"] and (not group or come == state["size"])

@@ -35,7 +35,7 @@ class Precision:
             return cls(torch.float16, {key: value for key, value in settings.items() if value is not None}, masters)
         return cls(torch.bfloat16 if bf16 else None, None, masters)
 
-    def apply(self, model: nn.Module, device: torch.device, stage: int = 0) -> None:
+    def apply(self, model: nn.Module, device: torch.device, stage: int) -> None:
         """Run the model's forward passes in the chosen dtype, beside this stage of ZeRO.
 
         With master weights (the default) the optimizer steps on fp32: parameters are fp32, and autocast casts them where

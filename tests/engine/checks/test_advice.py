@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from colonnade.context.build import build_layout
@@ -18,7 +17,12 @@ from colonnade.parallel.placement import Replicate, Shard, place
 @pytest.fixture
 def said(monkeypatch):
     said: list[str] = []
-    logger = SimpleNamespace(warning=lambda text, ranks=None: said.append(text))
+
+    def warning(text: str, ranks: list[int] | None = None) -> None:
+        assert ranks in (None, [0])
+        said.append(text)
+
+    logger = SimpleNamespace(warning=warning)
     monkeypatch.setattr(advice, "get_dist_logger", lambda: logger)
     return said
 
@@ -42,6 +46,7 @@ def world(ranks: int, rank: int = 0, **parallel: Any) -> Any:
         (world(2), nn.LayerNorm(2), False),
         (world(1), nn.BatchNorm1d(2), False),
         (world(2, rank=1), nn.BatchNorm1d(2), False),  # the first rank of a stage says it
+        (world(4, rank=1, tensor=2), nn.BatchNorm1d(2), False),
         (world(2, tensor=2), nn.BatchNorm1d(2), False),
         (world(2, pipeline=2), nn.BatchNorm1d(2), True),
         (world(2, rank=1, pipeline=2), nn.BatchNorm1d(2), True),
@@ -87,13 +92,13 @@ def test_ranks_that_repeat_the_work_of_others(said, context, given, is_said):
         assert said[0].startswith("no parameter of the model is split over the 2 ranks of TENSOR")
 
 
-@pytest.mark.parametrize("split", [None, "outer", "inner"])
+@pytest.mark.parametrize("split", [(None, None), ("outer", None), (None, "inner"), ("outer", "inner")])
 @pytest.mark.parametrize("size", [1, 2])
 def test_layers_of_ours_that_split_nothing(said, split, size):
-    given = model(Shard(0))
-    given.arrangement = SimpleNamespace(is_split=lambda side: side == split)  # type: ignore[assignment]
-    context = world(2, tensor=2) if size == 2 else world(2)
-    advice.warn_of_repeated_work(given if size == 2 else nn.Sequential(torch.nn.Tanh()), context)
+    layers = [model(Shard(0)) for _ in split]
+    for layer, own in zip(layers, split, strict=True):
+        layer.arrangement = SimpleNamespace(is_split=lambda side, own=own: side == own)  # type: ignore[assignment]
+    advice.warn_of_repeated_work(nn.Sequential(*layers), world(2, tensor=2) if size == 2 else world(2))
     assert [text.startswith("the layers of colonnade.nn in the model are whole") for text in said] == [True] * (
-        size == 2 and split is None
+        size == 2 and split == (None, None)
     )

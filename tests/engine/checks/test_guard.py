@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +16,12 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.comm import waits
+from colonnade.comm.torch_versions import is_alive
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.checks import guard as module
 from colonnade.engine.checks.guard import guard_of
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import ConfigError, GradientError
@@ -95,6 +100,7 @@ def check_drift() -> None:
         one_ulp(engine.model[1].weight)
     told = said(train, engine, 2)
     assert re.search(r"after 6 steps \(in order after 4\)", told)
+    assert engine._watch._guard._log.steps  # of which the message told
     assert "the weights of '1.weight': rank 1 has other bits than rank 0, 2, 3" in told
     assert "'0.weight'" not in told.partition("the optimizer")[0]
     engine.close()
@@ -104,10 +110,17 @@ def check_drift() -> None:
         train(engine, 1)
         if gpc.get_global_rank() == 2:
             one_ulp(engine.optimizer.state[engine.model[0].bias]["exp_avg_sq"], 1)
-        told = said(engine._watch._guard.check)
+        guard, waited = engine._watch._guard, list[bool]()
+        engine._sync.before_pass = partial(waited.append, True)  # for weights that are on their way
+        told = said(guard.check)
+        assert waited
+        assert "after 1 steps (in order after 0)" in told
         assert "the optimizer's 'exp_avg_sq of 0.bias': rank 2 has other bits than rank 0, 1, 3" in told
-        engine.close()
+        if flat:
+            engine.close()
+            assert not is_alive(guard._group)
         gpc.destroy()
+        engine.close()  # the group is gone
 
 
 def check_parts() -> None:
@@ -249,3 +262,92 @@ def test_nonsense_in_the_config_is_refused(given, message):
 def test_alone_there_is_nobody_to_compare_with():
     with launch({"guard": True}, context=ParallelContext(), verbose=False) as gpc:
         assert guard_of(nn.Linear(2, 2), None, gpc, None) is None
+
+
+# -- what is said, by arithmetic alone ---------------------------------------------------------------------
+
+A, B = ("Mine", "all_reduce of 'a'", (0, 1, 2, 3)), ("Mine", "all_reduce of 'b'", (0, 1, 2, 3))
+BEGINS, LATER = ("Mine", "begins", ()), ("Later", "begins", ())
+
+
+def told(**said: Any) -> Any:
+    return json.loads(json.dumps({"calls": [], "groups": [], "planned": {}, "replicas": {}, **said}))
+
+
+def test_what_has_several_digests_is_apart():
+    everyone = [{1: 5, 2: 7}, {1: 5, 2: 8}, {1: 5, 3: 9}, {2: 7}]
+    assert module._apart(everyone) == {2: {7: [0, 3], 8: [1]}}
+
+
+def test_calls_that_part_are_said_of_all_ranks_of_an_opinion():
+    groups = [[1, [0, 1, 2, 3]], [2, None]]
+    said = {
+        0: told(calls=[[BEGINS, A], [BEGINS, A]], groups=groups),
+        2: told(calls=[[BEGINS, A], [BEGINS, B]], groups=groups),
+        5: told(calls=[[BEGINS, A], [LATER, A]], groups=groups),
+    }
+    assert list(module._calls_apart({1: {7: [2, 3], 8: [0, 1]}}, said, 10)) == [
+        "calls at step 11 over ranks [0, 1, 2, 3]: rank 0, 1 Mine calls all_reduce of 'a', rank 2, 3 Mine calls "
+        "all_reduce of 'b'"
+    ]
+    assert list(module._calls_apart({2: {7: [5, 6], 8: [0, 1]}, 3: {7: [0], 8: [2]}}, said, 0)) == [
+        "calls at step 1 (the order of handlers): rank 0, 1 Mine begins, rank 5, 6 Later begins"
+    ]
+    assert list(module._calls_apart({2: {7: [0, 1], 8: [2, 3]}}, said, 0)) == []
+
+
+def test_plans_that_part_are_said_with_the_first_sum():
+    plan = [[[0], "a"], [[1], "b"], [[2], "c"]]
+    said = {
+        0: told(planned={"1": plan}),
+        2: told(planned={"1": [plan[0], plan[2], plan[1]]}),
+        4: told(planned={"1": plan[:2]}),
+    }
+    assert list(module._plans_apart({1: {7: [0, 1], 8: [2, 3], 9: [4, 5]}, 2: {7: [0], 8: [2]}}, said)) == [
+        "the planned sums: rank 0, 1 starts that of 'b' where rank 2, 3 starts that of 'c'",
+        "the planned sums: rank 0, 1 starts that of 'another number of sums' where rank 4, 5 starts that of 'another "
+        "number of sums'",
+    ]
+
+
+def test_replicas_that_part_are_said_of_the_few():
+    def has(*sums: int) -> Any:
+        return told(replicas={"1": ["the weights of", ["a", "b", "c"], [[one, one] for one in sums]]})
+
+    said = {0: has(1, 9, 3), 2: has(1, 2, 3), 5: has(8, 2, 3)}
+    assert list(module._replicas_apart({1: {7: [0, 1], 8: [2, 3, 4], 9: [5, 6]}, 2: {7: [0], 8: [2]}}, said)) == [
+        "the weights of 'b': rank 0, 1 has other bits than rank 2, 3, 4",
+        "the weights of 'a': rank 5, 6 has other bits than rank 2, 3, 4",
+    ]
+    assert list(module._replicas_apart({1: {7: [2, 3], 8: [0, 1]}}, said)) == [
+        "the weights of 'b': rank 2, 3 has other bits than rank 0, 1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "calls", "found"),
+    [
+        ("in Mine, at all_reduce of 'b' over ranks [0, 1, 2, 3] of step 1", [[A], [B]], True),
+        ("in Mine, at all_reduce of 'a' over ranks [0, 1, 2, 3] of step 1", [[A], []], False),  # may wait for a third
+        ("in Mine, at all_reduce of 'b' over ranks [1, 3] of step 1", [[A], [B]], False),
+        ("summing the gradients", [[A], [B]], False),
+        ("in Mine, at all_reduce of 'b' over ranks [0, 1, 2, 3] of step 1", None, False),
+    ],
+)
+def test_a_rank_waits_in_vain_for_one_that_has_called_something_else(place, calls, found):
+    said = module._waits_in_vain(2, [(A,), (A,)], place, json.loads(json.dumps(calls)))
+    assert said == ((1, "Mine calls all_reduce of 'a'", "Mine calls all_reduce of 'b'") if found else None)
+
+
+def test_state_is_what_the_optimizer_keeps_as_plain_tensors():
+    parameter, moment = torch.ones(3), torch.ones(2)
+    kept = {"exp_avg": moment, "step": 3, "rows": torch.eye(2).to_sparse()}
+
+    def names(optimizer: Any) -> list[str]:
+        return [name for name, value in module._state_of(optimizer, parameter) if value is moment]
+
+    assert names(SimpleNamespace(state={parameter: kept})) == ["exp_avg"]
+    assert names(SimpleNamespace(state={})) == names(SimpleNamespace()) == []
+    shard = SimpleNamespace(state=kept, start=4, stop=6)
+    assert names(SimpleNamespace(flat_shard=lambda given: shard if given is parameter else None)) == ["exp_avg[4:6]"]
+    assert names(SimpleNamespace(flat_shard=lambda given: None)) == []

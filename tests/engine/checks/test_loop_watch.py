@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -11,10 +15,15 @@ from colonnade.engine.checks.loop_watch import LoopWatch
 from colonnade.errors import GradientError
 
 
+def watched(sync: Any = None) -> tuple[nn.Linear, torch.optim.SGD, LoopWatch]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, LoopWatch(model, optimizer, ParallelContext(), sync)
+
+
 def test_parameters_are_looked_at_in_the_first_steps_and_then_rarely(monkeypatch):
     looked: list[int] = []
-    model = nn.Linear(2, 2)
-    watch = LoopWatch(model, torch.optim.SGD(model.parameters(), lr=0.1), ParallelContext())
+    _, _, watch = watched()
     monkeypatch.setattr(LoopWatch, "look", lambda self: looked.append(self._steps))
     for _ in range(250):
         watch.end_step()
@@ -23,12 +32,114 @@ def test_parameters_are_looked_at_in_the_first_steps_and_then_rarely(monkeypatch
 
 
 def test_a_parameter_that_was_replaced_is_named():
-    model = nn.Linear(2, 2)
-    watch = LoopWatch(model, torch.optim.SGD(model.parameters(), lr=0.1), ParallelContext())
+    model, _, watch = watched()
     watch.end_step()
     model.extra = nn.Parameter(torch.zeros(1))  # what is new is nobody's yet
     watch.look()
     model.bias = nn.Parameter(torch.zeros(2))
     with pytest.raises(GradientError, match="'bias' is another parameter than at initialize"):
         watch.end_step()
+    with pytest.raises(GradientError, match="'bias' is another parameter than at initialize"):
+        model.load_state_dict(model.state_dict())
     watch.close()
+    model.load_state_dict(model.state_dict())  # nobody looks any more
+
+
+def test_a_watch_that_is_gone_looks_at_nothing_and_one_whose_model_is_gone_neither():
+    model, _, watch = watched()
+    model.bias = nn.Parameter(torch.zeros(2))
+    del watch
+    gc.collect()
+    model.load_state_dict(model.state_dict())
+    model, _, watch = watched()
+    del model
+    gc.collect()
+    watch.end_step()
+    watch.close()
+
+
+def part(said: list[Any], name: str, **more: Any) -> Any:
+    """Of a watch: notes when it is told of a step, or closed."""
+    calls = {
+        call: lambda *given, call=call: said.append((name, call, *given)) for call in ("end_step", "check", "close")
+    }
+    return SimpleNamespace(**calls, **more)
+
+
+def test_its_parts_are_told_of_steps_and_closed():
+    said: list[Any] = []
+    _, _, watch = watched()
+    watch._first_pass.close()
+    watch._first_pass, watch._guard = part(said, "first"), part(said, "guard")
+    watch._same_gradients = part(said, "same", is_due=False)
+    for step in range(3):
+        watch.end_sums(complete=True)
+        watch._same_gradients.is_due = step < 1
+        watch.end_step()
+    assert said == [
+        ("first", "close"),
+        ("guard", "end_step"),
+        ("same", "check", True),
+        ("guard", "end_step"),
+        ("guard", "end_step"),
+    ]
+    said.clear()
+    watch.close()
+    assert sorted(said) == [("first", "close"), ("guard", "close"), ("same", "close")]
+
+
+def steps(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.step()
+    except GradientError:
+        return False
+    return True
+
+
+def test_an_optimizer_steps_on_no_gradient_that_was_not_summed():
+    _, optimizer, watch = watched()
+    assert not watch.strayed
+    assert steps(optimizer)
+    watch.unsummed = True
+    assert not steps(optimizer)
+    watch.end_sums(complete=True)
+    assert steps(optimizer)
+    watch.unsummed = True
+    watch.close()
+    assert steps(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_of_two_engines_of_one_optimizer_either_may_have_summed():
+    strayed = [SimpleNamespace(synchroniser=SimpleNamespace(strayed=True)) for _ in range(2)]
+    model, optimizer, one = watched(strayed[0])
+    two = LoopWatch(model, optimizer, ParallelContext(), strayed[1])  # type: ignore[arg-type]
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert steps(optimizer)  # there is no gradient
+    model.bias.grad = torch.zeros(2)
+    assert not steps(optimizer)
+    strayed[1].synchroniser.strayed = False
+    assert steps(optimizer)
+    two.unsummed = True
+    assert not steps(optimizer)
+    two.close()
+    assert one.strayed
+    assert not steps(optimizer)  # the other still looks
+    del one
+    gc.collect()
+    assert steps(optimizer)
+
+
+def test_an_optimizer_that_is_none_of_torch_is_let_alone():
+    model = nn.Linear(2, 2)
+    watch = LoopWatch(model, SimpleNamespace(param_groups=[]), ParallelContext())
+    watch.end_step()
+    watch.close()
+
+
+def test_blocks_that_compute_activations_again_are_given_back():
+    model = nn.Sequential(nn.Linear(2, 2))
+    watch = LoopWatch(model, SimpleNamespace(), ParallelContext())
+    vars(model[0])["_colonnade_runs"] = "how"
+    watch.close()
+    assert model[0]._colonnade_runs is None

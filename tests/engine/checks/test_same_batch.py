@@ -171,11 +171,21 @@ def test_batches_of_ones_own_are_fine_and_ranks_that_do_not_do_the_same_are_name
 def test_a_digest_tells_batches_apart():
     x = torch.randint(0, 9, (3, 5))
     others = [x.flip(0), x.float(), x.view(5, 3), x + 1, torch.stack([x[0], x[0], x[2]]), (x, x), {"a": x, "b": x[:0]}]
-    digests = [int(found) for value in [x, *others] if (found := _digest(value)) is not None]
+    digests = [found for value in [x, *others] if (found := _digest(value)) is not None]
     assert len(set(digests)) == len(digests) == 1 + len(others)
-    assert int(_digest([x.clone()])) == digests[0]
-    assert int(_digest(torch.tensor([0, 2, 0]))) != int(_digest(torch.tensor([1, 0, 1])))
-    assert _digest(["text", torch.nested.nested_tensor([x[0], x[0]]), x.to("meta")]) is None
+    assert _digest([x.clone()]) == digests[0]
+    assert _digest(torch.tensor([0, 2, 0])) != _digest(torch.tensor([1, 0, 1]))
+    sparse = torch.eye(2).to_sparse()
+    assert _digest(["text", torch.nested.nested_tensor([x[0], x[0]]), x.to("meta"), sparse]) is None
+
+
+def test_every_element_of_a_small_tensor_counts_and_some_of_a_large_one(monkeypatch):
+    zeros = torch.zeros(5, dtype=torch.int8)
+    digests = {_digest(zeros), *(_digest(zeros.scatter(0, torch.tensor(at), 1)) for at in range(5))}
+    assert len(digests) == 6
+    monkeypatch.setattr("colonnade.engine.checks.same_batch._SAMPLED", 2)
+    sampled = [_digest(zeros.scatter(0, torch.tensor(at), 1)) for at in range(5)]
+    assert [digest != _digest(zeros) for digest in sampled] == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize(("parallel", "looks"), [({}, False), ({"tensor": 2}, True), ({"pipeline": 2}, True)])
@@ -198,25 +208,69 @@ def test_a_steady_step_looks_at_nothing(monkeypatch):
             watch.see(-1)
         watch.end_step(None, whole=True)
     assert [step for step in looked if step is not None] == [0, 1, 64, 128, 256]
+    idle = SameBatch(ParallelContext())
+    idle.see(-2)  # nobody sees the same data
+    idle._looks, idle.training = True, False
+    idle.see(-3)
+    assert looked[-1] is None
+
+
+def test_what_a_rank_says_of_its_step(monkeypatch):
+    told: list[tuple[_Said, bool]] = []
+    context = SimpleNamespace(world_size=2, layout=SimpleNamespace(axes=()), config={}, waits=ParallelContext().waits)
+    watch = SameBatch(context)
+    monkeypatch.setattr(watch, "_gather", lambda mine, speaks: told.append((mine, speaks)) or [])
+    watch._looks = True
+    x, y = torch.ones(4, 2), torch.zeros(3)
+
+    def said(*passes: Any, counted: bool | None = None, whole: bool = True) -> _Said:
+        watch._step = 0
+        for given in passes:
+            watch.see(*given)
+        watch.end_step(counted, whole=whole)
+        assert told[-1][1] == whole
+        return told[-1][0]
+
+    assert said() == (0, 0, 0, 0, 0)
+    assert [said(counted=counted).form for counted in (None, False, True)] == [0, 1, 2]
+    one, two, turned = said((x, y)), said((x, y), (y, x)), said((y, x), (x, y), whole=False)
+    assert (one.input_rows, one.label_rows, two.input_rows, two.label_rows) == (4, 3, 7, 7)
+    assert said((x, y)) == one  # nothing is left of the step before
+    assert len({0, one.inputs, one.labels, two.inputs, two.labels, turned.inputs, turned.labels}) == 5
+    assert (two.inputs, two.labels) == (turned.labels, turned.inputs)
+    assert said((x,))[1:] == (one.inputs, 0, 4, 0)
+
+
+def test_a_rank_that_has_not_made_its_passes_says_nothing():
+    with world() as gpc:
+        watch = SameBatch(gpc)
+        assert watch._gather(_Said(1, 2, 3, 4, 5), True) == [(1, 2, 3, 4, 5)]
+        assert watch._gather(_Said(1, 2, 3, 4, 5), False) == [(0, 0, 0, 0, 0)]
+
+
+def rank(form: int = 0, inputs: tuple[int, int] = (0, 0), labels: tuple[int, int] = (0, 0)) -> _Said:
+    """What it says: form, (digest, rows) of both."""
+    (one, rows), (other, more) = inputs, labels
+    return _Said(form, one, other, rows, more)
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ([_Said(1, 7, 4, 8, 4)] * 4, None),
-        ([_Said(2, 7, 4, 8, 4)] * 4, None),
-        ([_Said()] * 4, None),
-        ([_Said(1, 7, 4), _Said(), _Said(1, 9, 5), _Said()], None),  # another data rank has other rows
-        ([_Said(1, 7, 4), _Said(2, 7, 4), _Said(), _Said()], "a mean on ranks 0; .* on ranks 1"),
+        ([rank(1, (7, 4), (8, 4))] * 4, None),
+        ([rank(2, (7, 4), (8, 4))] * 4, None),
+        ([rank()] * 4, None),
+        ([rank(1, (7, 4)), rank(), rank(1, (9, 5)), rank()], None),  # another data rank has other rows
+        ([rank(1, (7, 4)), rank(2, (7, 4)), rank(), rank()], "a mean on ranks 0; .* on ranks 1;"),
         (
-            [_Said(1, 7, 4), _Said(1, 6, 4), _Said(), _Said()],
-            "ranks 0 and 1 .* different inputs: 4 rows .* other content",
+            [rank(1, (7, 4)), rank(1, (6, 4)), rank(), rank()],
+            "ranks 0 and 1 differ on the axis 'tensor' alone.* different inputs: 4 rows .* other content",
         ),
-        ([_Said(), _Said(), _Said(1, 7, 4), _Said(1, 6, 5)], "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 on rank 3"),
-        ([_Said(1, 7, 0), _Said(1, 6, 0), _Said(), _Said()], "different inputs: 0 rows .* other content"),  # scalars
-        ([_Said(1, 0, 4), _Said(1, 0, 3), _Said(), _Said()], None),  # nothing was looked at
+        ([rank(), rank(), rank(1, (7, 4)), rank(1, (6, 5))], "ranks 2 and 3 .* inputs: 4 rows on rank 2, 5 on rank 3"),
+        ([rank(1, (7, 0)), rank(1, (6, 0)), rank(), rank()], "different inputs: 0 rows .* other content"),  # scalars
+        ([rank(1, (0, 4)), rank(1, (0, 3)), rank(), rank()], None),  # nothing was looked at
         (
-            [_Said(1, 7, 4, 8, 4), _Said(1, 7, 4, 8, 3), _Said(), _Said()],
+            [rank(1, (7, 4), (8, 4)), rank(1, (7, 4), (8, 3)), rank(), rank()],
             "different labels: 4 rows on rank 0, 3 on rank 1",
         ),
     ],

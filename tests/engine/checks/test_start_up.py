@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD, AdamW
 
 from colonnade._launch import launch
+from colonnade.context.build import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.checks import start_up
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.placement import Shard, Tied, place
@@ -256,3 +260,38 @@ def _groups_left() -> int:
 
 def test_no_group_of_a_pipeline_is_left_in_a_borrowed_world():
     assert run_world(2, _groups_left).values == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("third", "told"),
+    [
+        ({"lr": "0.1"}, None),
+        ({"lr": "0.2"}, "'lr' .*: 0.1 at stage 0, 0.2 at stage 2"),
+        ({}, "'lr' .*: 0.1 at stage 0, None"),
+    ],
+)
+def test_every_stage_of_a_tied_weight_is_compared_with_the_first(monkeypatch, third, told):
+    said = [{"w": {"lr": "0.1"}}, {"v": {"lr": "9"}}, {"w": third}]
+    monkeypatch.setattr(start_up, "gather_json", lambda *_: said)
+    context: Any = SimpleNamespace(
+        pipeline_parallel_size=3,
+        layout=build_layout({"parallel": {"pipeline": 3}}, 3),
+        get_global_rank=lambda: 0,
+        device=None,
+        get_group=lambda mode: mode,
+    )
+    with nullcontext() if told is None else pytest.raises(ColonnadeError, match=told):
+        start_up.check_tied(SimpleNamespace(param_groups=[]), nn.Module(), context)
+
+
+def test_a_learning_rate_may_be_a_tensor_and_a_scheduler_may_keep_no_state():
+    model = nn.Linear(1, 1)
+    optimizer = SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}], lr=0.1)
+    alike = start_up.alike_optimizer(optimizer, SimpleNamespace(), model, 3)
+    items = alike.items
+    assert (items["group 0: lr"], items["group 1: lr"], items["bias"]) == ("0.1", "0.5", "in group 1")
+    assert items["lr_scheduler"] == "types.SimpleNamespace"
+    assert not any(key.endswith("params") for key in items)
+    assert alike.part == 3
+    odd = SimpleNamespace(state_dict=lambda: [1, 2])
+    assert start_up.alike_optimizer(optimizer, odd, model, 0).items == items

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 
 from colonnade._launch import launch
+from colonnade.context.build import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -21,6 +22,7 @@ from colonnade.engine.gradient_handler import BaseGradientHandler, probe
 from colonnade.engine.gradient_handler.handler_state import state_put_back
 from colonnade.engine.gradient_handler.same_calls import find_difference
 from colonnade.errors import LedgerError
+from colonnade.reduce.records import read_demands
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
 
@@ -248,6 +250,54 @@ def test_a_rank_that_works_or_is_about_to_pass_is_no_difference():
     assert "rank 1 calls a where rank 0 calls a" in str(find_difference(0, [0, 1], stuck, quiet=True))
     passed = {**here, "calls": {"g": 2}, "does": "calls b"}
     assert find_difference(0, [0, 1], {0: passed, 1: here, 2: working}, quiet=True) is None
+
+
+@GRADIENT_HANDLER.register_module
+class Idle(BaseGradientHandler):
+    """Does nothing, and counts how often."""
+
+    runs = 0
+
+    def handle_gradient(self) -> None:
+        Idle.runs += 1
+
+
+def _answers(stage: nn.Module, rank: int) -> list[list[int]]:
+    """Of each run, how many sums explain each gradient that was let alone."""
+    layout, marks, found = build_layout({"parallel": {"pipeline": 2}}, 2), probe._Marks(2), []
+    demands = read_demands(stage, layout, rank)
+    marked = [probe._Marked(one, probe._columns(one), probe._possible_sums(one, layout, rank)) for one in demands]
+    for _ in range(2):
+        marks.next_run()
+        for one in marked:
+            one.values.append(marks.of(rank, one.columns).double())
+        found.append([len(probe._explain(Idle(stage), one, marks, rank)) for one in marked])
+    return found
+
+
+def _stage(rank: int, expected: list[list[int]]) -> nn.Module:
+    """A long gradient, and one of a single element whose name gives it marks that are as clear as expected."""
+    for at in range(1000):
+        stage = nn.Module()
+        stage.register_parameter("long", nn.Parameter(torch.ones(9)))
+        stage.register_parameter(f"short{at}", nn.Parameter(torch.ones(())))
+        if _answers(stage, rank) == expected:
+            return stage
+    raise AssertionError("no such name")
+
+
+def _looks_again() -> int:
+    config = {"parallel": {"pipeline": 2}, "schedule": "NonPipelineSchedule", "gradient_handler": ["Idle"]}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        model = _stage(rank, [[1, 2 - rank], [1, 1]])
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=1), context=gpc)[0]
+        engine.close()
+    return Idle.runs
+
+
+def test_all_ranks_look_again_as_long_as_a_gradient_of_one_of_them_is_unclear():
+    assert run_world(2, _looks_again).values == [2, 2]
 
 
 # -- state ------------------------------------------------------------------------------------------------

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import sys
 from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +34,8 @@ def test_forms():
     assert Float8.read(False) is None
     assert Float8.read(True) == Float8()
     assert Float8.read({"recipe": "rowwise", "skip": "first", "emulate": True}) == Float8("rowwise", ("first",), True)
+    assert Float8.read({"recipe": None, "skip": ["first", "last"]}) == Float8(skip=("first", "last"))
+    assert Float8.read({"skip": None}) == Float8()
 
 
 def test_what_is_not_there_is_refused_by_name(monkeypatch):
@@ -61,8 +67,14 @@ def test_which_layers_are_taken():
             "classes": (Classifier(32, 64), "the classifier"),
             "lm_head": (nn.Linear(32, 64), "skipped"),
             "blocks.0.narrow": (nn.Linear(32, 24), "24 x 32 is no multiple of 16"),
+            "blocks.0.low": (nn.Linear(24, 32), "32 x 24 is no multiple of 16"),
+            "blocks.0.lm_heads": (nn.Linear(48, 32), None),
+            "blocks.0.output": (nn.Linear(32, 64), "skipped"),
             "blocks.0.exact": (nn.Linear(32, 32).double(), "float64"),
         }
+        cut = Linear(32, 32)
+        cut.arrangement = type("Cut", (), {"multiplies_blocks": False})()
+        layers["blocks.0.cut"] = cut, "Cut multiplies in several pieces"
         for name, (layer, reason) in layers.items():
             assert Float8()._why_not(name, layer, {id(tied)}) == reason, name
     layer = nn.Linear(32, 32)
@@ -70,6 +82,83 @@ def test_which_layers_are_taken():
     assert Float8()._why_not("last", layer, {id(tied)}) == "the classifier"
     assert Float8(skip=("blocks.0.*",))._why_not("blocks.0.up", nn.Linear(32, 32), set()) == "skipped"
     assert Float8(skip=())._why_not("lm_head", nn.Linear(32, 32), set()) is None
+
+
+class StandIn:
+    """As much of torchao as is called, of layers that stay as they are."""
+
+    def __init__(self) -> None:
+        self.converted: list[str] = []
+        self.config: Any = None
+
+    def convert(self, root: nn.Module, *, module_filter_fn: Any, config: Any) -> None:
+        self.config = config
+        self.converted += [name for name, module in root.named_modules() if module_filter_fn(module, name)]
+
+    def modules(self) -> dict[str, Any]:
+        @dataclass(frozen=True)
+        class Config:
+            recipe: str
+            emulate: bool = False
+            pad_inner_dim: bool = False
+
+        product = SimpleNamespace(apply=lambda x, weight, how, config: (x @ weight) * how)
+        layer = SimpleNamespace(linear_mm_config=2)
+        made = {
+            "torchao": {},
+            "torchao.float8": {
+                "Float8LinearConfig": SimpleNamespace(from_recipe_name=Config),
+                "convert_to_float8_training": self.convert,
+            },
+            "torchao.float8.float8_linear": {
+                "Float8Linear": SimpleNamespace(from_float=lambda linear, config: layer),
+                "matmul_with_hp_or_float8_args": product,
+            },
+        }
+        return {name: SimpleNamespace(**parts) for name, parts in made.items()}
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> StandIn:
+    made = StandIn()
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return made
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_chosen_layers_are_handed_to_torchao_and_ours_multiply_by_it(stand_in, caplog, chunks):
+    with launch({}, context=ParallelContext(), verbose=False):
+        logging.getLogger("colonnade").propagate = True
+        caplog.set_level(logging.INFO, logger="colonnade")
+        parts = {"plain": nn.Linear(32, 32), "own": Linear(32, 32), "head": nn.Linear(32, 32), "attention": nn.Tanh()}
+        parts["kind"] = type("Kind", (nn.Linear,), {})(32, 32)  # uses its weight by itself
+        parts |= {f"narrow{at}": nn.Linear(32, 24) for at in range(6 if chunks else 5)}
+        table, model = nn.Embedding(32, 32), nn.ModuleDict(parts)
+        model["tied"] = nn.Linear(32, 32)
+        model["tied"].weight, model["table"] = table.weight, table
+        shared = parts["own"].arrangement
+        Float8(emulate=True).convert(nn.ModuleList([model]) if chunks else model, CPU)
+        assert stand_in.converted == ["plain", "own"]
+        assert (stand_in.config.recipe, stand_in.config.emulate, stand_in.config.pad_inner_dim) == (
+            "tensorwise",
+            True,
+            True,
+        )
+        own, x = parts["own"], torch.ones(1, 32)
+        assert own.arrangement is not shared  # others may have the same
+        torch.testing.assert_close(own(x), 2 * x @ own.weight.T + own.bias)
+        assert own.arrangement.multiply(x, own.weight, None).dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert own.arrangement.multiply(x, own.weight.bfloat16(), own.bias).dtype is torch.bfloat16
+    assert "float8 (tensorwise, emulated): 2 linear layers" in caplog.text
+    assert ("and 2 more" if chunks else "and 1 more") in caplog.text
+
+
+def test_a_linear_layer_that_is_the_model_itself_is_let_alone(stand_in):
+    Float8(emulate=True).convert(nn.Linear(32, 32), CPU)
+    assert stand_in.converted == []
 
 
 # -- with torchao -----------------------------------------------------------------------------------------

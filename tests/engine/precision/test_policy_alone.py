@@ -76,7 +76,7 @@ def test_what_the_config_means():
 
 def test_forward_passes_run_in_the_chosen_dtype_until_it_is_undone():
     precision, model, criterion = Precision(torch.bfloat16), nn.Linear(2, 2), nn.MSELoss()
-    precision.apply(model, CPU)
+    precision.apply(model, CPU, 0)
     x = torch.ones(1, 2)
     assert model(x).dtype == torch.bfloat16
     assert model.weight.dtype == torch.float32
@@ -88,7 +88,52 @@ def test_forward_passes_run_in_the_chosen_dtype_until_it_is_undone():
     assert Precision().around(criterion, CPU) is criterion
     assert precision.around(lambda y: y @ y.T, CPU)(x).dtype == torch.bfloat16
     cast = nn.Linear(2, 2)
-    Precision(torch.bfloat16, master_weights=False).apply(cast, CPU)
+    Precision(torch.bfloat16, master_weights=False).apply(cast, CPU, 0)
     assert cast.weight.dtype == torch.bfloat16
-    Precision().apply(model, CPU)
+    Precision().apply(model, CPU, 0)
     assert model(x).dtype == torch.float32
+
+
+def test_the_expected_count_is_a_power_of_two_from_one_on():
+    scaler = LossScaler(CPU)
+    for count, expected in ((0, 1), (0.5, 1), (1, 1), (1.9, 1), (2, 2), (3, 2), (9, 8), (math.nan, 1), (math.inf, 1)):
+        scaler.expect(torch.tensor(float(count)))
+        assert scaler.count == expected, count
+    scaler.load_state_dict({**LossScaler(CPU).state_dict(), "count": torch.tensor(16.0)})
+    assert scaler.count == 16
+    old = LossScaler(CPU).state_dict()
+    del old["count"]
+    scaler.load_state_dict(old)
+    assert scaler.count == 1
+
+
+def test_weights_of_half_precision_become_fp32_but_where_zero_keeps_masters():
+    precision = Precision(torch.bfloat16)
+    for stage, dtype in ((0, torch.float32), (1, torch.bfloat16), (2, torch.bfloat16)):
+        model = nn.Linear(2, 2).bfloat16()
+        precision.apply(model, CPU, stage)
+        assert model.weight.dtype is dtype
+
+
+def test_chunks_of_a_stage_run_in_the_chosen_dtype_and_a_second_time_changes_nothing():
+    precision, chunks, x = Precision(torch.bfloat16), nn.ModuleList([nn.Linear(2, 2), nn.Tanh()]), torch.ones(1, 2)
+    for _ in range(2):  # as from an engine that was not closed
+        precision.apply(chunks, CPU, 0)
+        assert chunks[0](x).dtype is torch.bfloat16
+    precision.undo(chunks)
+    assert [type(chunk) for chunk in chunks] == [nn.Linear, nn.Tanh]
+    assert chunks[0](x).dtype is torch.float32
+    own = nn.Linear(2, 2)
+    own.forward = lambda x: x @ x.T  # type: ignore[method-assign]
+    assert precision.around(own, CPU) is own
+    assert type(own) is nn.Linear
+    assert own(x).dtype is torch.bfloat16
+
+
+def test_a_model_is_refused_only_where_autocast_would_do_nothing():
+    mixed = nn.Sequential(nn.Linear(2, 2).double(), nn.Linear(2, 2))
+    for dtype, key in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        for model in (mixed, nn.Tanh()):
+            Precision(dtype).apply(model, CPU, 0)
+        with pytest.raises(ConfigError, match=f"^{key} has no effect on this model: weight and all"):
+            Precision(dtype).apply(nn.Linear(2, 2).double(), CPU, 0)

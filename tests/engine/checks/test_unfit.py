@@ -1,0 +1,81 @@
+"""Models and optimizers that cannot be trained rightly, in one process; habits of users are beside `test_habits`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.context.build import build_layout
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.checks.unfit import _steps_otherwise, refuse_lazy, refuse_optimizer, refuse_parts
+from colonnade.errors import ConfigError, GradientError
+from colonnade.parallel.placement import Shard, place
+from tests.engine.test_habits import Normed
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ValueError("it says why at its first step")
+
+
+class Asks(torch.optim.SGD):
+    def step(self, loss: Any, *rest: Any, closure: Any = None, **more: Any) -> None: ...
+
+
+def world(ranks: int, **parallel: int) -> Any:
+    layout = build_layout({"parallel": parallel}, ranks)
+    return SimpleNamespace(
+        layout=layout, get_global_rank=lambda: 0, get_world_size=lambda mode: len(layout.group_of(mode, 0))
+    )
+
+
+def test_whether_a_part_is_stepped_on_as_the_whole_is_found_out_by_trying():
+    weight = [nn.Parameter(torch.ones(2, 2))]
+    for dim in (0, 1):
+        assert _steps_otherwise(Normed(weight, lr=0.1), 0, 2, dim)
+        assert not _steps_otherwise(torch.optim.SGD(weight, lr=0.1), 0, 2, dim)
+        assert not _steps_otherwise(Broken(weight, lr=0.1), 0, 2, dim)
+    assert not _steps_otherwise(Normed(weight, lr=0.1, momentum=0.1, nesterov=True), 0, 2, 0)
+    assert _steps_otherwise(Normed(weight, lr=0.1, momentum=0.1, nesterov=True), 0, 2, 1)
+
+
+def test_only_what_is_split_over_several_ranks_is_tried():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    place(model[1].weight, {ParallelMode.TENSOR: Shard(0)})
+    for optimizer in (
+        Normed(model.parameters(), lr=0.1),
+        Normed([{"params": [one]} for one in model.parameters()], lr=0.1),
+    ):
+        refuse_parts(optimizer, model, world(1))
+        with pytest.raises(GradientError, match=r"Normed steps otherwise on a part .* '1.weight' is split"):
+            refuse_parts(optimizer, model, world(2, tensor=2))
+        refuse_parts(SimpleNamespace(param_groups=optimizer.param_groups), model, world(2, tensor=2))
+        optimizer.steps_on_parts = True
+        refuse_parts(optimizer, model, world(2, tensor=2))
+    refuse_parts(Normed(model[0].parameters(), lr=0.1), model, world(2, tensor=2))
+
+
+def test_parameters_that_are_not_the_models_matter_where_ranks_see_other_data():
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    refuse_optimizer(both, [model], world(1))
+    refuse_optimizer(both, [model], world(2, tensor=2))
+    refuse_optimizer(both, [model, other], world(2))
+    with pytest.raises(GradientError, match=r"\(group 0\) has parameters of shape \(3, 3\), \(3,\)"):
+        refuse_optimizer(both, [model], world(2))
+    other.requires_grad_(False)
+    refuse_optimizer(both, [model], world(2))
+
+
+def test_a_step_that_wants_arguments_and_parameters_without_a_shape_are_refused():
+    model = nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match=r"Asks.step\(\) needs 'loss', and"):
+        refuse_optimizer(Asks(model.parameters(), lr=0.1), [model], world(1))
+    refuse_optimizer(SimpleNamespace(param_groups=[]), [model], world(1))
+    refuse_lazy([model])
+    with pytest.raises(ConfigError, match="'weight', 'bias' have no shape yet"):
+        refuse_lazy([model, nn.LazyLinear(1)])

@@ -1,0 +1,300 @@
+"""The step of an engine by its parts: also what only a GPU does, with parts that are made up."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine import stepper
+from colonnade.engine.build import initialize
+from colonnade.engine.last_step import LastStep
+from colonnade.engine.stepper import Stepper
+from colonnade.errors import ConfigError
+from colonnade.optim.clip_policy import Decision
+from colonnade.optim.norm import Norms
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def bare(**parts: Any) -> Any:
+    """A stepper of these parts alone."""
+    made = Stepper.__new__(Stepper)
+    vars(made).update(parts)
+    return made
+
+
+def entry(count: int, trains: bool = True) -> Any:
+    return SimpleNamespace(holding=SimpleNamespace(count=count), tensor=nn.Parameter(torch.ones(1), trains))
+
+
+@pytest.mark.parametrize(
+    ("counts", "world_size", "device", "whole"),
+    [
+        ([2, 2], 2, CUDA, True),
+        ([2, 1], 2, CUDA, False),
+        ([2, 2], 2, CPU, False),
+        ([1, 1], 1, CUDA, False),
+        ([1, 1], 2, CUDA, False),
+        ([], 2, CUDA, True),
+    ],
+)
+def test_on_gpus_that_hold_the_same_each_rank_measures_all(counts, world_size, device, whole):
+    context: Any = SimpleNamespace(world_size=world_size, device=device)
+    assert stepper._measures_whole([entry(count) for count in counts], context) is whole
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "drops", "waits", "alike", "rides"),
+    [
+        (CUDA, 2, True, False, True, True),
+        (CPU, 2, True, False, True, False),
+        (CUDA, 1, True, False, True, False),
+        (CUDA, 2, False, False, True, False),
+        (CUDA, 2, True, True, True, False),
+        (CUDA, 2, True, False, False, False),  # another rank cannot
+    ],
+)
+def test_agreements_ride_along_where_all_ranks_can(monkeypatch, device, world_size, drops, waits, alike, rides):
+    monkeypatch.setattr(stepper, "Riders", lambda device: "riders")
+    monkeypatch.setattr(stepper, "is_same_everywhere", lambda number, device: alike)
+    synchroniser = SimpleNamespace(host_waits=waits, riders=None)
+    context = SimpleNamespace(device=device, world_size=world_size)
+    bare(_context=context, _step=SimpleNamespace(drops_on_device=drops), _synchroniser=synchroniser)._ride()
+    assert synchroniser.riders == ("riders" if rides else None)
+
+
+def test_an_engine_asks_whether_agreements_can_ride_along(monkeypatch):
+    asked: list[bool] = []
+    monkeypatch.setattr(Stepper, "_ride", lambda self: asked.append(True))
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        initialize(nn.Linear(1, 1), torch.optim.SGD, context=gpc)[0].close()
+    assert asked == [True]
+
+
+def decision(found_inf: float = 0.0) -> Decision:
+    norms = Norms(2.0, torch.tensor([9.0, 16.0]), torch.zeros(2))
+    return Decision(
+        norms=norms,
+        norm=torch.tensor(5.0),
+        divisor=torch.tensor([1.0, 2.0]),
+        found_inf=torch.tensor(found_inf),
+        nonfinite=torch.tensor(0.0),
+    )
+
+
+class Riders:
+    """What the world says, out of what ranks told."""
+
+    def take(self, told: Any) -> Any:
+        return torch.tensor(float(told.sum() == 30.0))
+
+
+@pytest.mark.parametrize(
+    ("riders", "told", "whole", "graph", "world_size", "expected"),
+    [
+        (False, False, False, False, 2, ("verdict", 0)),
+        (True, True, False, False, 2, ("told", 2)),  # in the collective of the norm
+        (True, True, True, False, 2, ("asked", 0)),  # there is none, so it gets one of its own
+        (True, False, False, False, 2, ("verdict", 0)),
+        (False, False, False, True, 1, ("verdict", "graph")),
+        (False, False, True, True, 2, ("verdict", "graph")),
+        (False, False, False, True, 2, ("verdict", 0)),
+        (True, True, True, True, 2, ("asked", "graph")),
+    ],
+)
+def test_norm_and_verdict_of_a_step(monkeypatch, riders, told, whole, graph, world_size, expected):
+    seen: list[Any] = []
+
+    def reduce_norms(vector: Any, p: float, group: Any = None, *, riders: int = 0, whole: bool = False) -> Any:
+        seen.append(riders)
+        return vector[: len(vector) - riders]
+
+    monkeypatch.setattr(stepper, "reduce_norms", reduce_norms)
+    monkeypatch.setattr(stepper.dist, "all_reduce", lambda told, group: seen.append("asked"))
+    made = bare(
+        _step=SimpleNamespace(
+            meter=lambda *_: SimpleNamespace(measure=lambda: torch.tensor([1.0, 2.0])), measures_whole=whole
+        ),
+        _norm_type=2.0,
+        _context=SimpleNamespace(device=CPU, world_size=world_size, get_group=lambda mode: mode),
+        _synchroniser=SimpleNamespace(
+            riders=Riders() if riders else None,
+            told=torch.tensor([10.0, 20.0]) if told else None,
+            verdict=torch.tensor(0.5),
+        ),
+        _capture=object() if graph else None,
+        _repeated=lambda *_: seen.append("graph") or decision(),
+        scaler=None,
+    )
+    measured: list[Any] = []
+    policy = SimpleNamespace(slots=2, decide=lambda norms: measured.append(norms.tolist()) or decision())
+    found = made._decide(policy)
+    how, sent = expected
+    assert seen[0] == sent
+    assert found.found_inf == {"verdict": 0.5, "told": 1.0, "asked": 1.0}[how]
+    assert ("asked" in seen) == (how == "asked")
+    assert measured == ([] if sent == "graph" else [[1.0, 2.0]])
+
+
+def test_a_verdict_drops_a_step_that_the_norm_would_not():
+    made = bare()
+    assert made._with_verdict(decision(), None).found_inf == 0.0
+    assert made._with_verdict(decision(), torch.tensor(1.0)).found_inf == 1.0
+    assert made._with_verdict(decision(1.0), torch.tensor(0.0)).found_inf == 1.0
+
+
+def test_a_graph_leaves_copies(monkeypatch):
+    wholes: list[bool] = []
+    monkeypatch.setattr(stepper, "reduce_norms", lambda vector, p, *, whole: wholes.append(whole) or vector)
+    known = decision()
+    policy: Any = SimpleNamespace(
+        decide=lambda norms: known if norms == "measured" else norms, method=SimpleNamespace(state={"a": 1, "b": 2})
+    )
+    meter: Any = SimpleNamespace(measure=lambda: "measured")
+    given: list[Any] = []
+    capture: Any = SimpleNamespace(run=lambda keys, before, decide: given.append(keys) or decide())
+    found = bare(scaler=None, _norm_type=2.0)._repeated(capture, policy, meter)
+    assert wholes == [True]
+    assert given == [(meter, 1, 2)]
+    for name in ("norm", "divisor", "found_inf", "nonfinite"):
+        assert torch.equal(getattr(found, name), getattr(known, name))
+        assert getattr(found, name) is not getattr(known, name)
+    assert torch.equal(found.norms.sums, known.norms.sums)
+    assert found.norms.sums is not known.norms.sums
+    scaler = SimpleNamespace(unscaled=lambda norms: known if norms == "measured" else None)
+    assert bare(scaler=scaler, _norm_type=2.0)._repeated(capture, policy_of(known), meter).norm == known.norm
+
+
+def policy_of(known: Decision) -> Any:
+    """One that takes unscaled norms alone."""
+    return SimpleNamespace(decide=lambda norms: {id(known): known}[id(norms)], method=SimpleNamespace(state={}))
+
+
+@pytest.mark.parametrize(("nonfinite", "refused"), [(None, False), ("skip", False), ("raise", True)])
+def test_a_step_that_the_host_reads_is_no_graph(nonfinite, refused):
+    captured: list[bool] = []
+    made = bare(
+        _step=SimpleNamespace(capture=lambda: captured.append(True)),
+        policy=None if nonfinite is None else SimpleNamespace(nonfinite=nonfinite),
+    )
+    if refused:
+        with pytest.raises(ConfigError, match="nonfinite='raise'"):
+            made._captured()
+    else:
+        assert isinstance(made._captured(), stepper.Capture)
+    assert captured == [True]
+
+
+@pytest.mark.parametrize(
+    ("dropped", "bad", "rank", "said"),
+    [
+        (0, "w", 0, None),
+        (1, "", 0, "step dropped: its gradient norm is 5 (7 dropped so far)"),
+        (1, "", 1, None),
+        (2, "w", 0, "step dropped: first in w on rank 0; its gradient norm is 5"),
+        (1, "w", 1, "step dropped: first in w on rank 1; its gradient norm is 5"),
+    ],
+)
+@pytest.mark.parametrize("wait", [False, True])
+def test_dropped_steps_are_said_by_rank_0_and_by_whom_it_concerns(monkeypatch, dropped, bad, rank, said, wait):
+    told: list[str] = []
+    monkeypatch.setattr(stepper, "get_dist_logger", lambda: SimpleNamespace(warning=told.append))
+    skips = SimpleNamespace(total=7, read=lambda: dropped * wait, poll=lambda: dropped * (not wait))
+    bare(
+        skips=skips,
+        _step=SimpleNamespace(first_bad=lambda: bad),
+        _context=SimpleNamespace(get_global_rank=lambda: rank),
+        last=decision(),
+    ).report_skips(wait=wait)
+    assert len(told) == (said is not None)
+    assert not told or told[0].startswith(said)
+
+
+def test_what_is_kept_and_taken_up_and_closed():
+    taken: list[Any] = []
+    part = SimpleNamespace(
+        state_dict=lambda: {"a": 1}, load_state_dict=taken.append, close=lambda: taken.append("closed")
+    )
+    both, none = bare(policy=part, scaler=part, _stepped=part), bare(policy=None, scaler=None)
+    assert both.extra_state() == {"engine.clip": {"a": 1}, "engine.scaler": {"a": 1}}
+    assert none.extra_state() == {"engine.clip": {}, "engine.scaler": {}}
+    for extra in ({}, {"engine.clip": {}, "engine.scaler": {}}):
+        both.load_extra_state(extra)
+    none.load_extra_state({"engine.clip": {"b": 2}, "engine.scaler": {"c": 3}})
+    assert taken == []
+    both.load_extra_state({"engine.clip": {"b": 2}})
+    both.load_extra_state({"engine.scaler": {"c": 3}})
+    both.close()
+    assert taken == [{"b": 2}, {"c": 3}, "closed"]
+
+
+def test_norms_by_slot_and_the_slot_of_what_is_not_clipped():
+    slots: Any = SimpleNamespace(names=("a", "b"), of_parameter={"w": 4})
+    assert bare(last=decision(), _slots=slots).norms() == {"a": 3.0, "b": 4.0}
+    assert bare(last=None, _slots=slots).norms() == bare(last=decision(), _slots=None).norms() == {}
+    one: Any = SimpleNamespace(label="w")
+    assert (stepper._slot_of(slots, one), stepper._slot_of(None, one)) == (4, 0)
+
+
+def test_gradients_in_no_bucket_are_stepped_on_where_they_lie_if_kernels_can(monkeypatch):
+    made: list[Any] = []
+    monkeypatch.setattr(
+        stepper, "BucketStep", lambda optimizer, buckets, generation, *rest: (buckets, generation, rest)
+    )
+    monkeypatch.setattr(
+        stepper, "scattered_buckets", lambda mine, slots, whole: made.append((mine, slots, whole)) or []
+    )
+    monkeypatch.setattr(stepper, "can_scatter", lambda tensor: tensor.numel() == 1)
+    inside, frozen, plain = entry(1), entry(1, trains=False), entry(1)
+    large = SimpleNamespace(tensor=nn.Parameter(torch.ones(2)))
+    held = [inside, frozen, plain, large]
+    synchroniser: Any = SimpleNamespace(parameters={id(inside.tensor): 0}, layout=(), generation=7)
+    for flat, expected in ((True, [plain]), (False, [])):
+        buckets, generation, _ = stepper._step_of_whole_buckets(
+            None,
+            synchroniser,
+            held,
+            lambda one: 3,
+            flat,
+            nn.Module(),
+            True,  # type: ignore[arg-type]
+        )
+        assert buckets() == []
+        assert made[-1] == (expected, [3] * len(expected), True)
+        assert generation() == (7, [False, True] if flat else [])
+
+
+def test_what_an_engine_says_of_its_last_step():
+    waited: list[bool] = []
+    skips = SimpleNamespace(total=3, last=True, flag="flag")
+    engine = LastStep()
+    engine._stepper = bare(last=None, skips=skips, policy=None, report_skips=lambda wait: waited.append(wait))
+    engine._failed = False
+    assert (engine.skipped_steps, engine.last_step_skipped, waited) == (3, True, [True, True])
+    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (None, None, False)
+    assert engine.last_skip_flag == "flag"
+    engine._stepper.last, engine._stepper.policy, engine._failed = decision(), object(), True
+    assert (engine.grad_norm, engine.clip_divisor, engine.may_skip) == (5.0, 2.0, True)
+    assert engine.last_skip_flag.read() == 1.0  # type: ignore[union-attr]
+
+
+def test_a_dropped_step_is_said_when_the_next_one_begins(caplog):
+    with launch({"clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(1, 1)
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), context=gpc)[0]
+        logging.getLogger("colonnade").propagate = True
+        for bad in (True, False):
+            engine.zero_grad()
+            engine.backward(engine(torch.full((1, 1), float("inf") if bad else 1.0)).sum())
+            engine.step()
+        engine.zero_grad()
+        assert caplog.text.count("step dropped") == 1
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.close()
