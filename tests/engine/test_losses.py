@@ -19,8 +19,9 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.losses import LossBook
+from colonnade.engine.schedule import loss as loss_module
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.loss import LossForm, own_loss, split_loss
+from colonnade.engine.schedule.loss import LossForm, MeanWatch, count_on, own_loss, split_loss
 from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -370,3 +371,59 @@ def test_what_is_no_loss_is_said(loss, message):
     with pytest.raises(GradientError) as error:
         split_loss(loss)
     assert str(error.value).startswith(message)
+
+
+def test_a_watch_looks_a_few_times_and_near_the_loss(monkeypatch):
+    """Each look may wait for the device."""
+    said: list[str] = []
+    monkeypatch.setattr(loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=said.append))
+    x = numbers(3, 4, seed=0).requires_grad_()
+    bad = F.cross_entropy(x, torch.tensor([1, -100, 0])) + x.sum()
+    plain = x.square().mean()
+    for looks, told in ((loss_module._LOOKS - 1, 1), (loss_module._LOOKS, 0)):
+        watch = MeanWatch()
+        for _ in range(looks):
+            watch.look(plain)
+        watch.look(bad)
+        watch.look(bad)
+        assert len(said) == told, looks
+        said.clear()
+    for depth, told in ((loss_module._NODES_SEEN - 1, 1), (loss_module._NODES_SEEN, 0)):
+        loss = F.cross_entropy(x, torch.tensor([1, -100, 0]))
+        for _ in range(depth):
+            loss = loss.neg()
+        MeanWatch().look(loss)
+        assert len(said) == told, depth
+        said.clear()
+    MeanWatch().look(torch.ones(()))
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignored", "reduction", "is_said"),
+    [
+        ([1, -100, 0], -100, "mean", True),
+        ([1, -100, 0], -100, "sum", False),
+        ([1, 0, 1], 1, "mean", True),
+        ([1, 0, 1], 2, "mean", False),
+        ([1, 0, -3], -3, "mean", True),
+    ],
+)
+def test_a_mean_that_leaves_entries_out_is_known_by_its_labels(labels, ignored, reduction, is_said):
+    x = numbers(3, 4, seed=0).requires_grad_()
+    loss = F.cross_entropy(x, torch.tensor(labels), ignore_index=ignored, reduction=reduction)
+    assert loss_module._leaves_out(loss.grad_fn) is is_said
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3, 3.0), (0.5, 0.5), (torch.tensor([2.0], requires_grad=True), 2.0), (torch.tensor(4), 4.0)],
+)
+def test_a_count_is_one_number_on_the_device(value, expected):
+    found = count_on(value, torch.device("cpu"))
+    assert (found.item(), found.shape, found.dtype, found.requires_grad) == (expected, (), torch.float64, False)
+    there = count_on(value, torch.device("meta"))
+    assert (there.device.type, there.dtype) == ("meta", torch.float64)
+    if isinstance(value, Tensor):
+        already = value.detach().to("meta")
+        assert count_on(already, torch.device("cpu")).device.type == "meta"

@@ -177,6 +177,17 @@ def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
         assert sorted(row for batch in whole for row in batch) == list(range(12))
 
 
+@pytest.mark.parametrize("had", [True, False])
+def test_a_run_goes_on_with_a_loader_that_has_a_generator_where_the_other_had_none(had):
+    rows = TensorDataset(torch.arange(12))
+    with world_of_one() as gpc:
+        feeds = [Feed(DataLoader(rows, 2, generator=g), gpc) for g in (torch.Generator(), None)]
+        before, after = feeds if had else feeds[::-1]
+        before.open(0, Place())
+        place = after.load_state_dict(Place(2, 4), before.own_state())
+        assert [batch.tolist() for (batch,) in after.open(0, place)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
 def test_samplers_are_told_the_epoch():
     told: list[int] = []
     loader = SimpleNamespace(sampler=SimpleNamespace(set_epoch=told.append), batch_sampler=object())

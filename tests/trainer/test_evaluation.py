@@ -63,16 +63,18 @@ def test_a_sampler_with_a_state_is_where_it_was():
 
 def test_outputs_of_unequal_lengths_are_filled_up():
     short, long = torch.ones(1, 2, 1), torch.full((2, 1, 3), 2.0)
-    filled = _filled([short, long])
+    filled = _filled(short, long)
     assert filled[0].tolist() == [[[1, -100, -100], [1, -100, -100]]]
     assert filled[1].tolist() == [[[2, 2, 2], [-100, -100, -100]]] * 2
     for alone in ([torch.ones(2), torch.ones(3)], [torch.ones(1, 2), "text"], [torch.ones(1, 2), torch.ones(1, 2, 3)]):
-        assert _filled(alone) is alone
+        assert all(one is other for one, other in zip(_filled(*alone), alone, strict=True))
     same = torch.ones(2, 3)
-    assert all(each is same for each in _filled([same, same]))
+    assert all(each is same for each in _filled(same, same))
     joined = _join_padded([{"a": torch.ones(1, 2), "b": torch.ones(1)}, {"a": torch.zeros(1, 1), "b": torch.zeros(1)}])
     assert joined["a"].tolist() == [[1, 1], [0, -100]]
     assert joined["b"].tolist() == [1, 0]
+    other = [{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 2)}, {"b": torch.ones(1, 2)}]
+    assert all(one is two for one, two in zip(_join_padded(other), other, strict=True))
 
 
 def test_outputs_stand_in_the_order_of_the_dataset_and_each_once():

@@ -64,7 +64,9 @@ def ancestor() -> dict[str, Any]:
         "throughput": trainer.states["metrics"]["train"]["Throughput"].get_accumulated_value(),
         "step": trainer.states["step_metrics"],
         "place": (trainer.cur_epoch, trainer.cur_step, trainer.max_epochs, trainer.max_steps, trainer.steps_per_epoch),
-        "timed": [len(timer.get_timer(f"{kind}-epoch").history) for kind in ("Train", "Test")],
+        "timed": [
+            len(timer.get_timer(f"{kind}-{of}").history) for of in ("epoch", "step") for kind in ("Train", "Test")
+        ],
     }
 
 
@@ -77,7 +79,7 @@ def test_the_ancestors_flow(ranks):
         assert found["accuracy"] > 0.7
         assert found["lr"] == pytest.approx(0.0)
         assert found["throughput"] > 0
-        assert found["timed"] == [3, 3]
+        assert found["timed"] == [3, 3, 3 * steps, 9]
         assert math.isfinite(found["step"]["loss"])
         assert found["step"]["grad_norm"] > 0
     log = world.stderr[0]
@@ -196,6 +198,8 @@ def test_a_run_that_does_not_get_better_stops_on_every_rank():
 def many_things() -> None:
     trainer = make_trainer({})
     assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
+    assert (trainer._wants_exit, trainer.returns_output, trainer.is_fitting) == (False, True, False)
+    assert (trainer.cur_epoch, trainer.cur_step) == (0, 0)
     batches = cut(range(16), 16)
     with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
         trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])

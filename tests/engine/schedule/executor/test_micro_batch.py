@@ -90,6 +90,9 @@ def test_pieces_as_one(pieces, joined):
         [1.0, torch.tensor(1.0)],
         [torch.tensor([1.0, 1.0]), "text"],
         [{"a": 1}, {"b": 1}],
+        [{"a": 1}, {"a": 1}, {"b": 1}],
+        [torch.tensor(1.0), torch.ones(1), torch.ones(1)],
+        [torch.ones(1, 2), torch.ones(2, 2), torch.ones(1, 3)],
     ],
 )
 def test_pieces_that_do_not_fit_together_stay_a_list(pieces):
