@@ -107,7 +107,7 @@ class Executor:
         """Stages that need their backward in one part, from the start or found to."""
         table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
-        transfers = [action for action in programs[0] if action.kind not in COMPUTE]
+        transfers = [action for program in programs for action in program if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
         if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]

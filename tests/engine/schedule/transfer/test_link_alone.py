@@ -276,3 +276,47 @@ def test_nobody_hears_of_a_failure_where_nothing_is_left_to_send(mail, monkeypat
     other.expect(key(0))
     other.take(key(0))
     assert not other.hear_out()
+
+
+@pytest.mark.parametrize(
+    ("backends", "named"),
+    [
+        ({"cpu": "gloo"}, "gloo"),
+        ({"cpu": "gloo", "cuda": "gloo"}, "gloo"),
+        ({"cuda": "gloo"}, "gloo"),
+        ({"cuda": "nccl"}, "cpu:gloo,cuda:nccl"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu:gloo,cuda:nccl"),
+        ({"cpu": "mpi"}, "mpi"),
+    ],
+)
+def test_a_group_for_transfers_has_a_backend_for_the_host(monkeypatch, backends, named):
+    monkeypatch.setattr(wire, "backends_of", lambda group: backends)
+    assert wire.with_cpu(None) == named
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "moved", "one_queue"),
+    [
+        ({"cpu": "gloo"}, "cpu", "cpu", False),
+        ({"cpu": "gloo", "cuda": "gloo"}, "cuda", "cpu", False),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda", "cuda", True),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu", "cpu", False),
+        ({"cpu": "gloo"}, "cuda", "cpu", False),
+        ({"cuda": "nccl"}, "cpu", None, None),
+    ],
+)
+def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, device, moved, one_queue):
+    monkeypatch.setattr(wire, "backends_of", lambda group: backends)
+    if moved is None:
+        with pytest.raises(ScheduleError, match=r"moves cuda memory, but cpu must be moved too.*cpu:gloo,cuda:nccl"):
+            wire.Wire(None, 1, torch.device(device))
+    else:
+        made = wire.Wire(None, 1, torch.device(device))
+        assert (made.device.type, made.one_queue) == (moved, one_queue)
+
+
+def test_a_rank_that_is_not_in_the_group_is_told(mail, monkeypatch):
+    monkeypatch.setattr(dist, "isend", lambda *args, **named: None)
+    with pytest.raises(ScheduleError, match="this rank is not in the pipeline's process group"):
+        wire.Wire(None, 1, CPU).send(torch.ones(1), 0)
+    assert wire.Wire(None, 1, CPU).send(torch.ones(0), 0) == []
