@@ -191,6 +191,30 @@ def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog, loss):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    "count",
+    [0, 1, 0.5, 0.0, torch.tensor(0), torch.tensor(0.5), torch.tensor([3.0]), torch.ones((), device="meta")],
+    ids=str,
+)
+def test_a_count_is_a_number_from_0_on(count):
+    assert loss_module._checked_count(count) is count
+    for wrong in (-0.5, -1, math.nan, torch.tensor(-0.5), torch.tensor(math.inf), torch.empty(0), torch.ones(2)):
+        with pytest.raises(GradientError, match=r"^the count of a loss given as \(sum, count\) is a number from 0 on"):
+            loss_module._checked_count(wrong)
+
+
+def test_a_run_is_told_once_that_its_loss_is_a_mean_of_means(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=said.append))
+    x = numbers(3, 4, seed=0).requires_grad_()
+    form = LossForm()
+    for _ in range(2):
+        form.read(F.cross_entropy(x, torch.tensor([1, -100, 0])) * 1.0)
+    assert len(said) == 1
+    LossForm().read(F.cross_entropy(x, torch.tensor([1, -100, 0])))  # counted: there is nothing to say
+    assert len(said) == 1
+
+
 WRONG = [
     math.nan,
     math.inf,
@@ -427,3 +451,42 @@ def test_a_count_is_one_number_on_the_device(value, expected):
     if isinstance(value, Tensor):
         already = value.detach().to("meta")
         assert count_on(already, torch.device("cpu")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("labels", "weight", "counted"),
+    [
+        ([1, -100, 0], None, 2.0),
+        ([1, -100, -100], None, 1.0),
+        ([-100, -100, -100], None, 0.0),
+        ([1, -100, -100], [1.0, 0.25, 1.0, 1.0], 0.25),
+        ([1, 0, -100], [1.0, 0.25, 1.0, 1.0], 1.25),
+    ],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_mean_times_what_it_is_over_is_the_sum_and_nothing_counts_nothing(labels, weight, counted, smoothing):
+    weights = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+    x, y = numbers(3, 4, seed=0).double().requires_grad_(), torch.tensor(labels)
+    options = {"weight": weights, "label_smoothing": smoothing}
+    total, count = split_loss(F.cross_entropy(x, y, **options))
+    assert float(count) == counted
+    torch.testing.assert_close(total, F.cross_entropy(x, y, reduction="sum", **options))
+
+
+def test_only_a_smoothed_loss_of_one_log_softmax_counts_as_one():
+    x, y = numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0])
+    own, other = x.log_softmax(-1), (2 * x).log_softmax(-1)
+    nll = F.nll_loss(own, y)
+    smooth, foreign = (each.masked_fill(y[:, None] < 0, 0.0).sum() / 2 * -0.2 for each in (own, other))
+    assert split_loss(0.8 * nll + smooth)[1] == 2
+    for loss in (0.8 * nll + foreign, nll / 2 + smooth, 0.8 * nll + smooth.exp(), nll + smooth, smooth + 0.8 * nll):
+        assert split_loss(loss) == (loss, None)
+
+
+@pytest.mark.parametrize(("labels", "is_said"), [([1, -100, 0], True), ([1, 2, 0], False), ([-100] * 3, True)])
+def test_of_code_that_is_computed_again_the_labels_that_it_keeps_are_seen(labels, is_said):
+    x = numbers(3, 4, seed=0).requires_grad_()
+    loss = checkpoint(F.cross_entropy, x, torch.tensor(labels), use_reentrant=True)
+    assert isinstance(loss, Tensor)
+    assert loss_module._leaves_out(loss.grad_fn) is is_said
+    assert loss_module._leaves_out((x * torch.full((4,), -100)).grad_fn) is False

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from colonnade.engine.schedule.actions import Action, parse_table
+from colonnade.engine.schedule.actions import Action, only_forward, parse_table
 from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.executor import executor as module
 from colonnade.engine.schedule.executor.executor import _first_sharing
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.transfer.link import PeerFailed
+from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, receive_early
 from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -346,3 +347,130 @@ def test_a_failing_step_goes_on_at_the_action_after_it_or_at_the_send_itself(mon
 
 def test_executors_of_the_same_ranks_have_numbers_of_their_own():
     assert executor(stages())._number != executor(stages())._number
+
+
+TABLE = make_table("gpipe", 2, 4)
+
+
+def second(monkeypatch: pytest.MonkeyPatch, one_queue: bool = False, **options: Any) -> tuple[Executor, list[Any]]:
+    """The executor of the second rank of two, and what its links were made of."""
+    made: list[Any] = []
+    monkeypatch.setattr(module, "gather_json", lambda mine, device, group: [mine, mine])
+    monkeypatch.setattr(module, "Link", lambda *given: made.append(given) or SimpleNamespace(one_queue=one_queue))
+    given = {"rank": 1, "ranks": (4, 5), "group": "all", "loss_fn": F.mse_loss, **options}
+    return Executor([nn.Linear(1, 1)], TABLE, **given), made
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_receives_begin_early_where_they_hold_up_nothing(monkeypatch, one_queue):
+    found, _ = second(monkeypatch, one_queue)
+    for program, table in ((found._program, TABLE), (found._forward_program, only_forward(TABLE))):
+        plain = add_transfers(table)[1]
+        assert program == (plain if one_queue else receive_early(plain))
+        assert plain != receive_early(plain)
+    assert found._peers == [0]
+    assert found._confirmation == confirmation(TABLE)[1]
+
+
+def test_transfers_have_a_group_of_their_own_where_one_is_given(monkeypatch):
+    assert second(monkeypatch)[1] == [("all", 4, torch.device("cpu"), None)]
+    given = {"transfer_group": "transfers", "down_group": "down"}
+    assert second(monkeypatch, **given)[1] == [("transfers", 4, torch.device("cpu"), "down")]
+
+
+@pytest.mark.parametrize(
+    ("others", "rows", "message"),
+    [
+        (("same", ""), TABLE, None),
+        (("other", ""), TABLE, "the ranks 4, 5 of this pipeline have different tables of actions"),
+        (("same", "too old"), TABLE, "rank 4 cannot run this table: too old"),
+        (("other", "too old"), TABLE, "rank 4 cannot run this table: too old"),
+        (("same", "too old"), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
+        (("other", ""), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
+    ],
+)
+def test_ranks_agree_on_their_table_before_the_first_step(monkeypatch, others, rows, message):
+    told: list[Any] = []
+
+    def gather(mine: list[str], device: Any, group: Any) -> list[Any]:
+        told.append(mine[1])
+        return [[mine[0] if others[0] == "same" else "another digest", others[1]], mine]
+
+    second(monkeypatch)
+    monkeypatch.setattr(module, "gather_json", gather)
+    make = lambda: Executor([nn.Linear(1, 1)], rows, rank=1, ranks=(4, 5))  # noqa: E731
+    if message is None:
+        assert make().facts.stage_ranks == (0, 1)
+    else:
+        with pytest.raises(ScheduleError) as error:
+            make()
+        assert str(error.value).startswith(message)
+    assert bool(told[0]) is (rows is not TABLE)
+
+
+@pytest.mark.parametrize(
+    ("forward_only", "confirm", "program", "confirms"),
+    [
+        (False, True, ["train"], True),
+        (False, False, ["train"], True),
+        (True, True, ["evaluate", "confirm"], True),
+        (True, False, ["evaluate"], False),
+    ],
+)
+def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only, confirm, program, confirms):
+    made, _ = middle()
+    steps: list[Any] = []
+
+    class Ran:
+        losses, outputs, executed, at = {1: "b", 0: "a"}, {1: "d", 0: "c"}, ["order"], 0
+
+        def __init__(self, *given: Any) -> None:
+            steps.append(given)
+
+        def run(self, program: Any) -> None:
+            steps.append(program)
+
+        def batch_loss(self) -> Any:
+            return "loss", "count"
+
+    monkeypatch.setattr(module, "Step", Ran)
+    made._program, made._forward_program, made._confirmation = ["train"], ["evaluate"], ["confirm"]
+    made._forms, made.loss_fn = {True: "of training", False: "of evaluation"}, None
+    ended: list[int] = []
+    for peer, link in made._links.items():
+        link.finish = lambda peer=peer: ended.append(peer)
+    ran = made.run([None], forward_only=forward_only, with_loss=False, confirm=confirm)
+    assert steps == [(made, [None], not forward_only, not forward_only, False, 1.0, 1.0), program]
+    assert ended == [0, 2]
+    assert made.form == ("of evaluation" if forward_only else "of training")
+    assert (ran.losses, ran.outputs, ran.loss, ran.count, ran.order) == (
+        ["a", "b"],
+        ["c", "d"],
+        "loss",
+        "count",
+        ["order"],
+    )
+    stopped: list[Any] = []
+    made._program = made._forward_program = [Action.parse("1F0")]
+    made._confirmation = []
+    monkeypatch.setattr(Ran, "run", lambda self, program: 1 / 0)
+    monkeypatch.setattr(made, "_stop", lambda *given: stopped.append(given[1:]))
+    with pytest.raises(ZeroDivisionError):
+        made.run([None], forward_only=forward_only, confirm=confirm)
+    assert stopped == [([], confirms, False)]
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("has_loss", [True, False])
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_training_needs_a_loss_where_the_last_stage_is(last, has_loss, forward_only):
+    made, _ = middle()
+    made.rank, made.loss_fn = 2 if last else 1, F.mse_loss if has_loss else None
+    if last and not has_loss and not forward_only:
+        with pytest.raises(ScheduleError, match="training needs a loss function on the rank of the last stage"):
+            made._check_run([None], forward_only)
+    else:
+        made._check_run([None], forward_only)
+    made._failure = "an earlier one"
+    with pytest.raises(ScheduleError, match="this pipeline stopped in an earlier step"):
+        made._check_run([None], forward_only)
