@@ -17,19 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colonnade.errors import ConfigError
+from colonnade.errors import CheckpointError, ConfigError
 from colonnade.trainer.hooks import (
     CsvHook,
     EMAHook,
     JsonlHook,
+    LoadCheckpointHook,
     ProfilerHook,
+    SaveCheckpointHook,
     StopOnSignal,
+    average,
+    checkpoint,
     profiler,
     run_facts,
     writers,
 )
-from colonnade.trainer.hooks.base import checked_interval
+from colonnade.trainer.hooks.base import BaseHook, checked_interval
+from colonnade.trainer.hooks.hook_list import HookList
 from tests.engine.test_engine import world_of_one
+from tests.trainer.test_look import Managed
 from tests.trainer.test_writers import record
 from tests.trainer.test_writers import trainer as writing
 
@@ -243,6 +249,215 @@ def test_evaluations_see_the_average_and_the_weights_come_back(evaluate, updates
     assert weight.item() == 3.0
     with EMAHook().swapped():  # of no run yet
         pass
+
+
+class Loaded(Managed):
+    """A checkpoint in which the weight is 7."""
+
+    def load(self, model: Any, step: int) -> None:
+        self.done.append(("load", step))
+        with torch.no_grad():
+            model[0].fill_(7.0)
+
+
+def test_an_average_is_saved_and_loaded_in_the_place_of_the_weights(monkeypatch, tmp_path):
+    made: list[Any] = []
+    monkeypatch.setattr(
+        average, "CheckpointManager", lambda *given, **named: made.append(Loaded(*given, **named)) or made[-1]
+    )
+    hook, trainer, weight = averaged()
+    assert (hook.state_dict(), made) == ({"updates": 0}, [])
+    trainer.hooks, trainer.context, trainer.cur_step = [SaveCheckpointHook(1, tmp_path, keep=5)], "world", 4
+    hook.before_train(trainer)
+    manager = made[0]
+    assert (manager.given, manager.named) == ((tmp_path / "ema", "world", 5, False), {})
+    hook.updates = 3
+    assert hook.state_dict() == {"updates": 3}
+    assert manager.done == [("save", 4, trainer.engine.model)]
+    hook.load_state_dict({"updates": 9})
+    assert (hook.updates, len(made)) == (3, 1)  # there is nothing to load from
+    trainer.hooks = [LoadCheckpointHook(tmp_path / "old")]
+    hook.load_state_dict({"updates": 9})
+    assert (made[1].given, made[1].named) == ((tmp_path / "old" / "ema", "world"), {"read_only": True})
+    assert made[1].done[0] == ("load", 4)
+    assert (hook.updates, hook._average[0].item(), weight.item()) == (9, 7.0, 1.0)
+    hook.after_train(trainer)
+    assert manager.done[-1] == "close"
+    hook.after_train(trainer)
+    hook.close()
+    assert len(manager.done) == 2
+    hook._manager = manager
+    hook.close()
+    assert (manager.done[-1], hook._manager) == (("exit", CheckpointError), None)
+
+
+def test_only_narrow_weights_are_replaced_while_an_average_is_saved():
+    hook, trainer, wide = averaged()
+    narrow = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    trainer.engine.model.append(narrow)
+    special = nn.Parameter(torch.ones(1, dtype=torch.bfloat16).as_subclass(type("Mine", (torch.Tensor,), {})))
+    trainer.engine.model.append(special)
+    hook._average = []
+    hook.before_train(trainer)
+    for mean in hook._average:
+        mean.fill_(1.001)
+    memory = wide.data_ptr()
+    with hook._unrounded():
+        assert (wide.data_ptr(), wide.item()) == (memory, pytest.approx(1.001))
+        assert (narrow.dtype, narrow.item()) == (torch.float32, pytest.approx(1.001))
+        assert special.dtype == torch.bfloat16
+    assert (wide.item(), narrow.item(), narrow.dtype) == (1.0, 1.0, torch.bfloat16)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_saved_once_a_step_and_at_the_end(monkeypatch, tmp_path):
+    made: list[Any] = []
+    monkeypatch.setattr(checkpoint, "CheckpointManager", lambda *given: made.append(Managed(*given)) or made[-1])
+    engine = SimpleNamespace(model="model", optimizer="optimizer")
+    trainer: Any = SimpleNamespace(engine=engine, cur_step=2, context="world", failed=False, state_dict=lambda: "state")
+    hook = SaveCheckpointHook(1, tmp_path, keep=4, background=True)
+    hook._save(trainer)  # before it has begun
+    hook.before_train(trainer)
+    (manager,) = made
+    assert manager.given == (tmp_path, "world", 4, True)
+    hook._save(trainer)  # that step is there already
+    assert manager.done == []
+    trainer.cur_step = 3
+    hook._save(trainer)
+    hook._save(trainer)
+    saved = [("save", 3, "model", "optimizer", "state")]
+    assert manager.done == saved
+    trainer.cur_step = 4
+    hook.after_train(trainer)
+    assert manager.done == [*saved, ("save", 4, "model", "optimizer", "state"), "close"]
+    hook.after_train(trainer)
+    hook.close()
+    assert len(manager.done) == 3
+    hook._manager, trainer.failed, trainer.cur_step = manager, True, 5
+    hook.after_train(trainer)
+    assert manager.done[3:] == ["close"]
+    hook._manager = manager
+    hook.close()
+    assert manager.done[4:] == [("exit", CheckpointError)]
+    other = SaveCheckpointHook(1, tmp_path, model="mine")  # type: ignore[arg-type]
+    other._manager = manager
+    other._save(trainer)
+    assert manager.done[-1] == ("save", 5, "mine", "optimizer", "state")
+
+
+@pytest.mark.parametrize(
+    ("rank", "steps", "first_has", "required", "step", "is_loaded"),
+    [
+        (0, [3], True, False, None, True),
+        (0, [], False, False, None, False),
+        (0, None, False, False, None, False),
+        (0, [], False, True, None, True),
+        (0, [], False, False, 3, True),
+        (1, [], True, False, None, True),  # rank 0 says
+        (1, [3], False, False, None, False),
+    ],
+)
+def test_a_run_goes_on_where_rank_0_sees_a_checkpoint_or_must(
+    monkeypatch, tmp_path, rank, steps, first_has, required, step, is_loaded
+):
+    folder = tmp_path / "run"
+    if steps is not None:
+        folder.mkdir()
+    made: list[Any] = []
+    asked: list[bool] = []
+
+    class Found(Managed):
+        def steps(self) -> list[int]:
+            assert rank == 0
+            assert steps is not None
+            return steps
+
+    def gather(mine: bool, context: Any) -> list[bool]:
+        asked.append(mine)
+        return [mine, not mine] if rank == 0 else [first_has, mine]
+
+    monkeypatch.setattr(
+        checkpoint, "CheckpointManager", lambda *given, **named: made.append(Found(*given, **named)) or made[-1]
+    )
+    monkeypatch.setattr(checkpoint, "gather_json", gather)
+    loaded: list[Any] = []
+    trainer: Any = SimpleNamespace(
+        context=SimpleNamespace(get_global_rank=lambda: rank),
+        logger=SimpleNamespace(info=lambda text: None),
+        load_state=lambda *given: loaded.append(given),
+    )
+    LoadCheckpointHook(folder, step, required, model="mine").before_train(trainer)  # type: ignore[arg-type]
+    assert made[0].named == {"read_only": True}
+    assert loaded == ([(made[0], "mine", step)] if is_loaded else [])
+    assert asked == [bool(steps) and rank == 0]
+
+
+# -- lists ------------------------------------------------------------------------------------------------
+
+
+class Heard(BaseHook):
+    def __init__(self, name: str, fails: bool = False) -> None:
+        super().__init__()
+        self.name, self.fails, self.told = name, fails, list[Any]()
+
+    def before_train(self, trainer: Any) -> None:
+        self.told.append("before_train")
+        if self.fails:
+            raise ValueError(self.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise ValueError("no state")
+        return {"name": self.name} if self.name else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.told.append(state)
+        if self.fails:
+            raise ValueError("not this state")
+
+    def close(self) -> None:
+        self.told.append("close")
+        if self.fails:
+            raise ValueError("open")
+
+
+def test_the_first_error_is_held_and_the_hook_that_raised_is_not_called_again():
+    hooks = [Heard("one", True), Heard("two"), Heard("three", True)]
+    listed = HookList(SimpleNamespace(cur_epoch=1, cur_step=2), hooks)
+    assert {point: len(calls) for point, calls in listed._calls.items() if calls} == {"before_train": 3}
+    for _ in range(2):
+        listed.call("before_train")
+    assert [hook.told for hook in hooks] == [["before_train"], ["before_train"] * 2, ["before_train"]]
+    assert str(listed.held).startswith("hook Heard failed in before_train (epoch 1, step 2): ValueError: one")
+    listed.close()
+    assert [hook.told[-1] for hook in hooks] == ["close"] * 3
+
+
+def test_states_of_hooks_are_kept_by_name_and_what_fails_is_held():
+    trainer = SimpleNamespace(cur_epoch=0, cur_step=0)
+    listed = HookList(trainer, [Heard("one"), Heard(""), Heard("three")])
+    states = listed.state_dict()
+    assert states == {"Heard": {"name": "one"}, "Heard 3": {"name": "three"}}
+    listed.load_state_dict(states)
+    assert [hook.told for hook in listed.hooks] == [[{"name": "one"}], [], [{"name": "three"}]]  # type: ignore[attr-defined]
+    assert listed.held is None
+    for use, told in (
+        (HookList.state_dict, "state_dict"),
+        (lambda each: each.load_state_dict(states), "load_state_dict"),
+    ):
+        failing = HookList(trainer, [Heard("one", True)])
+        use(failing)
+        assert f"hook Heard failed in {told}" in str(failing.held)
+
+
+def test_what_a_hook_is_by_itself():
+    hook, trainer = BaseHook(), SimpleNamespace(states={})
+    assert hook.state_dict() == {}
+    hook.init_runner_states(trainer, "mine", 1)  # type: ignore[arg-type]
+    hook.init_runner_states(trainer, "mine", 2)  # type: ignore[arg-type]
+    assert trainer.states == {"mine": 1}
 
 
 # -- files ------------------------------------------------------------------------------------------------

@@ -41,9 +41,9 @@ from colonnade.engine.schedule.transfer.values import (
 from colonnade.engine.schedule.transfer.wire import Pending, Wire, wait
 from colonnade.errors import ScheduleError
 
-_NEW, _FAILED, _NO_BATCH, _SKIPPED = range(-4, 0)
-"""What the first number of a header says besides "description n": a new one follows; the sender failed, or has no batch;
-after a failure, nothing comes."""
+_SKIPPED, _NO_BATCH, _FAILED, _NEW = range(-4, 0)
+"""What the first number of a header says besides "description n": after a failure, nothing comes; the sender has no batch,
+or failed; a new one follows."""
 _APART, _INSIDE = range(2)
 """What the second number says beside a known description: where the tensors are, after the frame or in it."""
 _TENSOR, _FRAME, _TEXT, _BY_CPU = range(4)
@@ -276,9 +276,9 @@ class Link:
         self._failure, self._heard, self._skips, self._patience = [], False, False, None
 
     def _read_all(self) -> None:
-        while self._expected:
+        for expected in tuple(self._expected):
             with contextlib.suppress(PeerFailed):
-                self._start_expected(self._expected[-1].key)
+                self._start_expected(expected.key)
         self._discard()
 
     def _discard(self) -> None:

@@ -129,6 +129,7 @@ def test_values_of_any_form_arrive_in_both_directions(mail, monkeypatch, kind):
                 other.expect(key(index))
             for index, value in enumerate(step):
                 sent(one, index, value)
+                one.sent(key(index))
             for index in range(len(step)) if kind != "gloo, received early" else ():
                 other.expect(key(index))
             for index, value in reversed([*enumerate(step)]):
@@ -258,6 +259,7 @@ def test_a_failure_is_heard_and_leaves_nothing_under_way(mail, monkeypatch, is_q
         link.end_failure()
         assert (link._failure, link._heard, link._skips, link._patience) == ([], False, False, None)
         assert ([*link._expected], link._arriving) == ([], {})
+    assert sum(what == "send" for what, _, _ in mail.waits) == 2 + 3 + 2  # of both reasons, and what is skipped
     limits = {limit for _, _, limit in mail.waits}
     assert limits == ({()} if no_batch else {(timedelta(seconds=10),)})
     one.finish()
@@ -266,6 +268,33 @@ def test_a_failure_is_heard_and_leaves_nothing_under_way(mail, monkeypatch, is_q
     other.expect(key(4))
     assert other.take(key(4)).value[0].tolist() == [0, 1, 2]
     mail.assert_empty()
+
+
+def test_a_rank_that_failed_itself_hears_of_the_other_in_what_it_expected(mail, monkeypatch):
+    one, other = ends(monkeypatch)
+    other.fail("theirs", no_batch=False)
+    other.skip_send(key(1))
+    one.expect(key(1))
+    one.fail("mine", no_batch=False)
+    assert one.hear_out()
+    assert other.hear_out()
+    mail.assert_empty()
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_what_came_and_is_not_used_is_waited_for_where_its_memory_is_still_filled(mail, monkeypatch, is_queued):
+    if is_queued:
+        monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "nccl"})
+    one, other = ends(monkeypatch)
+    for index in (0, 1):
+        sent(one, index, numbers(2))
+        other.expect(key(index))
+    other.take(key(1))
+    assert [*other._arriving] == [key(0)]
+    mail.waits.clear()
+    assert not other.hear_out()
+    assert mail.waits == ([] if is_queued else [("receive", link_module._TENSOR, ())])
+    assert other._arriving == {}
 
 
 def test_nobody_hears_of_a_failure_where_nothing_is_left_to_send(mail, monkeypatch):
