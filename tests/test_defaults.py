@@ -30,6 +30,8 @@ engine.schedule.base.BaseSchedule.forward_back_step: forward_only=False return_l
 engine.schedule.non_pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.pipeline.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.base.BaseSchedule.load_batch: to_gpu=True
+engine.schedule.executor.executor.Executor: rank=0 ranks=(0,)
+engine.schedule.executor.executor.Executor.run: forward_only=False with_loss=True keep_outputs=False confirm=True
 engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
 engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
@@ -77,6 +79,7 @@ parallel.stages.Chunks.load_state_dict: strict=True assign=False
 reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 reduce.records.Sum: between_stages=False
+trainer.exchange.speaks: pipeline=False
 trainer.hooks.average.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
 trainer.hooks.base.BaseHook: priority=10
 trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
@@ -98,6 +101,7 @@ trainer.hooks.trackers.WandbHook: interval=1 priority=10
 trainer.hooks.writers.CsvHook: priority=10
 trainer.hooks.writers.JsonlHook: priority=10 report=True
 trainer.metrics.MeanMetric: higher_is_better=False
+trainer.records.StepRecord: weight=0.0 clipped=False skipped=False
 trainer.trainer.Trainer.evaluate: return_output_label=True
 trainer.trainer.Trainer.fit: test_interval=1 display_progress=False return_output_label=True
 trainer.trainer.Trainer.request_stop: leave=False
@@ -151,6 +155,8 @@ reduce.transports.shared_memory.SharedMemory.shares_memory: True
 reduce.transports.shared_memory.SharedMemory.host_waits: True
 trainer.hooks.base.BaseHook.needs_loss: False
 trainer.hooks.metrics.LossHook.needs_loss: True
+trainer.loop.ASKS_AHEAD: {'cuda'}
+trainer.loop.LAG: {'cuda': 1}
 trainer.metrics.Metric.higher_is_better: False
 """
 """What the docs say, what is on disk, and what classes that users derive from begin with."""

@@ -40,7 +40,7 @@ class Lengths:
     @property
     def longest(self) -> int | None:
         """The batches of the rank that has most; None if any rank does not know."""
-        return max(length or 0 for length in self.of_rank) if self.known else None
+        return max(length for length in self.of_rank if length is not None) if self.known else None
 
     def __str__(self) -> str:
         shown = [f"rank {rank} has {length}" for rank, length in enumerate(self.of_rank[:8])]

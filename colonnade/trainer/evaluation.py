@@ -121,15 +121,16 @@ def _check_even(trainer: Trainer, has_batch: bool) -> None:
 
 def _join_padded(pieces: list[Any]) -> Any:
     """Outputs for batches that were padded to unequal lengths, filled up with -100 as transformers' own trainer does."""
-    flat = [tree_flatten(piece) for piece in pieces]
-    if any(spec != flat[0][1] for _, spec in flat):
+    leaves, (spec, *others) = zip(*map(tree_flatten, pieces), strict=True)
+    if any(other != spec for other in others):
         return join(pieces)
-    columns = [_filled(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return join([tree_unflatten([column[at] for column in columns], spec) for at, (_, spec) in enumerate(flat)])
+    columns = [_filled(*column) for column in zip(*leaves, strict=True)]
+    return join([tree_unflatten([column[at] for column in columns], spec) for at in range(len(pieces))])
 
 
-def _filled(tensors: Sequence[Any]) -> Sequence[Any]:
-    if not all(isinstance(each, Tensor) and each.dim() == tensors[0].dim() > 1 for each in tensors):
+def _filled(first: Any, *others: Any) -> Sequence[Any]:
+    tensors = [first, *others]
+    if not all(isinstance(each, Tensor) and each.dim() == first.dim() > 1 for each in tensors):
         return tensors
     sizes = [max(column) for column in zip(*(each.shape[1:] for each in tensors), strict=True)]
     missing = [[size - has for size, has in zip(sizes, each.shape[1:], strict=True)] for each in tensors]

@@ -29,6 +29,9 @@ class _Over(Exception):
 ASKS_AHEAD = {"cuda"}
 """Devices that the host must not keep waiting between two steps; on others a gradient's sum is a wait in any case."""
 
+LAG = {"cuda": 1}
+"""Devices that are still busy with the last step when the host asks: so many steps later yet their numbers are read."""
+
 
 @dataclass
 class _Question:
@@ -63,8 +66,7 @@ class Loop:
         trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
         self._together = moves_together(lengths, self._context)
         self._counts_samples = speaks(self._context, pipeline=True)
-        # A device is still busy with the last step when the host asks: its numbers are read one step later yet.
-        self._lag = 1 if self._context.device.type == "cuda" else 0
+        self._lag = LAG.get(self._context.device.type, 0)
         waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
         self._may_ask_ahead = waits and not is_stateful(loader)
         self._even = self._ahead = False
@@ -334,4 +336,4 @@ def _steps(lengths: Lengths, accumulation: int) -> int | None:
 
 def _divides(lengths: Lengths, behind: int, accumulation: int) -> bool:
     """Whether every rank has as many batches after the first `behind`, and they make whole steps."""
-    return lengths.known and lengths.equal and ((lengths.longest or 0) - behind) % accumulation == 0
+    return lengths.equal and lengths.longest is not None and (lengths.longest - behind) % accumulation == 0

@@ -56,7 +56,7 @@ class MeanMetric(Metric):
 
     def reset(self) -> None:
         self._mine: Tensor | None = None
-        self._before = (0.0, 0.0)
+        self._total = self._count = 0.0
 
     def update(self, total: Tensor | float, count: Tensor | float) -> None:
         """Add what this rank has seen; the numbers stay on their device."""
@@ -69,13 +69,14 @@ class MeanMetric(Metric):
 
     def update_global(self, total: float, count: float) -> None:
         """Add what all ranks have seen together, told to all of them."""
-        self._before = (self._before[0] + total, self._before[1] + count)
+        self._total += total
+        self._count += count
 
     def sums(self) -> tuple[float, float]:
         """(sum, count) over all ranks. Collective."""
         mine = torch.zeros(2, dtype=torch.float64, device=self._context.device) if self._mine is None else self._mine
         total, count = sum_over_world(mine.clone(), self._context).tolist()
-        return self._before[0] + total, self._before[1] + count
+        return self._total + total, self._count + count
 
     def gather(self) -> None:
         total, count = self.sums()
@@ -90,7 +91,7 @@ class MeanMetric(Metric):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
-        self._before = (float(state["sums"][0]), float(state["sums"][1]))
+        self._total, self._count = map(float, state["sums"])
         self._value = float(state["value"])
 
 

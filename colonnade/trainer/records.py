@@ -167,9 +167,8 @@ class RecordBook:
         self._place = (step, epoch, now - self._since)
         self._since = now
         self._times, self._skipped = self._clock.end_step(), engine.last_skip_flag
-        groups = engine.optimizer.param_groups
         told = {
-            _LR: groups[0].get("lr") if groups else None,
+            _LR: next(iter(engine.optimizer.param_groups), {}).get("lr"),
             _NORM: engine.grad_norm,
             _DIVISOR: engine.clip_divisor,
             _WEIGHT: self._weight,

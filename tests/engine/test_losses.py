@@ -20,8 +20,9 @@ from colonnade.context.build import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.losses import LossBook
+from colonnade.engine.schedule import loss as loss_module
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.loss import LossForm, own_loss, split_loss
+from colonnade.engine.schedule.loss import LossForm, MeanWatch, count_on, own_loss, split_loss
 from colonnade.errors import GradientError
 from colonnade.nn import CrossEntropyLoss
 from colonnade.parallel.split import split
@@ -188,6 +189,30 @@ def test_a_mean_of_means_that_nobody_can_mend_is_said_once(caplog, loss):
             engine.step()
         engine.close()
     said = [record.message for record in caplog.records if "(sum, count)" in record.message]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "count",
+    [0, 1, 0.5, 0.0, torch.tensor(0), torch.tensor(0.5), torch.tensor([3.0]), torch.ones((), device="meta")],
+    ids=str,
+)
+def test_a_count_is_a_number_from_0_on(count):
+    assert loss_module._checked_count(count) is count
+    for wrong in (-0.5, -1, math.nan, torch.tensor(-0.5), torch.tensor(math.inf), torch.empty(0), torch.ones(2)):
+        with pytest.raises(GradientError, match=r"^the count of a loss given as \(sum, count\) is a number from 0 on"):
+            loss_module._checked_count(wrong)
+
+
+def test_a_run_is_told_once_that_its_loss_is_a_mean_of_means(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=said.append))
+    x = numbers(3, 4, seed=0).requires_grad_()
+    form = LossForm()
+    for _ in range(2):
+        form.read(F.cross_entropy(x, torch.tensor([1, -100, 0])) * 1.0)
+    assert len(said) == 1
+    LossForm().read(F.cross_entropy(x, torch.tensor([1, -100, 0])))  # counted: there is nothing to say
     assert len(said) == 1
 
 
@@ -413,3 +438,98 @@ def test_what_is_no_loss_is_said(loss, message):
     with pytest.raises(GradientError) as error:
         split_loss(loss)
     assert str(error.value).startswith(message)
+
+
+def test_a_watch_looks_a_few_times_and_near_the_loss(monkeypatch):
+    """Each look may wait for the device."""
+    said: list[str] = []
+    monkeypatch.setattr(loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=said.append))
+    x = numbers(3, 4, seed=0).requires_grad_()
+    bad = F.cross_entropy(x, torch.tensor([1, -100, 0])) + x.sum()
+    plain = x.square().mean()
+    for looks, told in ((loss_module._LOOKS - 1, 1), (loss_module._LOOKS, 0)):
+        watch = MeanWatch()
+        for _ in range(looks):
+            watch.look(plain)
+        watch.look(bad)
+        watch.look(bad)
+        assert len(said) == told, looks
+        said.clear()
+    for depth, told in ((loss_module._NODES_SEEN - 1, 1), (loss_module._NODES_SEEN, 0)):
+        loss = F.cross_entropy(x, torch.tensor([1, -100, 0]))
+        for _ in range(depth):
+            loss = loss.neg()
+        MeanWatch().look(loss)
+        assert len(said) == told, depth
+        said.clear()
+    MeanWatch().look(torch.ones(()))
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignored", "reduction", "is_said"),
+    [
+        ([1, -100, 0], -100, "mean", True),
+        ([1, -100, 0], -100, "sum", False),
+        ([1, 0, 1], 1, "mean", True),
+        ([1, 0, 1], 2, "mean", False),
+        ([1, 0, -3], -3, "mean", True),
+    ],
+)
+def test_a_mean_that_leaves_entries_out_is_known_by_its_labels(labels, ignored, reduction, is_said):
+    x = numbers(3, 4, seed=0).requires_grad_()
+    loss = F.cross_entropy(x, torch.tensor(labels), ignore_index=ignored, reduction=reduction)
+    assert loss_module._leaves_out(loss.grad_fn) is is_said
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(3, 3.0), (0.5, 0.5), (torch.tensor([2.0], requires_grad=True), 2.0), (torch.tensor(4), 4.0)],
+)
+def test_a_count_is_one_number_on_the_device(value, expected):
+    found = count_on(value, torch.device("cpu"))
+    assert (found.item(), found.shape, found.dtype, found.requires_grad) == (expected, (), torch.float64, False)
+    there = count_on(value, torch.device("meta"))
+    assert (there.device.type, there.dtype) == ("meta", torch.float64)
+    if isinstance(value, Tensor):
+        already = value.detach().to("meta")
+        assert count_on(already, torch.device("cpu")).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("labels", "weight", "counted"),
+    [
+        ([1, -100, 0], None, 2.0),
+        ([1, -100, -100], None, 1.0),
+        ([-100, -100, -100], None, 0.0),
+        ([1, -100, -100], [1.0, 0.25, 1.0, 1.0], 0.25),
+        ([1, 0, -100], [1.0, 0.25, 1.0, 1.0], 1.25),
+    ],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_mean_times_what_it_is_over_is_the_sum_and_nothing_counts_nothing(labels, weight, counted, smoothing):
+    weights = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+    x, y = numbers(3, 4, seed=0).double().requires_grad_(), torch.tensor(labels)
+    options = {"weight": weights, "label_smoothing": smoothing}
+    total, count = split_loss(F.cross_entropy(x, y, **options))
+    assert float(count) == counted
+    torch.testing.assert_close(total, F.cross_entropy(x, y, reduction="sum", **options))
+
+
+def test_only_a_smoothed_loss_of_one_log_softmax_counts_as_one():
+    x, y = numbers(3, 4, seed=0).requires_grad_(), torch.tensor([1, -100, 0])
+    own, other = x.log_softmax(-1), (2 * x).log_softmax(-1)
+    nll = F.nll_loss(own, y)
+    smooth, foreign = (each.masked_fill(y[:, None] < 0, 0.0).sum() / 2 * -0.2 for each in (own, other))
+    assert split_loss(0.8 * nll + smooth)[1] == 2
+    for loss in (0.8 * nll + foreign, nll / 2 + smooth, 0.8 * nll + smooth.exp(), nll + smooth, smooth + 0.8 * nll):
+        assert split_loss(loss) == (loss, None)
+
+
+@pytest.mark.parametrize(("labels", "is_said"), [([1, -100, 0], True), ([1, 2, 0], False), ([-100] * 3, True)])
+def test_of_code_that_is_computed_again_the_labels_that_it_keeps_are_seen(labels, is_said):
+    x = numbers(3, 4, seed=0).requires_grad_()
+    loss = checkpoint(F.cross_entropy, x, torch.tensor(labels), use_reentrant=True)
+    assert isinstance(loss, Tensor)
+    assert loss_module._leaves_out(loss.grad_fn) is is_said
+    assert loss_module._leaves_out((x * torch.full((4,), -100)).grad_fn) is False

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from colonnade.context.build import run_initializers
 from colonnade.context.layout import Layout
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.sizes import world_axes
 from colonnade.errors import ConfigError
 from colonnade.trainer import data
@@ -129,6 +130,8 @@ def test_a_loader_with_a_state_of_its_own_is_asked():
 
     with world_of_one() as gpc:
         own = Feed(Loader(), gpc).own_state()
+        assert own == {"began": None, "ahead": None, "loader": {"at": 2}}
+        assert Feed([], gpc).own_state() == {"began": None, "ahead": None}
         feed = Feed(Loader(), gpc)
         place = feed.load_state_dict(Place(2, None), own)
         assert list(feed.open(0, place)) == [2, 3]
@@ -175,6 +178,51 @@ def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
         assert torch.equal(torch.get_rng_state(), left)
         assert [batch.tolist() for (batch,) in rest] == whole[2:]
         assert sorted(row for batch in whole for row in batch) == list(range(12))
+
+
+def test_which_axes_meet_in_forward_passes():
+    def axis(name: str, size: int, data: str, mode: Any = None) -> Any:
+        return SimpleNamespace(name=name, size=size, data=data, mode=mode)
+
+    axes = [
+        axis("data", 2, "distinct", ParallelMode.DATA),
+        axis("mine", 2, "distinct"),
+        axis("single", 1, "distinct"),
+        axis("tensor", 2, "same"),
+    ]
+    for initialized, experts, expected in ((False, 4, ["mine"]), (True, 1, ["mine"]), (True, 2, ["data", "mine"])):
+        context: Any = SimpleNamespace(
+            layout=SimpleNamespace(axes=axes),
+            is_initialized=lambda mode, initialized=initialized: initialized and mode is ParallelMode.EXPERT,
+            get_world_size=lambda mode, experts=experts: experts,
+        )
+        assert data._other_distinct(context) == expected
+
+
+def test_what_may_be_a_loader():
+    class Places:
+        def __getitem__(self, at: int) -> int:
+            return at
+
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter([1])
+
+    for loader in ([], iter([]), Places(), Endless(), DataLoader([1]), (each for each in [1])):
+        assert data._what_else(loader) is None
+    for wrong in (torch.zeros(1), {}, TensorDataset(torch.zeros(1)), "text", 3, None, object()):
+        assert data._what_else(wrong) is not None
+
+
+@pytest.mark.parametrize("had", [True, False])
+def test_a_run_goes_on_with_a_loader_that_has_a_generator_where_the_other_had_none(had):
+    rows = TensorDataset(torch.arange(12))
+    with world_of_one() as gpc:
+        feeds = [Feed(DataLoader(rows, 2, generator=g), gpc) for g in (torch.Generator(), None)]
+        before, after = feeds if had else feeds[::-1]
+        before.open(0, Place())
+        place = after.load_state_dict(Place(2, 4), before.own_state())
+        assert [batch.tolist() for (batch,) in after.open(0, place)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 def test_samplers_are_told_the_epoch():

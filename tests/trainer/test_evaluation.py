@@ -11,7 +11,17 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
-from colonnade.trainer.evaluation import _check_even, _evaluating, _filled, _indices, _join_padded, _ordered
+from colonnade.trainer.evaluation import (
+    _check_even,
+    _evaluating,
+    _filled,
+    _indices,
+    _join_padded,
+    _ordered,
+    predict,
+    run_test,
+)
+from tests.trainer.test_data import world
 
 ROWS = list(range(5))
 
@@ -20,7 +30,7 @@ class Named:
     """A sampler of names."""
 
     def __iter__(self) -> Any:
-        return iter("abcde")
+        return iter([0, *"bcde"])
 
     def __len__(self) -> int:
         return 5
@@ -63,27 +73,32 @@ def test_a_sampler_with_a_state_is_where_it_was():
 
 def test_outputs_of_unequal_lengths_are_filled_up():
     short, long = torch.ones(1, 2, 1), torch.full((2, 1, 3), 2.0)
-    filled = _filled([short, long])
+    filled = _filled(short, long)
     assert filled[0].tolist() == [[[1, -100, -100], [1, -100, -100]]]
     assert filled[1].tolist() == [[[2, 2, 2], [-100, -100, -100]]] * 2
     for alone in ([torch.ones(2), torch.ones(3)], [torch.ones(1, 2), "text"], [torch.ones(1, 2), torch.ones(1, 2, 3)]):
-        assert _filled(alone) is alone
+        assert all(one is other for one, other in zip(_filled(*alone), alone, strict=True))
     same = torch.ones(2, 3)
-    assert all(each is same for each in _filled([same, same]))
+    assert all(each is same for each in _filled(same, same))
     joined = _join_padded([{"a": torch.ones(1, 2), "b": torch.ones(1)}, {"a": torch.zeros(1, 1), "b": torch.zeros(1)}])
     assert joined["a"].tolist() == [[1, 1], [0, -100]]
     assert joined["b"].tolist() == [1, 0]
+    other = [{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 2)}, {"b": torch.ones(1, 2)}]
+    assert all(one is two for one, two in zip(_join_padded(other), other, strict=True))
 
 
 def test_outputs_stand_in_the_order_of_the_dataset_and_each_once():
     def part(indices: list[int] | None, *rows: float) -> dict[str, Any]:
-        output = {"x": torch.tensor(rows), "one": torch.tensor([9.0, 9.0])}
+        output = {"x": torch.tensor(rows), "one": torch.tensor([9.0, 9.0]), "wide": torch.tensor(rows)[:, None]}
         return {"indices": None if indices is None else torch.tensor(indices), "output": output}
 
     assert _ordered([], join) is None
     found = _ordered([part([0, 2, 0], 10.0, 12.0, 99.0), part([1, 3], 11.0, 13.0)], join)
     assert found["x"].tolist() == [10.0, 11.0, 12.0, 13.0]  # the first output of each
+    assert found["wide"].tolist() == [[10.0], [11.0], [12.0], [13.0]]
     assert found["one"].tolist() == [9.0] * 4
+    twice = [part([*range(3000)], *map(float, range(3000))), part([*range(3000)], *[-1.0] * 3000)]
+    assert _ordered(twice, join)["x"].tolist() == [*range(3000)]
     unknown = _ordered([part([1], 11.0), part(None, 10.0)], join)
     assert unknown["x"].tolist() == [11.0, 10.0]
 
@@ -120,3 +135,91 @@ def test_ranks_that_run_out_of_batches_are_counted(sums, is_refused):
     trainer._exchange.sum = lambda mine: given.append(mine) or (0.0, 0.0)
     _check_even(trainer, False)
     assert given == [[1.0, 0.0], [0.0, 1.0]]
+
+
+class Measured:
+    """A trainer that writes down what an evaluation does."""
+
+    def __init__(self, gives_loss: bool = True, hooks: Any = (), outputs: Any = None, own: Any = None) -> None:
+        self.told: list[Any] = []
+        self._hooks = SimpleNamespace(hooks=hooks, call=lambda point, *given: self.told.append((point, *given)))
+        self.context = SimpleNamespace(**vars(world(1)), is_launched=False, get_global_rank=lambda: 0)
+        self.returns_output, self.batch_weight = "if asked", None
+        self.outputs = outputs or {}
+        self.engine: Any = SimpleNamespace(
+            gives_loss=gives_loss,
+            training=True,
+            eval=lambda: self.told.append("eval"),
+            train=lambda: self.told.append("train"),
+            execute_schedule=self.execute,
+            schedule=SimpleNamespace(loss_count=None, batch_size=3),
+            own_loss=own,
+        )
+
+    def execute(self, batches: Any, **asked: Any) -> Any:
+        (batch,) = batches
+        self.told.append((batch, asked))
+        if batch == "bad":
+            raise ZeroDivisionError
+        return self.outputs.get(batch, "output"), "label", torch.tensor(2.0)
+
+    def time(self, action: str, name: str) -> None:
+        self.told.append(f"{action} {name}")
+
+    def agree(self) -> None:
+        self.told.append("agree")
+
+
+def test_an_evaluation_calls_hooks_and_timers_in_their_order():
+    trainer: Any = Measured()
+    run_test(trainer, ["one"], trainer.agree)
+    asked = {"forward_only": True, "return_loss": True, "return_output_label": "if asked"}
+    assert trainer.told == [
+        ("before_test",),
+        ("before_test_epoch",),
+        "start Test-epoch",
+        "eval",
+        ("before_test_iter",),
+        "start Test-step",
+        ("one", asked),
+        "stop Test-step",
+        ("after_test_iter", "output", "label", torch.tensor(2.0)),
+        "train",
+        "stop Test-epoch",
+        ("after_test_epoch",),
+        ("after_test",),
+        "agree",
+    ]
+    assert trainer.batch_weight == (6.0, 3.0)
+    failing: Any = Measured()
+    with pytest.raises(ZeroDivisionError):
+        run_test(failing, ["bad"], failing.agree)
+    assert failing.told[-2:] == ["train", ("after_test",)]
+
+
+@pytest.mark.parametrize(
+    ("gives_loss", "needs", "expected"),
+    [(False, [], False), (False, [False, True], True), (False, [False, False], False), (True, [False], True)],
+)
+def test_an_evaluation_has_a_loss_where_one_is_known_or_a_hook_needs_it(gives_loss, needs, expected):
+    trainer: Any = Measured(gives_loss, [SimpleNamespace(needs_loss=need) for need in needs])
+    run_test(trainer, ["one"], trainer.agree)
+    (asked,) = [told[1] for told in trainer.told if told[0] == "one"]
+    assert asked["return_loss"] is expected
+
+
+@pytest.mark.parametrize("own", [None, SimpleNamespace(predictions=lambda output: output * 2)])
+def test_predictions_are_the_outputs_of_all_batches(own):
+    outputs = {"one": torch.ones(1, 2, requires_grad=True), "two": torch.zeros(2, 2 if own is None else 1)}
+    trainer: Any = Measured(outputs=outputs, own=own)
+    found = predict(trainer, ["one", "two"])
+    if own is None:
+        assert found.tolist() == [[1, 1], [0, 0], [0, 0]]
+    else:  # filled up
+        assert found.tolist() == [[2, 2], [0, -100], [0, -100]]
+    assert not found.requires_grad
+    asked = {"forward_only": True, "return_loss": False}
+    assert trainer.told == ["eval", ("one", asked), ("two", asked), "train", "agree"]
+    nothing: Any = Measured(own=own)
+    nothing.execute = nothing.engine.execute_schedule = lambda batches, **asked: (None, None, None)
+    assert predict(nothing, ["one"]) is None

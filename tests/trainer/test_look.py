@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from colonnade.errors import ConfigError
-from colonnade.trainer.hooks import EvaluateHook, LRFinderHook, ProfilerHook
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.trainer.hooks import EvaluateHook, LRFinderHook, LRSchedulerHook, ProfilerHook, look
 from colonnade.trainer.hooks.average import EMAHook
 
 
@@ -74,6 +74,9 @@ def test_losses_are_smoothed_and_a_growing_one_ends_the_search():
         ([2.0, 1.0], None),
         ([], None),
         ([9.0, 1.0] + [1.0] * 17 + [0.5, 0.5], 1.8),  # the first tenth does not count
+        ([9.0, 9.0, 1.0] + [1.0] * 16, 0.1),  # of 19 it is one
+        ([5.0, 5.0, 5.0, 4.0], 0.2),  # the last but one does
+        ([9.0, 8.0, 7.0, 7.0, 5.5], 0.1),  # from the one before to the one after
     ],
 )
 def test_the_suggestion_is_the_rate_of_the_steepest_fall(losses, found):
@@ -92,6 +95,97 @@ def test_what_is_no_range_of_rates(given):
     assert str(error.value).startswith(
         f"LRFinderHook: start={start} is above 0 and below end={end}; stop_at={stop_at} is above 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("best", "loss", "is_stopped"),
+    [(1.0, 4.0, False), (1.0, 4.5, True), (1.0, 3.5, False), (-1.0, 2.0, False), (-1.0, 2.5, True), (1.0, -9.0, False)],
+)
+def test_a_search_ends_where_the_loss_is_above_so_many_times_its_best(best, loss, is_stopped):
+    finder, here = LRFinderHook(1e-3, 1e-1), trainer()
+    finder.losses, finder.rates, finder._mean = [best], [1e-3], 100.0
+    finder.on_record(here, record(loss))
+    assert bool(here.told) is is_stopped
+    assert LRFinderHook(stop_at=1.5).stop_at == 1.5
+
+
+class Managed:
+    """Stands for a CheckpointManager: what is done with it."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self.given, self.named, self.done = given, named, list[Any]()
+
+    def save(self, *given: Any) -> None:
+        self.done.append(("save", *given))
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        self.done.append(("exit", *why))
+
+
+def test_a_search_begins_in_a_folder_of_its_own_and_leaves_it(tmp_path, monkeypatch):
+    folder, others = tmp_path / "finder", [False]
+    here = trainer(3, 6)
+    here.context = SimpleNamespace(get_global_rank=lambda: here.rank)
+    here.engine.model, here.state_dict, here.rank = "model", lambda: "state", 0
+    here.failed, here.logger, loaded = False, SimpleNamespace(info=lambda text: None), list[Any]()
+    here.load_state = loaded.append
+    monkeypatch.setattr(look, "gather_json", lambda mine, context: [mine, *others])
+    monkeypatch.setattr(look, "CheckpointManager", Managed)
+    finder = LRFinderHook(1e-3, 1e-1, folder=folder)
+
+    def refused() -> bool:
+        try:
+            finder.before_train(here)
+        except ConfigError as error:
+            return "is not empty" in str(error)
+        return False
+
+    assert not refused()  # it is not there
+    manager: Any = finder._manager
+    assert (manager.given, manager.named) == ((folder, here.context), {})
+    assert manager.done == [("save", 3, "model", here.engine.optimizer, "state")]
+    assert [group["lr"] for group in here.engine.optimizer.param_groups] == [1e-3, 1e-3]
+    folder.mkdir()
+    assert not refused()
+    others[:] = [True]
+    assert refused()
+    others[:] = [False]
+    (folder / "mine").touch()
+    assert refused()
+    manager.done.clear()
+    finder._manager = manager
+    here.failed = True
+    finder.after_train(here)
+    assert (loaded, manager.done, folder.exists()) == ([], [], True)
+    here.failed, here.rank = False, 1
+    finder.after_train(here)
+    assert (loaded, manager.done, folder.exists()) == ([manager], ["close"], True)
+    finder.after_train(here)  # nothing is kept any more
+    assert len(loaded) == 1
+    for _ in range(2):  # the second time it is gone already
+        finder._manager, here.rank = manager, 0
+        finder.after_train(here)
+        assert not folder.exists()
+    finder._manager = manager
+    finder.close()
+    assert manager.done[-1] == ("exit", CheckpointError)
+    finder.close()
+    assert len(manager.done) == 4
+
+
+def test_a_search_sets_the_rate_itself():
+    finder, here = LRFinderHook(), trainer()
+    here.hooks = [finder, object.__new__(LRSchedulerHook)]
+    with pytest.raises(ConfigError, match="leave the LRSchedulerHook out of this fit"):
+        finder.after_hook_is_attached(here)
+    here.hooks = [finder]
+    finder.after_hook_is_attached(here)
 
 
 @pytest.mark.parametrize("total", [None, 0, 2, 5])

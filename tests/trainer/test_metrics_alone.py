@@ -58,6 +58,13 @@ def test_throughput_is_samples_over_seconds_but_for_the_first_steps():
         hook.on_record(trainer, StepRecord(4, 1, None, None, None, 12, 1.0))
         hook.after_train_epoch(trainer)
         assert trainer.states["metrics"]["train"]["Throughput"].get_accumulated_value() == 12.0
+        assert trainer.states["metrics"]["train"]["TFLOPS"].get_accumulated_value() == 6.0
+        plain = ThroughputHook()
+        plain.after_hook_is_attached(trainer)
+        plain.before_train_epoch(trainer)
+        plain.on_record(trainer, StepRecord(0, 0, None, None, None, 12, 3.0))  # none is ignored
+        plain.after_train_epoch(trainer)
+        assert trainer.states["metrics"]["train"]["Throughput"].get_accumulated_value() == 4.0
 
 
 def test_gradient_norms_are_logged_at_every_so_many_steps():
@@ -164,3 +171,71 @@ def test_a_learning_rate_moves_after_steps_or_after_epochs(by_epoch):
     trainer.states["metrics"]["train"].clear()
     LRSchedulerHook(scheduler, by_epoch, store_lr_in_state=False).after_hook_is_attached(trainer)
     assert trainer.states["metrics"]["train"] == {}
+
+
+class Updated:
+    """A metric that writes down what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def update(self, *given: Any) -> None:
+        self.seen.append(given)
+
+    def compute(self) -> float:
+        return 1.0
+
+    def reset(self) -> None: ...
+
+
+def test_a_loss_counts_where_a_rank_has_it_and_is_saved():
+    with world_of_one() as gpc:
+        trainer: Any = SimpleNamespace(states={"metrics": {"train": {}, "test": {}}}, context=gpc)
+        hook, other = LossHook(), LossHook()
+        hook.after_hook_is_attached(trainer)
+        for trainer.batch_weight in ((None, 0.0), (torch.tensor(6.0), 2.0), (None, 9.0)):
+            hook.after_test_iter(trainer, None, None, None)
+            hook.after_train_iter(trainer, None, None, None)
+        hook.on_record(trainer, StepRecord(1, 0, None, None, None, 1, 1.0))
+        hook.on_record(trainer, StepRecord(2, 0, 4.0, None, None, 1, 1.0, weight=3.0))
+        saved = hook.state_dict()
+        assert {kind: state["sums"] for kind, state in saved.items()} == {"train": [12.0, 3.0], "test": [6.0, 2.0]}
+        other.after_hook_is_attached(trainer)
+        other.load_state_dict({**saved, "test": {}})
+        assert other.state_dict()["train"]["sums"] == [12.0, 3.0]
+        assert other.state_dict()["test"]["sums"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("found", [2, (2, 5)])
+def test_an_accuracy_of_ones_own_is_out_of_the_rows_or_of_what_it_says(found):
+    metric: Any = Updated()
+    hook, trainer = AccuracyHook(lambda output, label: found), SimpleNamespace()
+    hook.measure(metric, trainer, None, None, None)  # type: ignore[arg-type]
+    hook.measure(metric, trainer, "output", "label", None)  # type: ignore[arg-type]
+    assert metric.seen == [(2, 5)]
+    own = SimpleNamespace(compared=lambda output, label: (output + 1, label + 1))
+    for engine, expected in ((None, (1, 2)), (own, (0, 2))):
+        metric.seen.clear()
+        here: Any = SimpleNamespace(engine=SimpleNamespace(own_loss=engine))
+        AccuracyHook().measure(metric, here, torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([1, 1]), None)
+        ((right, count),) = metric.seen
+        assert (int(right), count) == expected
+
+
+def test_a_metric_is_copied_or_made_and_sees_outputs_without_their_graph():
+    with world_of_one() as gpc:
+        trainer: Any = SimpleNamespace(context=gpc)
+        given = Updated()
+        for metric, name in ((given, "Updated"), (Updated, "Updated"), (lambda: Updated(), "<lambda>")):
+            hook = MetricHook(metric)
+            assert hook.name == name
+            one, two = (hook.make(trainer)._metric for _ in range(2))  # type: ignore[attr-defined]
+            assert len({id(one), id(two), id(given)}) == 3
+        assert MetricHook(given, "mine").name == "mine"
+        seen: Any = Updated()
+        hook.measure(seen, trainer, None, None, None)
+        hook.measure(seen, trainer, torch.ones(1, requires_grad=True), "label", None)
+        hook.measure(seen, trainer, {"a": 1}, "label", None)
+        assert [given[1] for given in seen.seen] == ["label", "label"]
+        assert not seen.seen[0][0].requires_grad
+        assert seen.seen[1][0] == {"a": 1}

@@ -196,6 +196,8 @@ def test_a_run_that_does_not_get_better_stops_on_every_rank():
 def many_things() -> None:
     trainer = make_trainer({})
     assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
+    assert (trainer._wants_exit, trainer.returns_output, trainer.is_fitting) == (False, True, False)
+    assert (trainer.cur_epoch, trainer.cur_step) == (0, 0)
     batches = cut(range(16), 16)
     with pytest.raises(HookError, match=r"no test metric 'Los'.*Did you mean 'Loss'"):
         trainer.fit(batches, 1, None, batches, hooks=[hooks.LossHook(), hooks.EarlyStopHook("Los")])
@@ -293,7 +295,10 @@ class Slow(BaseHook):
 def test_what_hooks_do_between_epochs_is_no_time_of_a_step() -> None:
     hook = Slow()
     trainer = make_trainer({})
-    trainer.fit(cut(range(4), 4), epochs=3, test_dataloader=cut(range(4), 4), hooks=[hook])
+    trainer.timer = MultiTimer()
+    trainer.fit(cut(range(4), 4), epochs=3, test_dataloader=cut(range(8), 8), hooks=[hook])
+    laps = {name: len(timer.history) for name, timer in trainer.timer._timers.items()}
+    assert laps == {"Train-epoch": 3, "Train-step": 3, "Test-epoch": 3, "Test-step": 6}
     trainer.context.destroy()
     assert len(hook.seconds) == 3
     assert max(hook.seconds) < 0.3

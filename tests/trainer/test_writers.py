@@ -54,6 +54,7 @@ def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     trainer.fit(cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=hooks)
     (begun,) = lines_of(path, "run")
     assert begun["layout"] == {}
+    assert begun["made_again"] == 0
     assert begun["clip"] == 0.01
     assert begun["config"]["NAME"] == "mine"
     assert begun["parameters"] == sum(each.numel() for each in trainer.engine.model.parameters())
@@ -146,6 +147,7 @@ def test_of_resumed_lines_those_stay_that_are_not_written_again(tmp_path, epoch_
     hook = JsonlHook(tmp_path / "run.jsonl")
     left = [json.loads(line) for line in hook.kept(texts, trainer(step=3, epoch=1, epoch_done=epoch_done))]
     assert [line["step"] for line in left if line["kind"] == "step"] == [0, 1, 2, 3]
+    assert hook._cut == 2  # the last of them was cut off too
     assert [line["step"] for line in left if line["kind"] == "event"] == [0, 1, 2, 3]
     assert [line["epoch"] for line in left if line["kind"] == "train"] == trains
     assert [line["epoch"] for line in left if line["kind"] == "test"] == [0]

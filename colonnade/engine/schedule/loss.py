@@ -7,8 +7,10 @@ wherever ranks, passes or micro-batches leave out unequally many.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ USE_ONE_FORM = (
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _IGNORE_INDEX = -100  # torch's default
 _MEAN = 1  # torch's number for reduction="mean"
+_LOOKS = 4  # each may wait for the device
+_NODES_SEEN = 32
 
 
 def split_loss(loss: Any, implicit: bool = True) -> tuple[Tensor, Count | None]:
@@ -81,17 +85,15 @@ def _below(node: Any, branch: int, *chain: str) -> Any:
 
 
 def _source(node: Any) -> Any:
-    """The log_softmax that a node comes from, if that is near."""
-    for _ in range(6):
-        if node is None or node.name().startswith("LogSoftmax") or not node.next_functions:
-            break
-        node = node.next_functions[0][0]
+    """The log_softmax that a node comes from, by its first input each time; else where that way ends."""
+    while node is not None and node.next_functions and not node.name().startswith("LogSoftmax"):
+        ((node, _), *_) = node.next_functions
     return node
 
 
 def _ignored(node: Any) -> Tensor:
-    index = node._saved_ignore_index
-    return node._saved_target == (index - (1 << 64) if index >= 1 << 63 else index)
+    # The node shows a negative number as an unsigned one.
+    return node._saved_target == ctypes.c_int64(node._saved_ignore_index).value
 
 
 def _leaves_out(node: Any) -> bool:
@@ -105,8 +107,8 @@ def _leaves_out(node: Any) -> bool:
 class MeanWatch:
     """Says once that a loss is a mean of means: it was made out of a cross-entropy that leaves entries out."""
 
-    def __init__(self, looks: int = 4) -> None:
-        self._looks = looks  # each may wait for the device
+    def __init__(self) -> None:
+        self._looks = _LOOKS
 
     def look(self, mean: Tensor) -> None:
         """Look into the graph near a loss that counts as a plain mean."""
@@ -114,9 +116,7 @@ class MeanWatch:
             return
         self._looks -= 1
         nodes: list[Any] = [mean.grad_fn]
-        seen = 0
-        while nodes and seen < 32:
-            node, seen = nodes.pop(0), seen + 1
+        for node in islice(nodes, _NODES_SEEN):  # grows meanwhile
             if node is None:
                 continue
             if _leaves_out(node):

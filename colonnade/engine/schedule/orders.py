@@ -68,7 +68,7 @@ def chunks_per_rank(count: int) -> Callable[[Callable[..., Any]], Callable[..., 
 # -- loops ------------------------------------------------------------------------------------------------
 
 
-def loop_stages(num_ranks: int, num_chunks: int = 1) -> list[int]:
+def loop_stages(num_ranks: int, num_chunks: int) -> list[int]:
     """The rank of each stage when stages go round: 0 1 2 3 0 1 2 3."""
     return [stage % num_ranks for stage in range(num_ranks * num_chunks)]
 

@@ -61,7 +61,8 @@ class PipelineSchedule(BaseSchedule):
         loss_reduction: Literal["mean", "sum"] = "mean",
         loss_everywhere: bool = True,
     ) -> None:
-        self._stage_data_func = data_process_func if _num_arguments(data_process_func) == 2 else None
+        by_stage = data_process_func is not None and _num_arguments(data_process_func) == 2
+        self._stage_data_func = data_process_func if by_stage else None
         super().__init__(None if self._stage_data_func else data_process_func)
         self._table: Table | None = None
         if table is not None:
@@ -226,10 +227,8 @@ def _num_microbatches(given: int | None, table: Table | None) -> int:
     return given
 
 
-def _num_arguments(function: Callable[..., Any] | None) -> int:
+def _num_arguments(function: Callable[..., Any]) -> int:
     """How many arguments a data_process_func needs: 1 (a batch) or 2 (stage output, micro-batch)."""
-    if function is None:
-        return 0
     parameters = required_arguments(function)
     if len(parameters) not in (1, 2):
         raise ScheduleError(

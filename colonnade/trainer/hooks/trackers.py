@@ -26,7 +26,7 @@ class _Tracker(BaseHook, ABC):
     needs = ""
     """What to install when the package is missing."""
 
-    def __init__(self, interval: int = 1, priority: int = 10) -> None:
+    def __init__(self, interval: int, priority: int) -> None:
         super().__init__(priority)
         self.interval = checked_interval(interval)
         self._writer: Any = None

@@ -35,7 +35,7 @@ class _Lines(BaseHook, ABC):
     lines of steps that it is going to make again, and a last line that was not finished.
     """
 
-    def __init__(self, path: str | Path, priority: int = 10) -> None:
+    def __init__(self, path: str | Path, priority: int) -> None:
         super().__init__(priority)
         self.path = Path(path)
         self._file: TextIO | None = None
@@ -181,7 +181,7 @@ class CsvHook(_Lines):
             raise ConfigError(
                 f"{self.path} has other columns ({lines[0].strip()}) than this run; give another path", code="C092"
             )
-        rows = [line for line in lines[1:] if line.endswith("\n") and line.partition(",")[0].isdigit()]
+        rows = [line for line in lines if line.endswith("\n") and line.partition(",")[0].isdigit()]
         return lines[:1] + [line for line in rows if int(line.partition(",")[0]) <= trainer.cur_step]
 
 

@@ -74,12 +74,12 @@ def lacking() -> None:
         ended = StopIteration()
         for step in range(6):
             if step % 2:
-                assert executor.refuse(ended, forward_only=step == 3) is ended
+                assert executor.refuse(ended, forward_only=step == 3, confirm=True) is ended
             else:
                 executor.run(batch(models.Simple, 9, gpc))
         heard: Exception | None = None
         if dist.get_rank() == 1:
-            heard = executor.refuse(ended)
+            heard = executor.refuse(ended, forward_only=False, confirm=True)
         else:
             try:
                 executor.run(batch(models.Simple, 9, gpc))

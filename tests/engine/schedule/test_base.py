@@ -135,6 +135,19 @@ def test_a_batch_goes_to_the_device_of_the_engine_unless_it_is_told_not_to():
         assert (data.device.type, label.device.type) == (device, device)
 
 
+def test_classes_beside_it_hear_of_their_subclasses():
+    told: list[Any] = []
+
+    class Listens:
+        def __init_subclass__(cls, tag: str) -> None:
+            told.append((cls.__name__, tag))
+
+    class Both(BaseSchedule, Listens, tag="mine"):
+        def forward_back_step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    assert told == [("Both", "mine")]
+
+
 def test_the_name_of_the_ancestor_is_taken():
     class Old(BaseSchedule):
         def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:

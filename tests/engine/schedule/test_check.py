@@ -118,7 +118,7 @@ def message_of(rows: list[str], **limits: object) -> str:
         (["0F0 0B0", "1B0 1F0"], "1B0 is before 1F0", ">1B0<"),
         (["0F0 0W0 0I0", "1F0 1B0"], "0W0 is before 0I0", ">0W0<"),
         (["0F0 0B0", "1F0 1B0 0F1"], "stage 0 is on rank 0, but 0F1 is on rank 1", ">0F1<"),
-        (["0F0 0B0", "2F0 2B0"], "1F0 is missing", ">end<"),
+        (["0F0 0B0", "2F0 2B0"], "1F0 is missing on rank 0", ">end<"),
         (["0F0 0SEND_F0 0B0", "1F0 1B0"], "0SEND_F0 is a transfer", ">0SEND_F0<"),
     ],
 )

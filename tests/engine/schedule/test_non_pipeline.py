@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.base import BaseSchedule
+from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule, _loss_of, call_criterion
 from colonnade.errors import ScheduleError
 from tests.engine.test_engine import world_of_one
 
@@ -162,3 +164,73 @@ def test_what_is_not_asked_for_is_none(with_output, with_loss, forward_only, con
         assert [value is not None for value in (output, label, loss)] == [with_output, with_output, with_loss]
         assert (model.head.weight.grad is None) is forward_only
         engine.close()
+
+
+class Bare:
+    """What the schedule needs of an engine that returns what it is given."""
+
+    def __init__(self, criterion: Any = None) -> None:
+        self.criterion = criterion
+        self.went_back: list[Any] = []
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return named or args[0]
+
+    def backward(self, loss: Any) -> None:
+        self.went_back.append(loss)
+
+
+def test_the_label_is_that_of_the_batch_or_the_labels_that_the_model_takes():
+    schedule, loss = NonPipelineSchedule(), torch.tensor(2.0)
+    whole = {"loss": loss, "labels": "in it"}
+    for batch, expected in ((whole, "in it"), ((whole, "beside it"), "beside it"), ((loss, None), None)):
+        engine = Bare()
+        output, label, mean = schedule.forward_back_step(engine, iter([batch]))
+        assert (label, mean, engine.went_back) == (expected, loss, [loss])
+        assert output is not None
+    with_criterion = Bare(lambda output: output["loss"])
+    assert schedule.forward_back_step(with_criterion, iter([whole]))[1] is None
+
+
+def test_an_evaluation_knows_what_its_loss_is_a_mean_over():
+    logits, labels = torch.eye(3), torch.tensor([0, -100, 2])
+    schedule = NonPipelineSchedule()
+    schedule.forward_back_step(Bare(F.cross_entropy), iter([(logits, labels)]), forward_only=True)
+    assert schedule.loss_count == 2
+    with torch.no_grad():
+        assert split_loss(call_criterion(F.cross_entropy, logits, labels))[1] == 2
+        assert split_loss(call_criterion(F.cross_entropy, logits.clone().requires_grad_(), labels))[1] == 2
+    assert not logits.requires_grad
+    with torch.inference_mode():
+        assert call_criterion(F.cross_entropy, logits * 1, labels).item() == F.cross_entropy(logits, labels).item()
+
+
+def given(*args: Any, **named: Any) -> Any:
+    return args, named
+
+
+@pytest.mark.parametrize(
+    ("output", "label", "expected"),
+    [
+        (1, 2, ((1, 2), {})),
+        ((1, 2), 3, ((1, 2, 3), {})),
+        ([1], [2, 3], ((1, 2, 3), {})),
+        ({"a": 1}, [2, 3], (({"a": 1}, [2, 3]), {})),
+        ({"a": 1}, {"b": 2}, ((), {"a": 1, "b": 2})),
+        (1, {"b": 2}, ((1,), {"b": 2})),
+        ((1, 2), {"b": 2}, ((1, 2), {"b": 2})),
+        ({"a": 1}, None, (({"a": 1},), {})),
+    ],
+)
+def test_how_a_criterion_is_called(output, label, expected):
+    assert _loss_of(given, output, label) == expected
+
+
+def test_an_error_inside_a_criterion_stays_what_it_is():
+    def wrong(output: Any) -> Any:
+        raise TypeError("inside")
+
+    with pytest.raises(TypeError, match="inside"):
+        _loss_of(wrong, 1, None)
+    with pytest.raises(ScheduleError, match=r"<lambda> takes 2 arguments, and there is no label"):
+        _loss_of(lambda output, label: None, 1, None)

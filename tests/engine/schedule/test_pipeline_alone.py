@@ -6,7 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from colonnade.engine.schedule import pipeline
 from colonnade.engine.schedule.pipeline import PipelineSchedule, TableSchedule, _virtual_rank_switch
 from colonnade.errors import ScheduleError
 from colonnade.registry import SCHEDULE
@@ -89,3 +92,166 @@ def test_every_order_has_a_class(name, order):
     assert (type(made).__name__, made.order, made.num_microbatches) == (name, order, 4)
     assert made.last_order == []
     assert (made._loss_everywhere, made._loss_reduction) == (True, "mean")
+
+
+class Ran:
+    """Stands for an executor: what it is asked, and what it gives where the last stage is."""
+
+    def __init__(self, has_last_stage: bool = True) -> None:
+        self.has_last_stage, self.asked = has_last_stage, dict[str, Any]()
+
+    def run(self, micro_batches: Any, **asked: Any) -> Any:
+        self.micro_batches, self.asked = micro_batches, asked
+        return SimpleNamespace(order=["0F0"], loss="own loss", count="own count", outputs=[1, 1])
+
+    def share_loss(self, loss: Any, count: Any) -> Any:
+        return f"shared {loss}", f"shared {count}"
+
+    def refuse(self, error: Exception, **asked: Any) -> Exception:
+        self.asked = asked
+        return ScheduleError(f"refused: {error}")
+
+
+@pytest.mark.parametrize("has_last_stage", [True, False])
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("forward_only", [True, False])
+@pytest.mark.parametrize("return_loss", [True, False])
+@pytest.mark.parametrize("return_output", [True, False])
+def test_what_a_step_asks_of_the_executor_and_gives(
+    has_last_stage, everywhere, forward_only, return_loss, return_output
+):
+    schedule: Any = PipelineSchedule(2, loss_everywhere=everywhere)
+    schedule._executor = executor = Ran(has_last_stage)
+    noted: list[Any] = []
+    engine = SimpleNamespace(loss_scale=4.0, sum_scale=8.0, note_loss=lambda *given: noted.append(given))
+    asked = {"forward_only": forward_only, "return_loss": return_loss, "return_output_label": return_output}
+    found = schedule.forward_back_step(engine, iter([(torch.arange(4), torch.ones(4))]), **asked)
+    with_loss = return_loss or not forward_only
+    shared = "shared " if with_loss and everywhere else ""
+    assert executor.asked == {
+        "forward_only": forward_only,
+        "with_loss": with_loss,
+        "keep_outputs": return_output,
+        "confirm": with_loss and everywhere,
+        "backward_scale": 4.0,
+        "sum_scale": 8.0,
+    }
+    output, label, loss = found
+    assert loss == (f"{shared}own loss" if return_loss else None)
+    gives = return_output and has_last_stage
+    assert output == (1 if gives else None)
+    assert (label is not None) is gives
+    assert schedule.last_order == ["0F0"]
+    assert schedule.loss_count == f"{shared}own count"
+    assert noted == ([] if forward_only else [(f"{shared}own count", has_last_stage)])
+    assert [piece.data.tolist() for piece in executor.micro_batches] == [[0, 1], [2, 3]]
+    assert [piece.weight for piece in executor.micro_batches] == [0.5, 0.5]
+    with pytest.raises(ScheduleError, match=r"^refused: "):
+        schedule.forward_back_step(engine, iter([]), **asked)
+    assert executor.asked == {"forward_only": forward_only, "confirm": with_loss and everywhere}
+
+
+def test_a_stage_in_the_middle_may_have_no_data_and_else_reads_along():
+    schedule: Any = PipelineSchedule(2, loss_reduction="sum")
+    schedule.uses_batch = False
+    pieces, label = schedule._micro_batches(None)
+    assert ([(piece.index, piece.data) for piece in pieces], label) == ([(0, None), (1, None)], None)
+    batches = iter([(torch.arange(4), torch.ones(4))] * 2)
+    pieces, label = schedule._micro_batches(batches)
+    assert ([piece.weight for piece in pieces], len(label)) == ([1.0, 1.0], 4)
+    assert len(list(batches)) == 1
+    schedule.uses_batch = True
+    with pytest.raises(ScheduleError, match="needs a data iterator on this rank"):
+        schedule._micro_batches(None)
+
+
+def test_a_function_of_stages_gets_what_the_stage_before_gave():
+    told: list[Any] = []
+    schedule: Any = PipelineSchedule(
+        2, data_process_func=lambda before, batch: told.append((before, batch)) or (7, "label")
+    )
+    pieces, _ = schedule._micro_batches(iter([(torch.arange(4), torch.ones(4))]))
+    schedule._switch_virtual_rank = told.append
+    for stage in (0, 1, 2):
+        assert schedule._forward(stage, lambda given: given, "before", pieces[0]) == 7
+        assert pieces[0].label == "label"
+    data = pieces[0].data
+    assert [each.tolist() for each in data] == [[0, 1], [1, 1]]
+    assert told == [0, (None, data), 1, ("before", data), 2, ("before", data)]
+    plain: Any = PipelineSchedule(2)
+    assert plain._forward(1, lambda given: given, "before", pieces[0]) == "before"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "last", "by_stage", "uses"),
+    [
+        (None, True, True, False, True),
+        ([5], True, True, False, True),
+        ([4, 5], False, True, False, True),
+        ([5, 6], True, False, False, True),
+        ([4, 5, 6], False, False, False, False),
+        ([4, 5, 6], False, False, True, True),
+    ],
+)
+def test_what_an_executor_is_made_of(monkeypatch, ranks, first, last, by_stage, uses):
+    made: list[Any] = []
+
+    def executor(chunks: Any, table: Any, **options: Any) -> Any:
+        made.append((chunks, table, options))
+        facts = SimpleNamespace(stage_ranks=tuple(range(len(ranks or [5]))))
+        return SimpleNamespace(has_first_stage=first, has_last_stage=last, facts=facts)
+
+    monkeypatch.setattr(pipeline, "Executor", executor)
+    monkeypatch.setattr(pipeline, "_transfer_groups", lambda context: ("both", "down"))
+    context = SimpleNamespace(
+        device=torch.device("cpu"),
+        waits="waits",
+        is_initialized=lambda mode: ranks is not None,
+        get_ranks_in_group=lambda mode: ranks,
+        get_global_rank=lambda: 5,
+        get_group=lambda mode: "own",
+    )
+    engine = SimpleNamespace(context=context, model=nn.Linear(1, 1), criterion=None, backward_micro_batch="backward")
+    function = (lambda before, batch: batch) if by_stage else None
+    schedule = PipelineSchedule(2, data_process_func=function, loss_reduction="sum" if by_stage else "mean")
+    schedule.pre_processing(engine)
+    ((chunks, table, options),) = made
+    several = len(ranks or []) > 1
+    assert chunks == [engine.model]
+    assert len(table) == len(ranks or [5])
+    assert (options["ranks"], options["rank"]) == (ranks or [5], (ranks or [5]).index(5))
+    groups = (options["group"], options["transfer_group"], options["down_group"])
+    assert groups == (("own", "both", "down") if several else (None, None, None))
+    assert (options["waits"], options["backward"]) == ("waits", "backward")
+    assert options["loss_form"].args == (True, not by_stage)
+    assert (schedule.uses_batch, schedule.device) == (uses, context.device)
+    engine.model = nn.ModuleList([engine.model])
+    schedule.pre_processing(engine)
+    assert made[1][0] == [*engine.model]
+
+
+def test_groups_for_transfers_are_opened_where_there_is_a_pipeline(monkeypatch):
+    opened: list[Any] = []
+    monkeypatch.setattr(pipeline, "_transfer_groups", opened.append)
+    for size in (1, 2, 3):
+        context: Any = SimpleNamespace(pipeline_parallel_size=size)
+        PipelineSchedule(2).open_groups(context)
+        assert opened == ([context] if size > 1 else [])
+        opened.clear()
+
+
+@pytest.mark.parametrize(
+    ("backends", "groups"),
+    [({"cpu": "gloo"}, ("both", None)), ({"cpu": "gloo", "cuda": "nccl"}, ("both", "cuda:nccl"))],
+)
+def test_a_group_for_each_direction_is_opened_over_backends_with_a_queue(monkeypatch, backends, groups):
+    monkeypatch.setattr(pipeline, "backends_of", lambda group: backends)
+    monkeypatch.setattr(pipeline, "with_cpu", lambda group: "both")
+    context: Any = SimpleNamespace(get_group=lambda mode: "own", get_second_group=lambda mode, backend: backend)
+    assert pipeline._transfer_groups(context) == groups
+
+
+def test_an_order_is_checked_when_it_is_named_and_a_table_has_its_own():
+    assert PipelineSchedule(2).num_chunks == 1
+    assert PipelineSchedule(2, "zb_v").num_chunks == 2
+    assert TableSchedule(["0F0 0B0"]).num_chunks is None

@@ -75,7 +75,7 @@ class StageInput:
     @property
     def grad(self) -> Tensor | None:
         """The gradient that came out here in a full backward; None where the stage did not use the tensor."""
-        return self._caught[0] if self._caught else None
+        return next(iter(self._caught), None)
 
 
 @dataclass
@@ -179,7 +179,7 @@ def _groups(on_way: dict[Node, bool], ends: set[Node], roots: list[tuple[Gradien
         if not on_way[edge.node]:
             sources[edge.node].append((edge, grad))
     groups, seen = [], set[Node]()
-    for start in [node for node in on_way if node in neighbours or node in sources]:
+    for start in on_way:
         group, stack = _Group(), [start]
         while stack:
             node = stack.pop()

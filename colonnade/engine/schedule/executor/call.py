@@ -66,4 +66,4 @@ def format_signature(module: nn.Module) -> str:
 
 
 def _first_layer(module: nn.Module) -> nn.Module:
-    return module.get_submodule(module.layer_names[0]) if isinstance(module, Stage) else module
+    return module.get_submodule(next(iter(module.layer_names))) if isinstance(module, Stage) else module

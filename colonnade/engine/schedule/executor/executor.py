@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -36,8 +37,8 @@ _ENDED = (
     "the data iterator has ended here, and not on all ranks of the pipeline, which must be given equally many batches. "
     + FEED_ALIKE
 )
-_made: Counter[tuple[int, ...]] = Counter()
-"""How many executors these ranks have made."""
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+"""Of the executors that these ranks make, the same on all of them."""
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
@@ -91,10 +92,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._links: dict[int, Link] = {}
         self._failure = ""
-        self._refusals = 0
-        ranks = tuple(self.ranks)
-        _made[ranks] += 1
-        self._number = _made[ranks]  # the same on all of them
+        self._number, self._refusals = next(_numbers[tuple(self.ranks)]), itertools.count()
         self._forms = {train: self.loss_form() for train in (True, False)}
         self.form = self._forms[True]
         """Of the losses of the step that runs, or ran last."""
@@ -109,7 +107,7 @@ class Executor:
         """Stages that need their backward in one part, from the start or found to."""
         table, rank = self.table, self.rank
         programs = [add_transfers(each)[rank] for each in (table, only_forward(table))]
-        transfers = [action for action in programs[0] if action.kind not in COMPUTE]
+        transfers = [action for program in programs for action in program if action.kind not in COMPUTE]
         self._peers = sorted({self.facts.stage_ranks[peer_stage(action)] for action in transfers})
         if not any(self.link_to(peer).one_queue for peer in self._peers):
             programs = [receive_early(program) for program in programs]
@@ -159,7 +157,7 @@ class Executor:
             no_batch = isinstance(error, PeerFailed) and error.no_batch
             self._stop(error, program[step.at + (not sending) :], confirm, no_batch)
             if no_batch:
-                raise self._agree_on_batch(None, error) from None
+                raise self._agree_on_batch(None, error, clean=False) from None
             raise
         loss, count = step.batch_loss()
         return ExecutedStep(
@@ -198,7 +196,7 @@ class Executor:
             self._links[rank] = Link(group, self.ranks[rank], self.device, self.down_group)
         return self._links[rank]
 
-    def refuse(self, error: Exception, *, forward_only: bool = False, confirm: bool = True) -> Exception:
+    def refuse(self, error: Exception, *, forward_only: bool, confirm: bool) -> Exception:
         """What to raise where this rank has no batch for a step, after telling the ranks that run it. Collective, as `run`.
 
         If no rank of the pipeline has one, each raises its own error, and the pipeline can go on; else all raise.
@@ -210,12 +208,11 @@ class Executor:
         clean = self._stop(error, program, confirm, no_batch=True)
         return self._agree_on_batch(error, error, clean) if confirm else error
 
-    def _agree_on_batch(self, mine: Exception | None, error: Exception, clean: bool = False) -> Exception:
+    def _agree_on_batch(self, mine: Exception | None, error: Exception, clean: bool) -> Exception:
         """What this rank raises, where some rank has no batch; `mine`: why this one has none."""
         told = ScheduleError(_ENDED, code="C054") if isinstance(mine, StopIteration) else mine
-        self._refusals += 1
         try:
-            key = f"no batch/{'-'.join(map(str, self.ranks))}/{self._number}/{self._refusals}"
+            key = f"no batch/{'-'.join(map(str, self.ranks))}/{self._number}/{next(self._refusals)}"
             notes = share_texts(key, note_of(told) if told is not None else "", self.ranks)
         except RuntimeError:  # a rank is gone, or does not come
             return error

@@ -56,22 +56,22 @@ def join(pieces: Sequence[Any]) -> Any:
 
     Tensors that do not fit together (another width, say) and values that differ become a list.
     """
-    flat = [tree_flatten(piece) for piece in pieces]
-    if any(spec != flat[0][1] for _, spec in flat):
+    leaves, (spec, *others) = zip(*map(tree_flatten, pieces), strict=True)
+    if any(other != spec for other in others):
         return list(pieces)
-    leaves = [_join_leaf(list(column)) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return tree_unflatten(leaves, flat[0][1])
+    return tree_unflatten([_join_leaf(*column) for column in zip(*leaves, strict=True)], spec)
 
 
-def _join_leaf(items: list[Any]) -> Any:
+def _join_leaf(first: Any, *others: Any) -> Any:
+    items = [first, *others]
     if all(isinstance(item, Tensor) for item in items):
         if all(item.dim() == 0 for item in items):
             return torch.stack(items)
-        if all(item.dim() and item.shape[1:] == items[0].shape[1:] for item in items):
+        if all(item.dim() and item.shape[1:] == first.shape[1:] for item in items):
             return torch.cat(items)
         return items
-    same = not any(isinstance(item, Tensor) for item in items) and all(item == items[0] for item in items)
-    return items[0] if same else items
+    same = not any(isinstance(item, Tensor) for item in items) and all(other == first for other in others)
+    return first if same else items
 
 
 def _rows(data: Any, label: Any) -> int:

@@ -63,7 +63,7 @@ class Step:
     """Of losses given as (sum, count)."""
     outputs: dict[int, Any] = field(default_factory=dict)
     executed: list[Action] = field(default_factory=list)
-    at: int = -1
+    at: int = field(init=False)
     """The place in the program of the action that runs, or ran last."""
     _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     _weight_work: dict[tuple[int, int], WeightWork] = field(default_factory=dict)

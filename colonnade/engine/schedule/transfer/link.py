@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colonnade.engine.schedule.actions import Action, Kind
+from colonnade.engine.schedule.actions import Action
 from colonnade.engine.schedule.transfer.values import (
     Meta,
     empty_frame,
@@ -41,26 +41,28 @@ from colonnade.engine.schedule.transfer.values import (
 from colonnade.engine.schedule.transfer.wire import Pending, Wire, wait
 from colonnade.errors import ScheduleError
 
-_NEW, _FAILED, _NO_BATCH, _SKIPPED = -1, -2, -3, -4
-"""What the first number of a header says besides "description n": a new one follows; the sender failed, or has no batch;
-after a failure, nothing comes."""
-_APART, _INSIDE = 0, 1
+_SKIPPED, _NO_BATCH, _FAILED, _NEW = range(-4, 0)
+"""What the first number of a header says besides "description n": after a failure, nothing comes; the sender has no batch,
+or failed; a new one follows."""
+_APART, _INSIDE = range(2)
 """What the second number says beside a known description: where the tensors are, after the frame or in it."""
-_TENSOR, _FRAME, _TEXT, _BY_CPU = 0, 1, 2, 3
+_TENSOR, _FRAME, _TEXT, _BY_CPU = range(4)
 """The tags of what a message is made of."""
 _DESCRIPTIONS_KEPT = 4096
 SENDS_KEPT = 4
 """How many sends that must be over by now are still not waited for: slack for ranks slower than planned."""
 _FAILURE_TIMEOUT = timedelta(seconds=10)
 """How long a failing rank waits for each sign of another one."""
-_ANY = Action(0, Kind.SENT_FORWARD, -1)
+_TEXT_SENT = 2000
+"""How many bytes of its reason a failing rank tells."""
+_ANY = Action.parse("0SENT_F0")
 """What is expected where a rank only listens whether the other one has failed."""
 
 
 class PeerFailed(ScheduleError):
     """Another rank of the pipeline failed, and this one cannot go on; `no_batch` where it had none for the step."""
 
-    def __init__(self, peer: int, text: str, no_batch: bool = False) -> None:
+    def __init__(self, peer: int, text: str, no_batch: bool) -> None:
         super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
         self.no_batch = no_batch
 
@@ -84,16 +86,17 @@ class _Layouts:
     """The dtypes and shapes of the last messages of one direction. Both ends count alike."""
 
     def __init__(self) -> None:
-        self._last: dict[Action, tuple[tuple[Meta, ...], bool]] = {}
+        self._last: dict[Action, tuple[Meta, ...]] = {}
+        self._sure: dict[Action, tuple[Meta, ...]] = {}
 
     def sure(self, key: Action) -> tuple[Meta, ...]:
         """What the message has if it is as its last two; empty where they differed."""
-        layout, repeated = self._last.get(key, ((), False))
-        return layout if repeated else ()
+        return self._sure.get(key, ())
 
     def note(self, key: Action, layout: tuple[Meta, ...]) -> None:
         """This is what the message had."""
-        self._last[key] = layout, self._last.get(key, ((), False))[0] == layout
+        self._sure[key] = layout if self._last.get(key) == layout else ()
+        self._last[key] = layout
 
 
 @dataclass
@@ -238,7 +241,7 @@ class Link:
         self._sent_frames.next_step()
         self._received_frames.next_step()
 
-    def fail(self, text: str, no_batch: bool = False) -> None:
+    def fail(self, text: str, no_batch: bool) -> None:
         """Start to tell the peer, in place of the next message, that this rank has failed.
 
         Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
@@ -246,12 +249,12 @@ class Link:
         """
         self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
         with contextlib.suppress(RuntimeError):
-            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, text.encode()[:2000])
+            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, text.encode()[:_TEXT_SENT])
 
     def skip_send(self, key: Action) -> None:
         """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
         self._skips = True
-        self._failure += self._cpu_wire.send(pack((_SKIPPED, 0)), _FRAME)
+        self._failure += self._cpu_wire.send(pack((_SKIPPED, _APART)), _FRAME)
         self._send_apart([self._wire.empty(meta) for meta in self._counted_on(self._sent_layouts, key)])
 
     def skip_receive(self, key: Action) -> None:
@@ -273,9 +276,9 @@ class Link:
         self._failure, self._heard, self._skips, self._patience = [], False, False, None
 
     def _read_all(self) -> None:
-        while self._expected:
+        for expected in tuple(self._expected):
             with contextlib.suppress(PeerFailed):
-                self._start_expected(self._expected[-1].key)
+                self._start_expected(expected.key)
         self._discard()
 
     def _discard(self) -> None:
@@ -297,8 +300,8 @@ class Link:
     def _read_description(self, number: int, size: int) -> str:
         if number >= 0:
             return self._received_descriptions[number]
-        data, pending = self._cpu_wire.receive(Meta(torch.uint8, (size,), False), _TEXT)
-        wait(pending, self._patience)
+        data = torch.empty(size, dtype=torch.uint8)
+        wait(self._cpu_wire.fill(data, _TEXT), self._patience)
         text = bytes(data.tolist()).decode(errors="replace")
         if number in (_FAILED, _NO_BATCH):
             self._heard = True
@@ -327,8 +330,9 @@ class Link:
             self._received_layouts.note(expected.key, layout)
             tensors, pending = expected.tensors, expected.pending
             if layout != expected.layout:
-                others = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
-                tensors, pending = others[0], pending + others[1]
+                apart = _receive(self._cpu_wire, layout, _BY_CPU) if expected.layout else self._receive_apart(layout)
+                tensors, others = apart
+                pending = pending + others
             self._arriving[expected.key] = _Arriving(description, tensors, pending)
 
     def _wait_sent(self, key: Action) -> None:

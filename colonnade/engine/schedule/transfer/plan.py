@@ -43,7 +43,7 @@ def confirmation(table: Table) -> Table:
     """
     home = {action.stage: rank for rank, actions in table.items() for action in actions}
     program: Table = {rank: [] for rank in table}
-    for stage in range(num_stages(table) - 1, 0, -1):
+    for stage in reversed(range(1, num_stages(table))):
         if home[stage] != home[stage - 1]:
             program[home[stage]].append(Action(stage, Kind.SEND_BACKWARD, CONFIRMS))
             program[home[stage - 1]].append(Action(stage - 1, Kind.RECEIVE_BACKWARD, CONFIRMS))
@@ -78,7 +78,7 @@ def peer_stage(transfer: Action) -> int:
 def _total_order(table: Table) -> list[tuple[int, Action]]:
     rows = replay(table, cost=lambda action: 2.0 if action.kind is Kind.BACKWARD else 1.0).rows
     events = [(timed.end, rank, timed.action) for rank, row in rows.items() for timed in row]
-    return [(rank, action) for _, rank, action in sorted(events, key=lambda event: event[:2])]
+    return [(rank, action) for _, rank, action in sorted(events)]
 
 
 def _transfers_after(action: Action, last_stage: int) -> Iterator[Action]:

@@ -83,7 +83,7 @@ def _tree(description: str) -> Any:
 
 
 def _encode(value: Any, name: str, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
         _check_tensor(value, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +248,17 @@ def test_only_the_last_of_several_groups_is_told_that_it_is_the_last(last: bool)
     work.run(watched, last=last)
     assert told == [False, False, last]
     assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_an_output_that_is_a_parameter_gets_its_gradient_and_no_hook_stays_behind() -> None:
+    linear, free = nn.Linear(4, 4).double(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    (entrance,), (x,) = entered([torch.randn(3, 4, dtype=torch.float64)])
+    outputs = (linear(x), free)
+    grads = grads_for(outputs)
+    _, work = backward_input(outputs, grads, [entrance])
+    work.run(run_backward, last=True)
+    assert_same(free.grad, grads[1])
+    kept = weakref.ref(work)
+    del work
+    assert kept() is None  # though the graph is still there
+    assert outputs[0].grad_fn is not None

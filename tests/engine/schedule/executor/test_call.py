@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.engine.schedule.executor.call import format_signature, format_value, stage_mismatch
+from colonnade.engine.schedule.executor.call import call_module, format_signature, format_value, stage_mismatch
+from colonnade.engine.schedule.executor.micro_batch import MicroBatch
+from colonnade.errors import ScheduleError
+from colonnade.parallel.split import Stage
 
 
 class Fails(nn.Module):
@@ -42,3 +45,38 @@ def test_values_and_signatures_in_one_line():
     assert format_value(namedtuple("Pair", "a b")(1, 2)) == "(1, 2)"
     assert format_signature(Fails()) == "Fails.forward(x, y=None)"
     assert format_signature(nn.Linear(2, 3)).endswith(" with weight [3, 2], bias [3]")
+
+
+class Given(nn.Module):
+    def forward(self, *given):
+        return given
+
+
+@pytest.mark.parametrize(
+    ("stage", "module", "found"),
+    [
+        (0, Stage([("a", Given()), ("b", Given())], takes_one_value=True), ((1, 2),)),
+        (1, Stage([("a", Given()), ("b", Given())], takes_one_value=True), (((1, 2),),)),
+        (2, Stage([("a", Given())], takes_one_value=True), ((1, 2),)),
+        (1, Stage([("a", Given()), ("b", Given())], takes_one_value=False), (1, 2)),
+        (0, Given(), (1, 2)),
+        (1, Given(), (1, 2)),
+    ],
+)
+def test_a_stage_of_a_sequential_takes_what_the_layer_before_it_gave_as_one(stage, module, found):
+    assert call_module(stage, module, (1, 2), MicroBatch(0)) == found
+
+
+def test_what_a_stage_cannot_take_is_told_with_both_sides_unless_it_is_the_first():
+    layers = Stage([("first", nn.Linear(2, 3)), ("second", nn.Bilinear(3, 3, 1))], takes_one_value=True)
+    wrong = torch.ones(1, 4)
+    for stage in (1, 2):
+        with pytest.raises(ScheduleError) as error:
+            call_module(stage, layers, wrong, MicroBatch(0))
+        assert f"stage {stage} cannot take what stage {stage - 1} gives: mat1 and mat2 shapes" in str(error.value)
+        assert "gives: float32[1, 4]" in str(error.value)
+        assert "takes: Linear.forward(input: torch.Tensor)" in str(error.value)
+    with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
+        call_module(0, layers, wrong, MicroBatch(0))
+    with pytest.raises(AssertionError):
+        call_module(1, Fails(), (1,), MicroBatch(0))

@@ -302,7 +302,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all_before_the_first_step() -> None:
     assert all("have different tables of actions" in message for message in differing)
     wrong_chunks = run_world(2, run_with_tables, [good, good], [1, 2]).values
     assert "rank 1 cannot run this table: this table gives pipeline rank 1 the stages 1" in wrong_chunks[0]
-    assert "gives pipeline rank 1 the stages 1, but 2 stage module(s) are here" in wrong_chunks[1]
+    assert wrong_chunks[1].startswith("this table gives pipeline rank 1 the stages 1, but 2 stage module(s) are here")
     small = run_world(2, run_with_tables, [["0F0 0B0"]] * 2, [1, 1]).values
     assert all("for 1 ranks cannot run on a pipeline of 2" in message for message in small)
     stuck = ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"]

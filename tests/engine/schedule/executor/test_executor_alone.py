@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from colonnade.engine.schedule.actions import Action, only_forward, parse_table
 from colonnade.engine.schedule.executor import Executor
+from colonnade.engine.schedule.executor import executor as module
 from colonnade.engine.schedule.executor.executor import _first_sharing
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
+from colonnade.engine.schedule.transfer.link import PeerFailed
+from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, receive_early
 from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -146,3 +153,324 @@ def test_the_loss_of_the_last_stage_keeps_its_form_on_ranks_without_it():
         assert made.form.counted is (given is not None)
         with pytest.raises(GradientError, match="the loss was"):
             made.form.keep(given is None)
+
+
+def test_losses_of_training_and_of_evaluation_may_have_two_forms():
+    made = executor(stages())
+    assert made.form is made._forms[True]
+    made.share_loss(torch.tensor(2.0), torch.tensor(3.0))
+    with pytest.raises(GradientError, match="the loss was"):
+        made.run(cut_batch(X, Y, 3))
+    ran = made.run(cut_batch(X, Y, 3), forward_only=True)
+    assert (made.form, made.form.counted, ran.count) == (made._forms[False], False, None)
+
+
+def test_the_ends_of_a_pipeline_lie_where_the_table_says():
+    for rank in range(3):
+        facts = SimpleNamespace(stage_ranks=(2, 0, 1, 0))
+        here: Any = SimpleNamespace(facts=facts, rank=rank)
+        assert Executor.has_first_stage.fget(here) is (rank == 2)  # type: ignore[attr-defined]
+        assert Executor.has_last_stage.fget(here) is (rank == 0)  # type: ignore[attr-defined]
+
+
+# -- what goes wrong, with links that write down ----------------------------------------------------------
+
+
+class Written:
+    """A link that writes down what it is told."""
+
+    def __init__(self, told: list[Any], peer: int, hears: bool = True, is_gone: bool = False) -> None:
+        self.told, self.peer, self.hears, self.is_gone = told, peer, hears, is_gone
+
+    def fail(self, text: str, no_batch: bool) -> None:
+        self.told.append(("fail", self.peer, text, no_batch))
+
+    def skip_send(self, action: Action) -> None:
+        if self.is_gone:
+            raise RuntimeError("gone")
+        self.told.append(("skip_send", str(action)))
+
+    def skip_receive(self, action: Action) -> None:
+        self.told.append(("skip_receive", str(action)))
+
+    def hear_out(self) -> bool:
+        self.told.append(("hear_out", self.peer))
+        return self.hears
+
+    def end_failure(self) -> None:
+        self.told.append(("end_failure", self.peer))
+
+
+def middle(**options: Any) -> tuple[Any, list[Any]]:
+    """The executor of the middle rank of three, and what its links are told."""
+    told: list[Any] = []
+    made: Any = object.__new__(Executor)
+    made.ranks, made.rank, made._peers, made._failure = (4, 5, 6), 1, [0, 2], ""
+    made._number, made._refusals = 7, itertools.count()
+    made.facts = SimpleNamespace(stage_ranks=(0, 1, 2), num_microbatches=1)
+    made._links = {peer: Written(told, peer, **options) for peer in made._peers}
+    return made, told
+
+
+REST = parse_table(["1F0 1SEND_F0 1SENT_F0 1RECV_B0 1RECV_F1 1B0 1SEND_B0"])[0]
+SKIPPED = [
+    ("skip_send", "1SEND_F0"),
+    ("skip_receive", "1RECV_B0"),
+    ("skip_receive", "1RECV_F1"),
+    ("skip_send", "1SEND_B0"),
+]
+
+
+@pytest.mark.parametrize("no_batch", [True, False])
+def test_a_rank_that_fails_tells_both_sides_and_goes_through_the_rest(no_batch):
+    made, told = middle()
+    assert made._stop(ValueError("a bug"), REST, True, no_batch) is True
+    begun = [("fail", peer, "ValueError: a bug", no_batch) for peer in (0, 2)]
+    heard = [("hear_out", 0), ("hear_out", 2), ("end_failure", 0), ("end_failure", 2)]
+    assert told == [*begun, *SKIPPED, *heard]
+    assert made._failure == "ValueError: a bug"
+    made, told = middle()
+    assert made._stop(ValueError("a bug"), REST, False, no_batch) is False  # nobody waits to be heard
+    assert told == [*begun, *SKIPPED]
+    made, told = middle(hears=False)
+    assert made._stop(ValueError("a bug"), REST, True, no_batch) is False
+    assert told == [*begun, *SKIPPED, ("hear_out", 0), ("hear_out", 2)]
+    made, told = middle(is_gone=True)
+    assert made._stop(ValueError("a bug"), REST, True, no_batch) is False
+    assert told == begun
+    made._peers = []
+    assert made._stop(ValueError("a bug"), [], True, no_batch) is True
+    assert made._failure == ""  # alone, the next step may run
+
+
+@pytest.mark.parametrize(
+    ("forward_only", "confirm", "program", "confirms"),
+    [
+        (False, True, ["train"], True),
+        (False, False, ["train"], True),
+        (True, True, ["evaluate", "confirm"], True),
+        (True, False, ["evaluate"], False),
+    ],
+)
+def test_a_rank_without_a_batch_stops_in_place_of_the_step_and_agrees_where_all_confirm(
+    monkeypatch, forward_only, confirm, program, confirms
+):
+    made, _ = middle()
+    made._program, made._forward_program, made._confirmation = ["train"], ["evaluate"], ["confirm"]
+    stopped: list[Any] = []
+    monkeypatch.setattr(made, "_stop", lambda *args, **named: stopped.append((*args, named)) or "clean")
+    monkeypatch.setattr(made, "_agree_on_batch", lambda *args: args)
+    mine = StopIteration()
+    found = made.refuse(mine, forward_only=forward_only, confirm=confirm)
+    assert stopped == [(mine, program, confirms, {"no_batch": True})]
+    assert found == ((mine, mine, "clean") if confirms else mine)
+    made._failure = "an earlier one"
+    assert made.refuse(mine, forward_only=forward_only, confirm=confirm) is mine
+    made._failure, made._peers = "", []
+    assert made.refuse(mine, forward_only=forward_only, confirm=confirm) is mine
+    assert len(stopped) == 1
+
+
+ENDED = "the data iterator has ended here, and not on all ranks of the pipeline"
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "clean", "expected"),
+    [
+        (StopIteration(), ["ended", "ended"], True, StopIteration),
+        (StopIteration(), ["ended", "ended"], False, ENDED),
+        (StopIteration(), ["", "ended"], True, ENDED),
+        (ScheduleError("too few rows"), ["few", "few"], True, "too few rows"),
+        (ScheduleError("too few rows"), ["", ""], True, "too few rows"),
+        (None, ["", "ended"], False, "of rank 6"),
+        (None, ["first", "second"], False, "of rank 4"),
+    ],
+)
+def test_what_ranks_raise_where_some_have_no_batch(monkeypatch, mine, others, clean, expected):
+    keys: list[str] = []
+
+    def share(key: str, text: str, ranks: Any) -> dict[int, str]:
+        keys.append(key)
+        assert bool(text) is (mine is not None)
+        return dict(zip(ranks, [others[0], text, others[1]], strict=True))
+
+    made, _ = middle()
+    made._failure = "begun"
+    monkeypatch.setattr(module, "share_texts", share)
+    monkeypatch.setattr(module, "note_of", str)
+    names = {"first": "of rank 4", "ended": "of rank 6"}
+    monkeypatch.setattr(module, "error_of", lambda note, ranks, rank: ScheduleError(f"{names[note]} {ranks} {rank}"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    found = made._agree_on_batch(mine, ValueError("heard"), clean)
+    if expected is StopIteration:
+        assert found is mine
+        assert made._failure == ""
+    else:
+        assert str(found).startswith(expected)
+        assert made._failure == "begun" or (clean and all(others))
+    assert found is not mine or made._failure == "" or not isinstance(mine, StopIteration)
+    made._agree_on_batch(mine, ValueError("heard"), clean)
+    assert keys == ["no batch/4-5-6/7/0", "no batch/4-5-6/7/1"]
+
+    def gone(*args: Any) -> Any:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(module, "share_texts", gone)
+    heard = ValueError("heard")
+    assert made._agree_on_batch(mine, heard, clean) is heard
+
+
+@pytest.mark.parametrize(("at", "rest"), [(0, 1), (1, 1), (3, 4), (6, 6)])
+@pytest.mark.parametrize("kind", ["own", "peer", "no batch"])
+def test_a_failing_step_goes_on_at_the_action_after_it_or_at_the_send_itself(monkeypatch, at, rest, kind):
+    error: Exception = ValueError("a bug") if kind == "own" else PeerFailed(4, "a bug", no_batch=kind == "no batch")
+    made, _ = middle()
+    made._program, made._forms, made.loss_fn = REST, {True: None}, None
+    stopped: list[Any] = []
+
+    class Failing:
+        def __init__(self, *args: Any) -> None:
+            self.at = at
+
+        def run(self, program: Any) -> None:
+            raise error
+
+    monkeypatch.setattr(module, "Step", Failing)
+    monkeypatch.setattr(made, "_stop", lambda *args: stopped.append(args))
+    agreed = ScheduleError("agreed")
+    monkeypatch.setattr(made, "_agree_on_batch", lambda mine, error, clean: agreed)
+    with pytest.raises(type(agreed if kind == "no batch" else error)) as caught:
+        made.run([None])
+    assert caught.value is (agreed if kind == "no batch" else error)
+    assert stopped == [(error, REST[rest:], True, kind == "no batch")]
+
+
+def test_executors_of_the_same_ranks_have_numbers_of_their_own():
+    assert executor(stages())._number != executor(stages())._number
+
+
+TABLE = make_table("gpipe", 2, 4)
+
+
+def second(monkeypatch: pytest.MonkeyPatch, one_queue: bool = False, **options: Any) -> tuple[Executor, list[Any]]:
+    """The executor of the second rank of two, and what its links were made of."""
+    made: list[Any] = []
+    monkeypatch.setattr(module, "gather_json", lambda mine, device, group: [mine, mine])
+    monkeypatch.setattr(module, "Link", lambda *given: made.append(given) or SimpleNamespace(one_queue=one_queue))
+    given = {"rank": 1, "ranks": (4, 5), "group": "all", "loss_fn": F.mse_loss, **options}
+    return Executor([nn.Linear(1, 1)], TABLE, **given), made
+
+
+@pytest.mark.parametrize("one_queue", [True, False])
+def test_receives_begin_early_where_they_hold_up_nothing(monkeypatch, one_queue):
+    found, _ = second(monkeypatch, one_queue)
+    for program, table in ((found._program, TABLE), (found._forward_program, only_forward(TABLE))):
+        plain = add_transfers(table)[1]
+        assert program == (plain if one_queue else receive_early(plain))
+        assert plain != receive_early(plain)
+    assert found._peers == [0]
+    assert found._confirmation == confirmation(TABLE)[1]
+
+
+def test_transfers_have_a_group_of_their_own_where_one_is_given(monkeypatch):
+    assert second(monkeypatch)[1] == [("all", 4, torch.device("cpu"), None)]
+    given = {"transfer_group": "transfers", "down_group": "down"}
+    assert second(monkeypatch, **given)[1] == [("transfers", 4, torch.device("cpu"), "down")]
+
+
+@pytest.mark.parametrize(
+    ("others", "rows", "message"),
+    [
+        (("same", ""), TABLE, None),
+        (("other", ""), TABLE, "the ranks 4, 5 of this pipeline have different tables of actions"),
+        (("same", "too old"), TABLE, "rank 4 cannot run this table: too old"),
+        (("other", "too old"), TABLE, "rank 4 cannot run this table: too old"),
+        (("same", "too old"), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
+        (("other", ""), parse_table(["0F0 0B0"]), "a table for 1 ranks cannot run on a pipeline of 2"),
+    ],
+)
+def test_ranks_agree_on_their_table_before_the_first_step(monkeypatch, others, rows, message):
+    told: list[Any] = []
+
+    def gather(mine: list[str], device: Any, group: Any) -> list[Any]:
+        told.append(mine[1])
+        return [[mine[0] if others[0] == "same" else "another digest", others[1]], mine]
+
+    second(monkeypatch)
+    monkeypatch.setattr(module, "gather_json", gather)
+    make = lambda: Executor([nn.Linear(1, 1)], rows, rank=1, ranks=(4, 5))  # noqa: E731
+    if message is None:
+        assert make().facts.stage_ranks == (0, 1)
+    else:
+        with pytest.raises(ScheduleError) as error:
+            make()
+        assert str(error.value).startswith(message)
+    assert bool(told[0]) is (rows is not TABLE)
+
+
+@pytest.mark.parametrize(
+    ("forward_only", "confirm", "program", "confirms"),
+    [
+        (False, True, ["train"], True),
+        (False, False, ["train"], True),
+        (True, True, ["evaluate", "confirm"], True),
+        (True, False, ["evaluate"], False),
+    ],
+)
+def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only, confirm, program, confirms):
+    made, _ = middle()
+    steps: list[Any] = []
+
+    class Ran:
+        losses, outputs, executed, at = {1: "b", 0: "a"}, {1: "d", 0: "c"}, ["order"], 0
+
+        def __init__(self, *given: Any) -> None:
+            steps.append(given)
+
+        def run(self, program: Any) -> None:
+            steps.append(program)
+
+        def batch_loss(self) -> Any:
+            return "loss", "count"
+
+    monkeypatch.setattr(module, "Step", Ran)
+    made._program, made._forward_program, made._confirmation = ["train"], ["evaluate"], ["confirm"]
+    made._forms, made.loss_fn = {True: "of training", False: "of evaluation"}, None
+    ended: list[int] = []
+    for peer, link in made._links.items():
+        link.finish = lambda peer=peer: ended.append(peer)
+    ran = made.run([None], forward_only=forward_only, with_loss=False, confirm=confirm)
+    assert steps == [(made, [None], not forward_only, not forward_only, False, 1.0, 1.0), program]
+    assert ended == [0, 2]
+    assert made.form == ("of evaluation" if forward_only else "of training")
+    assert (ran.losses, ran.outputs, ran.loss, ran.count, ran.order) == (
+        ["a", "b"],
+        ["c", "d"],
+        "loss",
+        "count",
+        ["order"],
+    )
+    stopped: list[Any] = []
+    made._program = made._forward_program = [Action.parse("1F0")]
+    made._confirmation = []
+    monkeypatch.setattr(Ran, "run", lambda self, program: 1 / 0)
+    monkeypatch.setattr(made, "_stop", lambda *given: stopped.append(given[1:]))
+    with pytest.raises(ZeroDivisionError):
+        made.run([None], forward_only=forward_only, confirm=confirm)
+    assert stopped == [([], confirms, False)]
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("has_loss", [True, False])
+@pytest.mark.parametrize("forward_only", [True, False])
+def test_training_needs_a_loss_where_the_last_stage_is(last, has_loss, forward_only):
+    made, _ = middle()
+    made.rank, made.loss_fn = 2 if last else 1, F.mse_loss if has_loss else None
+    if last and not has_loss and not forward_only:
+        with pytest.raises(ScheduleError, match="training needs a loss function on the rank of the last stage"):
+            made._check_run([None], forward_only)
+    else:
+        made._check_run([None], forward_only)
+    made._failure = "an earlier one"
+    with pytest.raises(ScheduleError, match="this pipeline stopped in an earlier step"):
+        made._check_run([None], forward_only)

@@ -49,6 +49,13 @@ def test_nested_values_are_cut_and_the_rest_goes_whole_into_every_piece() -> Non
     assert second.label.right == "kind"
 
 
+def test_a_batch_may_have_as_many_pieces_as_rows() -> None:
+    assert [piece.data.tolist() for piece in cut_batch(torch.arange(3), None, 3)] == [[0], [1], [2]]
+    assert [piece.rows for piece in cut_batch(torch.arange(5), None, 3)] == [2, 2, 1]
+    with pytest.raises(ScheduleError, match="a batch of 3 rows cannot be cut into 4 micro-batches"):
+        cut_batch(torch.arange(3), None, 4)
+
+
 def test_what_cannot_be_cut_is_told() -> None:
     with pytest.raises(ScheduleError, match=r"data\['x'\] has 4, data\['mask'\] has 2, label has 4"):
         cut_batch({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)
@@ -90,6 +97,9 @@ def test_pieces_as_one(pieces, joined):
         [1.0, torch.tensor(1.0)],
         [torch.tensor([1.0, 1.0]), "text"],
         [{"a": 1}, {"b": 1}],
+        [{"a": 1}, {"a": 1}, {"b": 1}],
+        [torch.tensor(1.0), torch.ones(1), torch.ones(1)],
+        [torch.ones(1, 2), torch.ones(2, 2), torch.ones(1, 3)],
     ],
 )
 def test_pieces_that_do_not_fit_together_stay_a_list(pieces):

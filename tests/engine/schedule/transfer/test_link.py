@@ -213,7 +213,7 @@ def fail_or_take() -> str:
     heard = ""
     if rank == 0:
         link.send(key(0), *describe(torch.ones(2), "value"))
-        link.fail("a reason")
+        link.fail("a reason", no_batch=False)
         link.skip_send(key(1))
         link.skip_send(key(2))
     else:
@@ -222,7 +222,7 @@ def fail_or_take() -> str:
         assert link.take(key(0)).value.tolist() == [1, 1]
         with pytest.raises(PeerFailed) as caught:
             link.take(key(1))
-        link.fail("heard")
+        link.fail("heard", no_batch=False)
         heard = str(caught.value)
     assert link.hear_out()
     link.end_failure()

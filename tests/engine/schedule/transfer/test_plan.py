@@ -135,6 +135,12 @@ def check_early_receives(table: Table) -> None:
 
 def test_a_confirmation_letter_by_letter() -> None:
     """From the last stage to the first, but not between stages of one rank."""
+    three = confirmation(parse_table(["0F0 0B0", "1F0 1B0", "2F0 2B0"]))
+    assert [[str(action) for action in three[rank]] for rank in range(3)] == [
+        ["0RECV_B-1"],
+        ["1RECV_B-1", "1SEND_B-1"],
+        ["2SEND_B-1"],
+    ]
     rows = ["0F0 0B0", "1F0 2F0 2B0 1B0", "3F0 3B0"]
     told = confirmation(parse_table(rows))
     assert {rank: [(action.stage, action.kind, action.micro_batch) for action in told[rank]] for rank in told} == {
