@@ -36,7 +36,7 @@ class Order:
     @property
     def tokens(self) -> Tensor:
         """The token of each row."""
-        return self.rows % max(1, len(self.places))
+        return self.rows % len(self.places)
 
     def cut(self, count: int) -> Order:
         """The same where `count` rows are known to be all that the experts take."""
