@@ -187,6 +187,7 @@ def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
         "activation_checkpoint: mode 'none', 2 of 2 blocks (Block), what they keep on the host",
     ]
     assert warning.startswith("warning: activation_checkpoint finds no blocks")
+    assert warning.endswith("the classes are Linear (in the stage of this rank)")
 
 
 def test_what_is_a_block():

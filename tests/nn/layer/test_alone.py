@@ -14,13 +14,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.models import GPT
-from colonnade.nn.layer import MLP, Arrangement, Embedding, LayerNorm, Linear, Spread, Whole, arrange, partition_input
+from colonnade.nn.layer import (
+    MLP,
+    Arrangement,
+    CrossEntropyLoss,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Spread,
+    Whole,
+    arrange,
+    partition_input,
+)
 from colonnade.nn.layer.first_pass import FirstPass
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.collectives.wire import recorded
@@ -223,4 +236,27 @@ def test_alone_every_mode_is_torchs_own():
     column = Linear(4, 6, arrangement=arrange(ParallelContext()))
     assert isinstance(column.weight, nn.Parameter)
     x = torch.randn(2, 3, 4)
-    assert torch.equal(column(x), nn.functional.linear(x, column.weight, column.bias))
+    assert torch.equal(column(x), F.linear(x, column.weight, column.bias))
+
+
+@pytest.mark.parametrize("mode", [None, "1d", "2d"])
+def test_in_a_world_of_one_every_mode_is_torchs_own(mode):
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": {"tensor": {"size": 1, "mode": mode}} if mode else {}}), 1, 0, context):
+        here = arrange(context)
+        assert isinstance(here, Whole) == (mode is None)
+        plain = nn.Linear(4, 6, dtype=torch.float64)
+        x, tokens = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[1, 0], [3, 2]])
+        for split in ("column", "row"):
+            assert torch.equal(here.product(x, plain.weight, split), F.linear(x, plain.weight))
+            assert torch.allclose(here.linear(x, plain.weight, plain.bias, split), plain(x))
+        table = torch.randn(4, 6, dtype=torch.float64)
+        assert torch.equal(here.embed(tokens, table, 4, None), table[tokens])
+        assert not here.is_split("outer")
+        assert not here.is_split("inner")
+        for norm in (LayerNorm, RMSNorm):
+            truth = getattr(nn, norm.__name__)(4, eps=0.1, dtype=torch.float64)
+            assert torch.equal(norm.from_module(truth, arrangement=here)(x), truth(x))
+        labels = torch.tensor([[5, 0, -100], [2, 3, 4]])
+        loss = CrossEntropyLoss(arrangement=here)(plain(x), labels)
+        torch.testing.assert_close(loss, F.cross_entropy(plain(x).flatten(0, 1), labels.flatten()))

@@ -17,7 +17,6 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
 from colonnade.nn.layer.arrangement import masked_rows
-from colonnade.nn.layer.modes import OneD, TwoD
 from colonnade.parallel import collectives
 from colonnade.parallel.placement import placement_of
 from colonnade.parallel.sources import check_ties
@@ -111,25 +110,6 @@ def test_names_are_there_and_slips_are_not():
     assert colonnade.nn.lr_scheduler.CosineAnnealingLR
     with pytest.raises(AttributeError, match="Lineer"):
         colonnade.nn.Lineer  # noqa: B018
-
-
-@pytest.mark.parametrize("here", [Whole(ParallelContext()), OneD(ParallelContext()), TwoD(ParallelContext())], ids=repr)
-def test_in_a_world_of_one_every_mode_is_torchs_own(here):
-    plain = nn.Linear(4, 6, dtype=torch.float64)
-    x, tokens = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[1, 0], [3, 2]])
-    for split in ("column", "row"):
-        assert torch.equal(here.product(x, plain.weight, split), F.linear(x, plain.weight))
-        assert torch.allclose(here.linear(x, plain.weight, plain.bias, split), plain(x))
-    table = torch.randn(4, 6, dtype=torch.float64)
-    assert torch.equal(here.embed(tokens, table, 4, None), table[tokens])
-    assert not here.is_split("outer")
-    assert not here.is_split("inner")
-    for norm in (colonnade.nn.LayerNorm, colonnade.nn.RMSNorm):
-        truth = getattr(nn, norm.__name__)(4, eps=0.1, dtype=torch.float64)
-        assert torch.equal(norm.from_module(truth, arrangement=here)(x), truth(x))
-    labels = torch.tensor([[5, 0, -100], [2, 3, 4]])
-    loss = colonnade.nn.CrossEntropyLoss(arrangement=here)(plain(x), labels)
-    torch.testing.assert_close(loss, F.cross_entropy(plain(x).flatten(0, 1), labels.flatten()))
 
 
 class Parts(nn.Module):

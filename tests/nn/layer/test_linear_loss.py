@@ -188,6 +188,35 @@ def test_kernels_of_triton_are_for_what_they_can_do(device, dtype, found, of_tri
     assert linear_loss._kernels(torch.device(device), dtype) == expected
 
 
+class OnGpu(Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+class Accumulates(TorchDispatchMode):
+    """Does what a GPU has an operator for: the product of half precision, added up in fp32."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.addmm.dtype_out:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        total, left, right, dtype = args
+        return kwargs["out"].copy_(total + left.to(dtype) @ right.to(dtype))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_products_of_half_precision_are_added_up_in_fp32(on_gpu):
+    left, right = (torch.randn(3, 3, generator=torch.Generator().manual_seed(at)).bfloat16() for at in (0, 1))
+    total = torch.full((3, 3), 100.0)
+    with Accumulates() as seen:
+        linear_loss._add_product(total, left.as_subclass(OnGpu) if on_gpu else left, right)
+    assert seen.calls == on_gpu
+    torch.testing.assert_close(total, 100 + (left.float() @ right.float()), rtol=0, atol=1e-4 if on_gpu else 5e-2)
+
+
 def test_a_rank_without_classes_adds_nothing():
     logits, labels = torch.zeros(3, 0), torch.tensor([-1, -1, -1])
     largest, *rest = linear_loss._statistics(logits, labels, True)
