@@ -158,7 +158,9 @@ def test_assignments_of_one_expert_keep_their_order_however_many_experts_there_a
 
 
 @pytest.mark.parametrize(
-    "arriving", [[[1, 2], [0, 3]], [[2, 1], [1, 2], [3, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]], ids=str
+    "arriving",
+    [[[1, 2], [0, 3]], [[1, 2], [2, 1]], [[2, 1], [1, 2], [3, 2]], [[0, 0], [6, 0]], [[2, 4]], [[2], [4]]],
+    ids=str,
 )
 def test_rows_that_arrive_by_rank_are_turned_by_expert_and_back(arriving):
     traffic = Traffic(torch.tensor(arriving).flatten(), len(arriving), ParallelContext())

@@ -104,7 +104,9 @@ def test_no_tokens_at_all_give_gradients_of_zero():
     model = _moe("top 2, drops", alone())
     out = model(torch.randn(0, HIDDEN))
     assert out.shape == (0, HIDDEN)
-    (out.sum() + auxiliary_loss(model)).backward()
+    loss = auxiliary_loss(model)
+    assert loss == 0
+    (out.sum() + loss).backward()
     assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
 
 

@@ -84,6 +84,7 @@ def test_the_auxiliary_losses_are_those_of_the_formula_and_only_in_training():
     own = made.sums(routing)
     assert own.shape == (3, 1)
     torch.testing.assert_close(auxiliary_loss(own), expected)
+    assert joined([own, sums]).shape == sums.shape
     torch.testing.assert_close(auxiliary_loss(joined([own, sums])), 2 * expected)
     torch.testing.assert_close(auxiliary_loss(joined([own, own, sums, sums])), 4 * expected)
     one = router(k=1, balance_loss=0.3, z_loss=0.2)
@@ -100,7 +101,7 @@ def test_weights_add_up_to_one_or_are_the_scores():
     torch.testing.assert_close(made(tokens()).weights.sum(0), torch.ones(TOKENS, dtype=torch.float64))
     switch = SwitchRouter(HIDDEN, EXPERTS).double()
     scores = (tokens() @ switch.weight.T).softmax(-1)
-    torch.testing.assert_close(switch(tokens()).weights[0], scores.amax(-1))
+    torch.testing.assert_close(switch(tokens()).weights, scores.amax(-1).unsqueeze(0))
     sigmoid = router(k=1, normalize=False, score="sigmoid")
     torch.testing.assert_close(sigmoid(tokens()).weights[0], (tokens() @ sigmoid.weight.T).sigmoid().amax(-1))
 

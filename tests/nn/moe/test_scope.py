@@ -13,6 +13,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.nn.moe import Experts, TopKRouter
 from colonnade.nn.moe.dispatch import Traffic
+from colonnade.nn.moe.router import loss_of
 from colonnade.nn.moe.scope import Scope
 from colonnade.parallel.collectives import recorded
 from colonnade.parallel.placement import Replicate, Shard, placement_of
@@ -119,6 +120,14 @@ def test_where_weights_lie_and_every_rank_has_its_own_part_of_them(world, parall
             assert torch.equal(parameter, part), name
         made = TopKRouter(6, 4, context=context)
         assert dict(placement_of(made.weight).modes) == router
+
+
+def test_losses_of_each_ranks_own_are_not_sent():
+    for context in ranks_of(2, {}):
+        for columns, sent in ((1, 0), (2, 1), (6, 1)):
+            with recorded() as calls:
+                loss_of(torch.ones(3, columns), Scope.of(context))
+            assert len(calls) == sent
 
 
 def test_where_nobody_knows_the_sizes_rows_go_to_all_ranks_alike():

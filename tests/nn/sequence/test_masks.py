@@ -58,6 +58,8 @@ def test_the_blocks_of_all_ranks_are_the_whole_mask_once(case):
             matching = next(t for t in ring_turns(sight, parts, other) if t.ahead == turn.ahead)
             assert matching.sent == turn.received  # what one sends is what the other waits for
             theirs = parts.positions(other)[turn.received]
+            assert turn.received.stop <= parts.lengths[other]
+            assert all(piece.queries.stop <= parts.lengths[at] for piece in turn.pieces)
             for queries, keys, mask in turn.pieces:
                 assert all(b > a for a, b in pairwise(mask.documents or ())), "kernels are given no empty documents"
                 assert len(mine[queries]), "a block has queries"
