@@ -36,6 +36,10 @@ engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
 engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
 nn.activations.ActivationSettings: mode='none' every=1 offload=False
+nn.activations.ActivationSettings.apply: complete=True
+nn.layer.arrangement.Arrangement: sequence_split=False
+nn.layer.modes.OneD: sequence_split=False
+nn.layer.modes.TwoD: sequence_split=False
 nn.layer.arrangement.gather_output: side='outer' sequence=-2 hidden=-1 unit=1
 nn.layer.arrangement.partition_input: side='outer' sequence=-2 hidden=-1 unit=1
 nn.layer.attention.SelfAttention: causal=False balanced=False dropout=0.0 bias=True
@@ -44,11 +48,14 @@ nn.layer.dropout.Dropout: p=0.5 inplace=False
 nn.layer.linear.Classifier: bias=False
 nn.layer.linear.Linear: bias=True gather_output=False input_is_parallel=True parts=1 unit=1
 nn.layer.linear.Linear.from_module: parts=1
+nn.layer.linear.Linear.forward: each=False
 nn.layer.linear.MLP: gated=False bias=True
 nn.layer.linear_loss.LinearCrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
 nn.layer.loss.CrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
 nn.layer.norm.LayerNorm: eps=1e-05 bias=True
-nn.layer.rotary.Rotary: theta=10000.0
+nn.layer.rotary.Rotary: theta=10000.0 length=0
+nn.layer.spread.Width: unit=1 uneven=False
+nn.layer.spread.cut: unit=1 even=True
 nn.lr_scheduler.CosineAnnealingLR: eta_min=0.0 warmup_steps=0 last_epoch=-1
 nn.lr_scheduler.CosineAnnealingWarmupLR: warmup_steps=0 eta_min=0.0 last_epoch=-1
 nn.lr_scheduler.LinearWarmupLR: warmup_steps=0 last_epoch=-1
@@ -56,8 +63,12 @@ nn.lr_scheduler.MultiStepWarmupLR: warmup_steps=0 gamma=0.1 last_epoch=-1
 nn.lr_scheduler.PolynomialWarmupLR: warmup_steps=0 end=0.0 power=1.0 last_epoch=-1
 nn.metric.Accuracy: ignore_index=-100
 nn.moe.experts.Experts: gated=False bias=True
+nn.moe.grouped.why_not: compiled=False
 nn.moe.layer.MoE: gated=False bias=True
 nn.moe.router.TopKRouter: k=2 normalize=True scale=1.0 groups=1 top_groups=1 balance_loss=0.01 z_loss=0.0 bias_rate=0.0 noise=0.0
+nn.sequence.masks.Sight: causal=False
+nn.sequence.parts.Parts: balanced=False
+nn.sequence.parts.Parts.of: balanced=False
 nn.sequence.parts.split_sequence: dim=1 balanced=False
 nn.sequence.parts.gather_sequence: dim=1 balanced=False
 nn.sequence.parts.sequence_positions: balanced=False

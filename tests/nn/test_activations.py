@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, MoEGPT
-from colonnade.nn.activations import ActivationSettings, release_blocks
+from colonnade.nn import activations
+from colonnade.nn.activations import ActivationSettings, recomputes, release_blocks
 from colonnade.parallel.split import split
 from colonnade.testing import compare, gather_weights, run_world
 
@@ -86,14 +89,105 @@ def test_the_same_gradients_with_fewer_kept_tensors():
     wanted, plain, most = _passed(None)
     found = {name: _passed(given) for name, given in {
         "full": "full", "every 2": {"every": 2}, "selective": "selective", "one op": {"mode": "selective", "keep": ["aten.gelu"]},
+        "one overload": {"mode": "selective", "keep": "aten.gelu.default"},
     }.items()}  # fmt: skip
     for gradients, _, _ in found.values():
         for name, gradient in gradients.items():
             assert torch.equal(gradient, wanted[name]), name
     again = {name: (ops["addmm"] - plain["addmm"], ops["gelu"] - plain["gelu"]) for name, (_, ops, _) in found.items()}
     # The last product of a block is not needed again.
-    assert again == {"full": (5, 5), "every 2": (3, 3), "selective": (0, 5), "one op": (5, 0)}
+    assert again == {"full": (5, 5), "every 2": (3, 3), "selective": (0, 5), "one op": (5, 0), "one overload": (5, 0)}
     assert found["full"][2] < found["every 2"][2] < most
+
+
+def test_what_a_block_keeps_goes_to_the_host_if_wanted(monkeypatch):
+    """A GPU has to be there to take it from; here, for which parameters each block asks."""
+    asked: list[int] = []
+
+    def kept_on_host(parameters: Any) -> Any:
+        asked.append(len(list(parameters)))
+        return nullcontext()
+
+    wanted, plain, _ = _passed(None)
+    monkeypatch.setattr(activations, "kept_on_host", kept_on_host)
+    for given, blocks, again in (({"offload": True}, 5, 0), ({"mode": "full", "offload": True}, 5, 5), ("full", 0, 5)):
+        asked.clear()
+        gradients, ops, _ = _passed(given)
+        assert (asked, ops["gelu"] - plain["gelu"]) == ([4] * blocks, again), given
+        assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {}),
+        (False, {}),
+        (True, {"mode": "full"}),
+        ("selective", {"mode": "selective"}),
+        ({}, {"mode": "full"}),
+        ({"offload": True}, {"offload": True}),
+        ({"offload": False, "every": None}, {"mode": "full"}),
+        ({"offload": True, "mode": "full", "every": 2}, {"mode": "full", "offload": True, "every": 2}),
+        ({"blocks": "Block"}, {"mode": "full", "blocks": ("Block",)}),
+        (
+            {"mode": "selective", "keep": ["aten.mm"], "blocks": ["a", "b"]},
+            {"mode": "selective", "keep": ("aten.mm",), "blocks": ("a", "b")},
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_config_says(given, expected):
+    assert ActivationSettings.read(given) == ActivationSettings(**expected)
+
+
+def test_who_computes_again():
+    for given, again in (
+        (None, False),
+        ("full", True),
+        ({"every": 3, "mode": "selective"}, True),
+        ({"offload": True}, False),
+    ):
+        model = Model()
+        ActivationSettings.read(given).apply(model, [model])
+        assert recomputes(model) is again, given
+
+
+class Lists(nn.Module):
+    """Blocks of one class in a list, one of another class beside them, and one outside of the list."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Block() for _ in range(count)), nn.Sequential(nn.Linear(2, 2))])
+        self.empty = nn.ModuleList(nn.Sequential(nn.ReLU()) for _ in range(3))
+        self.extra = Block()
+
+
+def test_a_class_of_blocks_comes_twice_or_elsewhere_in_the_model(monkeypatch):
+    said: list[str] = []
+    logger = SimpleNamespace(info=said.append, warning=lambda message: said.append(f"warning: {message}"))
+    monkeypatch.setattr(activations, "get_dist_logger", lambda: logger)
+
+    def found(model: nn.Module, given: Any = "full", **more: Any) -> list[str]:
+        ActivationSettings.read(given).apply(model, [model], **more)
+        return [name for name, module in model.named_modules() if vars(module).get("_colonnade_runs")]
+
+    assert found(Lists(2)) == ["blocks.0", "blocks.1"]
+    with pytest.raises(ConfigError, match="two or more of one class"):
+        found(Lists(1))
+    # A stage of a pipeline may have one block, or none.
+    assert found(Lists(1), complete=False) == ["blocks.0", "blocks.1"]
+    assert found(Lists(2), {"blocks": ["extra", "blocks.1"], "offload": True}) == ["blocks.1", "extra"]
+    assert found(nn.Linear(2, 2), complete=False) == []
+    without = nn.Sequential(nn.Linear(2, 2))
+    ActivationSettings.read("full").apply(without, [without, Lists(2)])
+    *of_blocks, warning = said
+    assert of_blocks == [
+        "activation_checkpoint: mode 'full', 2 of 2 blocks (Block)",
+        "activation_checkpoint: mode 'full', 2 of 2 blocks (Block, Sequential)",
+        "activation_checkpoint: mode 'none', 2 of 2 blocks (Block), what they keep on the host",
+    ]
+    assert warning.startswith("warning: activation_checkpoint finds no blocks")
+    assert warning.endswith("the classes are Linear (in the stage of this rank)")
 
 
 def test_what_is_a_block():

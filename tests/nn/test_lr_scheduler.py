@@ -47,8 +47,17 @@ def test_the_warm_up_rises_linearly():
 
 def test_they_are_registered_and_refuse_senseless_lengths():
     assert LR_SCHEDULERS.get_module("CosineAnnealingLR") is CosineAnnealingLR
-    with pytest.raises(ConfigError, match="warmup_steps=9"):
-        rates(lambda o: LinearWarmupLR(o, total_steps=8, warmup_steps=9), 1)
+    for total, warmup, is_refused in (
+        *((8, 9, True), (8, 8, False), (8, 0, False), (8, -1, True)),
+        *((1, 0, False), (1, 1, False), (0, 0, True), (-1, -1, True)),
+    ):
+        with pytest.raises(ConfigError, match=f"={total} and warmup_steps={warmup}") if is_refused else nullcontext():
+            rates(lambda o, total=total, warmup=warmup: LinearWarmupLR(o, total, warmup), 1)
+
+
+def test_a_warm_up_may_take_all_steps_but_one_or_all():
+    assert rates(lambda o: LinearWarmupLR(o, 3, 2), 5) == [1.0, 2.0, 2.0, 0.0, 0.0]
+    assert rates(lambda o: LinearWarmupLR(o, 2, 2), 4) == [1.0, 2.0, 2.0, 0.0]
 
 
 def test_the_ancestors_order_of_arguments():
@@ -61,9 +70,12 @@ def test_milestones_multiply_after_the_warm_up():
     assert seen == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5])
     with pytest.raises(ConfigError, match="milestones=\\[1\\]"):
         rates(lambda o: MultiStepWarmupLR(o, 10, 2, [1]), 1)
-    for at, is_refused in ((2, True), (3, False), (10, False), (11, True)):
+    for at, is_refused in (
+        *(([2], True), ([3], False), ([10], False), ([11], True)),
+        *(([5, 3], False), ([5, 1], True), ([11, 3], True), ([3, 3, 10], False)),
+    ):
         with pytest.raises(ConfigError, match="lie after the warm-up") if is_refused else nullcontext():
-            rates(lambda o, at=at: MultiStepWarmupLR(o, 10, 2, [at]), 1)
+            rates(lambda o, at=at: MultiStepWarmupLR(o, 10, 2, at), 1)
 
 
 def test_a_polynomial_falls_to_its_end():

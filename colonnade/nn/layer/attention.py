@@ -97,7 +97,6 @@ class SelfAttention(nn.Module):
             module.num_heads,
             causal=causal,
             dropout=module.dropout,
-            bias=module.in_proj_bias is not None,
             arrangement=arrangement,
             source=module,
         )
@@ -188,8 +187,6 @@ def _check(hidden: int, heads: int, kv_heads: int, over: str, balanced: bool) ->
 
 def _joint_projection(source: nn.MultiheadAttention) -> nn.Linear:
     """Query, key and value as one torch.nn.Linear."""
-    joint = nn.Linear(source.embed_dim, 3 * source.embed_dim, False, device="meta")
-    joint.weight = source.in_proj_weight
-    if source.in_proj_bias is not None:
-        joint.bias = source.in_proj_bias
+    joint = nn.Linear(source.embed_dim, len(source.in_proj_weight), device="meta")
+    joint.weight, joint.bias = source.in_proj_weight, source.in_proj_bias
     return joint

@@ -178,9 +178,8 @@ def _behind(x: Tensor) -> tuple[list[tuple[Spread, str]], list[Tensor]]:
 
 
 def _check_width(who: str, here: Arrangement, x: Tensor, side: Side, features: int, unit: int) -> None:
-    mode = here.side(side).hidden
-    at = here.context.get_local_rank(mode) if mode is not None and size_of(mode, here.context) > 1 else 0
-    width = here.hidden_sizes(features, side, unit if side == "inner" else 1)[at]
+    mode, sizes = here.side(side).hidden, here.hidden_sizes(features, side, unit if side == "inner" else 1)
+    width = features if mode is None else sizes[here.context.get_local_rank(mode)]
     if x.shape[-1] != width:
         raise PlacementError(
             f"{who} takes {width} of {features} features here, as its input is {_text(here.side(side))}; it gets "

@@ -67,7 +67,7 @@ class Linear(nn.Module):
         if parts > 1:
             options["parts"] = parts
         features = module.in_features, module.out_features // parts
-        return cls(*features, module.bias is not None, source=module, **options)
+        return cls(*features, source=module, **options)
 
     def forward(self, x: Tensor, each: bool = False) -> Tensor | Sequence[Tensor]:
         """`each`: what the parts give, one by one."""

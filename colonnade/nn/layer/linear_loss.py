@@ -95,7 +95,7 @@ class _Plan:
     differentiates: bool
 
     def places(self, labels: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every label, which of this rank's classes it is (-1: none) and whether it counts; and the number of classes."""
+        """Of every label, which of this rank's classes it is (below 0: none) and whether it counts; and the number of classes."""
         counted = labels != self.ignore_index
         local, classes = labels, labels.new_full((), width)
         if self.members is not None:
@@ -103,7 +103,7 @@ class _Plan:
             widths[self.members.at] = width
             widths = wire.all_reduce(widths, self.members)
             local, classes = labels - widths[: self.members.at].sum(), widths.sum()
-        return local.masked_fill(~counted | (local < 0) | (local >= width), -1), counted, classes
+        return local.masked_fill(~counted | (local >= width), -1), counted, classes
 
     def joined(self, mine: Tensor) -> Tensor:
         """(3, rows): the log of the sum of all exps, the label's logit and the sum of the logits, over all classes."""

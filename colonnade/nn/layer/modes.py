@@ -125,7 +125,7 @@ class _OnSquares(Arrangement):
         q, tensor = size_of(self.row, self.context), ParallelMode.TENSOR
         i, j = self.context.get_local_rank(self.col), self.context.get_local_rank(self.row)
         sizes = [0] * size_of(tensor, self.context)
-        sizes[self.context.get_local_rank(tensor) // q**2 * q**2 + j * q + i] = len(x)
+        sizes[self.context.get_local_rank(tensor) + (j - i) * (q - 1)] = len(x)
         return collectives.all_to_all(x, tensor, sizes, sizes, context=self.context)
 
     def _square(self) -> Square | None:

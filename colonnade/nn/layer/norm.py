@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.nn.layer.arrangement import Arrangement, arrange
 from colonnade.nn.layer.first_pass import gives, takes
@@ -40,9 +41,10 @@ class _Norm(nn.Module):
         return own(part, self.arrangement.outer.along_hidden(), tuple(whole.shape), whole)
 
     @property
-    def _is_whole(self) -> bool:
+    def _cut_by(self) -> ParallelMode | None:
+        """The mode that splits the hidden dimension among several ranks."""
         mode = self.arrangement.outer.hidden
-        return mode is None or size_of(mode, self.arrangement.context) == 1
+        return mode if mode is not None and size_of(mode, self.arrangement.context) > 1 else None
 
     def extra_repr(self) -> str:
         return f"{self.size}, {self.arrangement}"
@@ -77,17 +79,17 @@ class LayerNorm(_Norm):
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
     def _normalized(self, x: Tensor) -> Tensor:
-        if self._is_whole:
+        mode = self._cut_by
+        if mode is None:
             return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))  # statistics are not for half precision
-        mean, variance = self._moments(exact)
+        mean, variance = self._moments(exact, mode)
         y = ((exact - mean) * torch.rsqrt(variance + self.eps)).to(x.dtype)
         y = y if self.weight is None else y * self.weight
         return y if self.bias is None else y + self.bias
 
-    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mode, context = self.arrangement.outer.hidden, self.arrangement.context
-        assert mode is not None
+    def _moments(self, x: Tensor, mode: ParallelMode) -> tuple[Tensor, Tensor]:
+        context = self.arrangement.context
         ranks, here = size_of(mode, context), x.shape[-1]
         mine = x.mean(-1, keepdim=True)
         stats = torch.cat([mine, (x - mine).square().sum(-1, keepdim=True)], -1)
@@ -122,8 +124,8 @@ class RMSNorm(_Norm):
         return cls(_one_dimension(module), arrangement=arrangement, source=module)
 
     def _normalized(self, x: Tensor) -> Tensor:
-        mode, context = self.arrangement.outer.hidden, self.arrangement.context
-        if mode is None or self._is_whole:
+        mode, context = self._cut_by, self.arrangement.context
+        if mode is None:
             return F.rms_norm(x, (self.size,), self.weight, self.eps)
         exact = x.to(torch.promote_types(x.dtype, torch.float32))  # statistics are not for half precision
         squares = collectives.reduce(exact.square().sum(-1, keepdim=True), mode, context=context)
@@ -138,4 +140,5 @@ def _one_dimension(module: nn.LayerNorm | nn.RMSNorm) -> int:
         raise ConfigError(
             f"a norm over {tuple(module.normalized_shape)} cannot be taken over: only one over the last dimension can"
         )
-    return int(module.normalized_shape[0])
+    (size,) = module.normalized_shape
+    return int(size)

@@ -36,7 +36,7 @@ class Order:
     @property
     def tokens(self) -> Tensor:
         """The token of each row."""
-        return self.rows % max(1, len(self.places))
+        return self.rows % len(self.places)
 
     def cut(self, count: int) -> Order:
         """The same where `count` rows are known to be all that the experts take."""
@@ -108,18 +108,18 @@ class Traffic:
     def turns(self, count: int) -> tuple[Tensor, Tensor]:
         """(where each row by expert is among the `count` that arrived, and the other way round)"""
         by_rank, by_expert = self._arriving, self._arriving.T
-        starts, turned = _starts(by_rank), _starts(by_expert)
-        return _moved(by_expert, turned, starts.T, count), _moved(by_rank, starts, turned.T, count)
+        ends, turned = _ends(by_rank), _ends(by_expert)
+        return _moved(by_expert, turned, ends.T, count), _moved(by_rank, ends, turned.T, count)
 
 
-def _starts(sizes: Tensor) -> Tensor:
-    """Where each block begins, of blocks that lie one after another."""
-    return (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
+def _ends(sizes: Tensor) -> Tensor:
+    """Where each block ends, of blocks that lie one after another."""
+    return sizes.flatten().cumsum(0).view(sizes.shape)
 
 
-def _moved(sizes: Tensor, starts: Tensor, others: Tensor, count: int) -> Tensor:
-    """For each row of blocks that begin at `starts`, where it is when they begin at `others`."""
-    shifts = torch.repeat_interleave((others - starts).flatten(), sizes.flatten(), output_size=count)
+def _moved(sizes: Tensor, ends: Tensor, others: Tensor, count: int) -> Tensor:
+    """For each row of blocks that end at `ends`, where it is when they end at `others`."""
+    shifts = torch.repeat_interleave((others - ends).flatten(), sizes.flatten(), output_size=count)
     return torch.arange(count, device=sizes.device) + shifts
 
 

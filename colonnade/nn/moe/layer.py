@@ -162,4 +162,5 @@ def auxiliary_loss(of: nn.Module | Tensor, *, context: ParallelContext | None = 
     sums = joined([layer.sums for layer in layers if layer.sums is not None])
     for layer in layers:
         layer.sums = None
-    return loss_of(sums, layers[0].experts.scope)
+    first, *_ = layers
+    return loss_of(sums, first.experts.scope)

@@ -117,7 +117,7 @@ class TopKRouter(nn.Module):
             chosen = counts.sum(0)
             if self.training and self.bias_rate:
                 self.load += chosen
-            limits = self._limits(counts) if self.capacity is not None else None
+            limits = None if self.capacity is None else self._limits(counts, self.capacity)
         weights = scores.gather(1, experts)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -130,8 +130,9 @@ class TopKRouter(nn.Module):
         if self.top_groups == self.groups:
             return ranking
         grouped = ranking.unflatten(1, (self.groups, -1))
-        best = grouped.topk(min(2, grouped.size(-1)), dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
-        others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        together = grouped.topk(min(2, grouped.size(-1)), dim=-1).values.sum(-1)
+        best = together.topk(self.top_groups, dim=-1).indices
+        others = torch.ones_like(together, dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -142,10 +143,10 @@ class TopKRouter(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.weight.to(x.dtype))
 
-    def _limits(self, counts: Tensor) -> Tensor:
+    def _limits(self, counts: Tensor, capacity: float) -> Tensor:
         """How many of this rank's assignments to each expert lie below the capacity: a prefix of them, by order."""
         everyone, at = self.scope.gathered(counts) if self.over == "batch" else (counts.unsqueeze(0), 0)
-        share = everyone.sum().double() * (float(self.capacity or 0) / self.experts)
+        share = everyone.sum().double() * (capacity / self.experts)
         # How many come before mine at each choice: all of earlier choices, and those of earlier ranks at this one.
         total = everyone.sum(0)
         before = total.cumsum(0) - total + everyone[:at].sum(0)
@@ -192,7 +193,8 @@ def balance_experts(model: nn.Module) -> None:
     if not routers:
         return
     with torch.no_grad():
-        loads = routers[0].scope.summed(torch.cat([router.load for router in routers]))
+        first, *_ = routers
+        loads = first.scope.summed(torch.cat([router.load for router in routers]))
         for router, load in zip(routers, loads.split([router.experts for router in routers]), strict=True):
             router.steps += (load.sum() - load * router.experts).sign()
             router.load.zero_()
@@ -227,7 +229,7 @@ def _check(
         (capacity is not None and not capacity > 0, f"capacity={capacity}: a factor above 0, or None to drop nothing"),
         (not 0 <= noise < 1, f"noise={noise}: from 0 to below 1"),
         (size * groups != experts, f"groups={groups}: a number that divides the {experts} experts"),
-        (not 1 <= top_groups <= groups or top_groups * size < k, f"top_groups={top_groups}: {room}"),
+        (top_groups > groups or top_groups * size < k, f"top_groups={top_groups}: {room}"),
     ]
     for wrong, message in problems:
         if wrong:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -73,4 +72,4 @@ def _ranks(mode: ParallelMode, context: ParallelContext) -> list[int]:
 def counted(choices: Tensor, experts: int) -> Tensor:
     """How often each expert occurs in each row of (rows, choices): (rows, experts), without waiting for the device."""
     counts = torch.zeros(len(choices), experts, dtype=torch.int64, device=choices.device)
-    return counts.scatter_add_(1, choices, torch.ones_like(choices)) if prod(choices.shape) else counts
+    return counts.scatter_add_(1, choices, torch.ones_like(choices))

@@ -86,8 +86,9 @@ class Exact(Kernel):
         """What the dropout multiplies weights by, tile after tile: in backward the same as in forward."""
         if not self.dropout:
             return None
-        generator, share = torch.Generator(device).manual_seed(int(self.state[0])), 1.0 - self.dropout
-        return lambda weights: torch.empty_like(weights).bernoulli_(share, generator=generator).div_(share or 1.0)
+        (seed,), share = self.state, 1.0 - self.dropout
+        generator = torch.Generator(device).manual_seed(int(seed))
+        return lambda weights: torch.empty_like(weights).bernoulli_(share, generator=generator).div_(share)
 
 
 def working(x: Tensor) -> torch.dtype:
@@ -102,9 +103,9 @@ def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
 
 def _tiles(q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """(rows of queries, the keys that some of them see, which of those each does not), of a limited number of scores."""
-    ends = mask.documents or (0, q.size(2))
-    for start, stop in pairwise(ends):
-        length, keys = (q.size(2), k.size(2)) if mask.documents is None else (stop - start, stop - start)
+    for start, stop in pairwise(mask.documents or (0, q.size(2))):
+        length = stop - start
+        keys = k.size(2) if mask.documents is None else length
         step = max(16, _SCORES // max(1, q.size(0) * q.size(1) * keys))
         for row in range(0, length, step):
             rows = range(row, min(row + step, length))

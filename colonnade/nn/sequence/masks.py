@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
@@ -102,16 +102,9 @@ class Sight:
             return [piece for queries, keys in pairs for piece in self._cut(queries, keys)]
         if self.causal and at == other:  # the order of the tokens here is that of the sequence
             return [AttentionBlock(_rows(mine), _rows(mine), Mask(right=0))] if mine else []
-        pieces: list[AttentionBlock] = []
-        for queries in mine:
-            seen = [keys for keys in theirs if not self.causal or keys.start < queries.start]
-            if not seen:
-                continue
-            piece = AttentionBlock(_rows([queries]), _rows(seen), Mask())
-            if pieces and pieces[-1].keys == piece.keys:
-                piece = AttentionBlock(slice(pieces.pop().queries.start, piece.queries.stop), piece.keys, piece.mask)
-            pieces.append(piece)
-        return pieces
+        # Queries that see the same keys are one block.
+        runs = groupby(mine, lambda run: [keys for keys in theirs if not self.causal or keys.start < run.start])
+        return [AttentionBlock(_rows([*queries]), _rows(seen), Mask()) for seen, queries in runs if seen]
 
     def _cut(self, queries: Segment, keys: Segment) -> Iterator[AttentionBlock]:
         """The part of a block in which something is seen: of one document, or of all of them where both are the same run."""

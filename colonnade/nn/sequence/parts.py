@@ -87,8 +87,8 @@ def split_sequence(
     if size == 1:
         return x
     runs = Parts.of(x.size(dim), size, balanced).segments[at]
-    pieces = [x.narrow(dim, run.start, run.length) for run in runs]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    first, *rest = (x.narrow(dim, run.start, run.length) for run in runs)
+    return torch.cat([first, *rest], dim) if rest else first
 
 
 def gather_sequence(

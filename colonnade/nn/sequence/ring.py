@@ -120,13 +120,12 @@ class Softmax:
 
     def __init__(self, q: Tensor) -> None:
         self._q = q
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self._known: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Put the softmax over other keys beside it, of these rows of queries."""
-        if self.out is None and out.shape == self._q.shape:
-            self.out, self.lse = out, lse
+        if self._known is None and out.shape == self._q.shape:
+            self._known = out, lse
             return
         known, sums = self.result(working(self._q))
         known, sums = known[:, :, rows], sums[:, :, rows]
@@ -137,16 +136,17 @@ class Softmax:
     def dilute(self, sinks: Tensor) -> None:
         """Put one more key of each head beside it, whose value is 0."""
         out, lse = self.result(working(self._q))
-        self.lse = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        self.out = out * torch.exp(lse - self.lse).unsqueeze(-1)
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        self._known = out * torch.exp(lse - total).unsqueeze(-1), total
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(output, log of the sum of exponentials); a query that has seen no key yet has 0 and -inf."""
-        if self.out is None or self.lse is None:
-            self.out = torch.zeros_like(self._q, dtype=dtype)
-            self.lse = self._q.new_full(self._q.shape[:-1], float("-inf"), dtype=working(self._q))
-        self.out = self.out.to(dtype)
-        return self.out, self.lse
+        out, lse = self._known or (
+            torch.zeros_like(self._q),
+            self._q.new_full(self._q.shape[:-1], float("-inf"), dtype=working(self._q)),
+        )
+        self._known = out.to(dtype), lse
+        return self._known
 
 
 class _Total:

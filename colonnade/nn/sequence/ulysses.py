@@ -59,7 +59,7 @@ def ulysses_attention(
 
 def _to_heads(tensors: Sequence[Tensor], lengths: Sequence[int], context: ParallelContext) -> list[Tensor]:
     """(batch, heads, length here, width) -> (batch, heads / ranks, whole length, width), of all in one message."""
-    batch, _, length, width = tensors[0].shape
+    (batch, _, length, width), *_ = (x.shape for x in tensors)
     size, shares = len(lengths), [x.size(1) // len(lengths) for x in tensors]
     by_rank = [x.permute(1, 2, 0, 3).unflatten(0, (size, -1)) for x in tensors]
     rows = torch.cat(by_rank, 1).reshape(size * sum(shares) * length, batch * width)

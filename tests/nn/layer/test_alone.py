@@ -6,20 +6,39 @@ What a rank receives there is what it has sent, so that values mean nothing; the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.errors import ConfigError, PlacementError
 from colonnade.models import GPT
-from colonnade.nn.layer import Embedding, LayerNorm, Linear, arrange
+from colonnade.nn.layer import (
+    MLP,
+    Arrangement,
+    CrossEntropyLoss,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Spread,
+    Whole,
+    arrange,
+    partition_input,
+)
+from colonnade.nn.layer.first_pass import FirstPass
+from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.collectives.wire import recorded
 from colonnade.parallel.demand import holding
-from colonnade.parallel.placement import logical_shape, placement_of
+from colonnade.parallel.placement import Replicate, Shard, logical_shape, placement_of
 from colonnade.planner.fake import fake_rank
 
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,6 +76,140 @@ def test_a_column_and_a_row_lead_inside_and_out_again(name):
         assert embedding(torch.zeros(8, 4, dtype=torch.long)).shape == x.shape
 
 
+@contextmanager
+def arranged(name: str, rank: int, **more: Any) -> Iterator[Arrangement]:
+    """The arrangement of a mode, on one rank of its world."""
+    size, mode = MODES[name]
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": {"tensor": {"size": size, **mode, **more}}}), size, rank, context):
+        yield arrange(context)
+
+
+@pytest.mark.parametrize(
+    ("name", "uneven", "splits_sequence", "multiplies_blocks", "outer", "inner"),
+    [
+        ("1d", True, True, True, False, True),
+        ("1d, sequence split", True, True, True, True, True),
+        ("2d", False, False, False, True, True),
+        ("2.5d", False, False, False, True, True),
+        ("3d", False, False, True, True, True),
+    ],
+)
+def test_what_each_mode_can_do(name, uneven, splits_sequence, multiplies_blocks, outer, inner):
+    with arranged(name, 0) as here:
+        assert (here.uneven, here.splits_sequence, here.multiplies_blocks) == (
+            uneven,
+            splits_sequence,
+            multiplies_blocks,
+        )
+        assert (here.is_split("outer"), here.is_split("inner")) == (outer, inner)
+        assert here.sequence_split == (name == "1d, sequence split")
+    alone = Whole(ParallelContext())
+    assert (alone.uneven, alone.splits_sequence, alone.multiplies_blocks) == (False, True, True)
+    assert not alone.is_split("outer")
+
+
+OUT_IN = {
+    "1d": ({M.PARALLEL_1D: 0}, {M.PARALLEL_1D: 1}),
+    "1d, sequence split": ({M.PARALLEL_1D: 0}, {M.PARALLEL_1D: 1}),
+    "2d": ({M.PARALLEL_2D_ROW: 0, M.PARALLEL_2D_COL: 1}, {M.PARALLEL_2D_COL: 0, M.PARALLEL_2D_ROW: 1}),
+    "2.5d": ({M.PARALLEL_2P5D_ROW: 0, M.PARALLEL_2P5D_COL: 1}, {M.PARALLEL_2P5D_COL: 0, M.PARALLEL_2P5D_ROW: 1}),
+    "3d": (
+        {M.PARALLEL_3D_INPUT: 0, M.PARALLEL_3D_WEIGHT: 0, M.PARALLEL_3D_OUTPUT: 1},
+        {M.PARALLEL_3D_OUTPUT: 0, M.PARALLEL_3D_WEIGHT: 0, M.PARALLEL_3D_INPUT: 1},
+    ),
+}
+"""By which modes a column and a row weight are cut, and along which dimension."""
+ALONG_HIDDEN = {
+    "1d": {},
+    "1d, sequence split": {M.PARALLEL_1D: Replicate(owes="sum")},
+    "2d": {M.PARALLEL_2D_ROW: Shard(-1), M.PARALLEL_2D_COL: Replicate(owes="sum")},
+    "2.5d": {M.PARALLEL_2P5D_ROW: Shard(-1), M.PARALLEL_2P5D_XZ: Replicate(owes="sum")},
+    "3d": {M.PARALLEL_3D_OUTPUT: Shard(-1), M.PARALLEL_3D_INPUT_X_WEIGHT: Replicate(owes="sum")},
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_where_weights_lie(name):
+    squares = {M.PARALLEL_2P5D_DEP: Replicate(owes="sum")} if name == "2.5d" else {}
+    with arranged(name, 0) as here:
+        for split, cuts in zip(("column", "row"), OUT_IN[name], strict=True):
+            for parts in (1, 2, 3):
+                placed = {mode: Shard(dim + (parts > 1)) for mode, dim in cuts.items()}
+                assert here.weight_placement(split, parts) == {**placed, **squares}
+        assert here.outer.along_hidden() == ALONG_HIDDEN[name]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_small_sizes_are_cut_and_every_rank_has_its_own_block(name):
+    """Two features on two ranks: one each. A number of an embedding's rows that two does not divide is cut in 1d."""
+    size, _ = MODES[name]
+    rows = 7 if name.startswith("1d") else 8
+    torch.manual_seed(1)
+    wholes = [nn.Linear(4, 4), nn.Embedding(rows, 4), nn.LayerNorm(4)]
+    if "3d" not in name:
+        wholes += [nn.Linear(2, 2), nn.LayerNorm(2)]
+    for rank in range(size):
+        with arranged(name, rank) as here:
+            for whole in wholes:
+                nn.init.normal_(whole.weight)
+                if isinstance(whole, nn.Linear):
+                    ours = [Linear.from_module(whole, split=split, arrangement=here) for split in ("column", "row")]
+                else:
+                    ours = [
+                        {"Embedding": Embedding, "LayerNorm": LayerNorm}[type(whole).__name__].from_module(
+                            whole, arrangement=here
+                        )
+                    ]
+                for layer in ours:
+                    for key, parameter in layer.named_parameters():
+                        part = whole.get_parameter(key)
+                        for mode, shard in placement_of(parameter).shards.items():
+                            sizes = split_sizes(part.shape[shard.dim], mode, context=here.context)
+                            part = part.split(sizes, shard.dim)[here.context.get_local_rank(mode)]
+                        assert torch.equal(parameter, part), (name, rank, key)
+            table = torch.arange(rows).unsqueeze(1).expand(rows, 4)
+            assert here.first_row(rows) == here.take_weight(table, "column")[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "said"),
+    [
+        ("2d", lambda h: Linear(4, 7, arrangement=h), "out_features of size 7 cannot be cut evenly over the 2 ranks"),
+        ("2d", lambda h: Linear(7, 4, arrangement=h), "in_features of size 7 cannot"),
+        ("2d", lambda h: LayerNorm(5, arrangement=h), "features of size 5 cannot"),
+        ("2d", lambda h: LayerNorm.from_module(nn.LayerNorm(5, elementwise_affine=False), arrangement=h), "features of size 5"),
+        ("2d", lambda h: Linear(4, 6, unit=2, arrangement=h), "out_features of size 3 x 2 cannot"),
+        ("1d", lambda h: Linear(4, 6, unit=4, arrangement=h), "out_features of size 1 x 4 cannot"),
+        ("2d", lambda h: partition_input(torch.zeros(3, 2, 4), arrangement=h), "batch of size 3 cannot"),
+        ("1d, sequence split", lambda h: partition_input(torch.zeros(2, 3, 4), arrangement=h), "sequence of size 3 cannot"),
+        ("2d", lambda h: type(h)(h.context, sequence_split=True), "TwoD splits activations already"),
+        ("1d", lambda h: Linear(4, 12, unit=4, arrangement=h), ""),
+        ("2d", lambda h: Linear(4, 8, unit=4, arrangement=h), ""),
+        ("2d", lambda h: partition_input(torch.zeros(2, 3, 2), arrangement=h), ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(name, build, said):
+    with arranged(name, 1) as here, pytest.raises((PlacementError, ConfigError), match=said) if said else nullcontext():
+        build(here)
+
+
+def test_a_gated_mlp_and_one_with_few_ranks_along_one_side():
+    with arranged("1d", 1) as here:
+        gate, up = MLP(16, 8, gated=True, arrangement=here).up(torch.zeros(8, 4, 16), each=True)
+        assert gate.shape == up.shape == (8, 4, 4)
+    context = ParallelContext()
+    config = load_config({"parallel": {"tensor": {"size": 2, "mode": "2.5d", "depth": 2}}})
+    with fake_rank(config, 2, 1, context):
+        here = arrange(context)
+        assert here.is_split("outer")  # along the batch alone
+        watch = FirstPass(nn.Sequential(), context)
+        assert watch.split_only(here.outer) == Spread(batch=M.PARALLEL_2P5D_XZ)
+        assert watch.split_only(Spread(sequence=M.PARALLEL_2P5D_XZ)) == Spread(sequence=M.PARALLEL_2P5D_XZ)
+    with fake_rank(load_config({"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}), 2, 1, context):
+        assert isinstance(arrange(context), Whole)  # a mode that splits no layer
+
+
 @pytest.mark.parametrize("name", MODES)
 def test_the_parts_of_all_ranks_are_the_whole_model_once(name):
     size, mode = MODES[name]
@@ -83,4 +236,27 @@ def test_alone_every_mode_is_torchs_own():
     column = Linear(4, 6, arrangement=arrange(ParallelContext()))
     assert isinstance(column.weight, nn.Parameter)
     x = torch.randn(2, 3, 4)
-    assert torch.equal(column(x), nn.functional.linear(x, column.weight, column.bias))
+    assert torch.equal(column(x), F.linear(x, column.weight, column.bias))
+
+
+@pytest.mark.parametrize("mode", [None, "1d", "2d"])
+def test_in_a_world_of_one_every_mode_is_torchs_own(mode):
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": {"tensor": {"size": 1, "mode": mode}} if mode else {}}), 1, 0, context):
+        here = arrange(context)
+        assert isinstance(here, Whole) == (mode is None)
+        plain = nn.Linear(4, 6, dtype=torch.float64)
+        x, tokens = torch.randn(2, 3, 4, dtype=torch.float64), torch.tensor([[1, 0], [3, 2]])
+        for split in ("column", "row"):
+            assert torch.equal(here.product(x, plain.weight, split), F.linear(x, plain.weight))
+            assert torch.allclose(here.linear(x, plain.weight, plain.bias, split), plain(x))
+        table = torch.randn(4, 6, dtype=torch.float64)
+        assert torch.equal(here.embed(tokens, table, 4, None), table[tokens])
+        assert not here.is_split("outer")
+        assert not here.is_split("inner")
+        for norm in (LayerNorm, RMSNorm):
+            truth = getattr(nn, norm.__name__)(4, eps=0.1, dtype=torch.float64)
+            assert torch.equal(norm.from_module(truth, arrangement=here)(x), truth(x))
+        labels = torch.tensor([[5, 0, -100], [2, 3, 4]])
+        loss = CrossEntropyLoss(arrangement=here)(plain(x), labels)
+        torch.testing.assert_close(loss, F.cross_entropy(plain(x).flatten(0, 1), labels.flatten()))

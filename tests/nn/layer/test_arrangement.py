@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from colonnade.nn.layer import ARRANGEMENT, Arrangement, Spread, Whole, arrange
 from colonnade.nn.layer.arrangement import masked_rows
 from colonnade.parallel import collectives
 from colonnade.parallel.placement import placement_of
+from colonnade.parallel.sources import check_ties
 from colonnade.testing import gather_weights, run_world
 
 
@@ -35,6 +37,70 @@ def test_without_a_world_layers_are_torchs_own_in_weights_and_results():
     assert torch.equal(ours(x), plain(x))
     assert isinstance(ours.arrangement, Whole)
     assert not placement_of(ours.weight).modes
+
+
+@pytest.mark.parametrize(("parts", "bias"), [(1, True), (2, True), (2, False), (3, True)])
+def test_a_layer_of_torch_is_taken_as_it_is(parts, bias):
+    plain = nn.Linear(4, 6, bias)
+    taken = colonnade.nn.Linear.from_module(plain, parts=parts)
+    assert taken.weight.shape == ((6, 4) if parts == 1 else (parts, 6 // parts, 4))
+    assert taken.bias is None if not bias else taken.bias.shape == taken.weight.shape[:-1]
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(taken(x), plain(x))
+    if parts > 1:
+        torch.testing.assert_close(torch.cat(taken(x, each=True), -1), plain(x))
+    assert taken.weight.requires_grad
+    assert not colonnade.nn.Linear.from_module(plain.requires_grad_(False)).weight.requires_grad
+    assert colonnade.nn.HiddenParameter(torch.ones(3)).weight.requires_grad
+    with pytest.raises(PlacementError, match=r"'0.weight' and '1.weight' come from one whole parameter"):
+        check_ties([nn.Sequential(*(colonnade.nn.Linear.from_module(plain.requires_grad_()) for _ in range(2)))])
+    with pytest.raises(ConfigError, match="cannot be 4 equal parts"):
+        colonnade.nn.Linear.from_module(plain, parts=4)
+
+
+def test_dropout_and_embeddings_of_torch_are_taken_with_their_settings():
+    dropout = colonnade.nn.Dropout.from_module(nn.Dropout(0.3, inplace=True), side="inner")
+    assert (dropout.p, dropout.inplace, dropout.side) == (0.3, True, "inner")
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(ConfigError, match="cannot be split"):
+            colonnade.nn.Embedding.from_module(nn.Embedding(4, 4, **option))
+    position = colonnade.nn.PositionEmbedding(6, 4)
+    assert torch.equal(position(), position.weight)
+    assert torch.equal(position(6), position.weight)
+    assert torch.equal(position(2), position.weight[:2])
+    held = colonnade.nn.HiddenParameter(torch.arange(3.0))
+    assert held() is held.weight
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"split": "rows"}, "'column' and 'row'"),
+        ({"split": "row", "gather_output": True}, "whole results"),
+        ({"input_is_parallel": False}, "takes whole inputs"),
+        ({"parts": 2, "split": "row"}, r"parts=2\): several weights"),
+        ({"parts": 2, "gather_output": True}, r"parts=2\): several weights"),
+        ({"parts": 3}, ""),
+        ({"split": "row"}, ""),
+        ({"split": "row", "input_is_parallel": False}, ""),
+        ({"gather_output": True}, ""),
+    ],
+    ids=str,
+)
+def test_which_linear_layers_there_are(options, said):
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        colonnade.nn.Linear(4, 6, **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gated_mlp_multiplies_what_its_two_parts_give(bias):
+    mlp = colonnade.nn.MLP(4, 6, gated=True, bias=bias, activation=torch.sigmoid)
+    x = torch.randn(2, 3, 4)
+    gate, up = F.linear(x, mlp.up.weight.flatten(0, 1), mlp.up.bias.flatten() if bias else None).chunk(2, -1)
+    torch.testing.assert_close(mlp(x), F.linear(gate.sigmoid() * up, mlp.down.weight, mlp.down.bias))
+    plain = colonnade.nn.MLP(4, 6, bias=bias)
+    assert plain.up.weight.shape == (6, 4)
+    assert (plain.up.bias is None) == (plain.down.bias is None) == (not bias)
 
 
 def test_names_are_there_and_slips_are_not():
@@ -103,6 +169,8 @@ def _refused_by_lines() -> list[str]:
         here, split = arrange(gpc), arrange(gpc, sequence_split=True)
         for build in (
             lambda: colonnade.nn.SelfAttention(4, 1, arrangement=here),
+            lambda: colonnade.nn.SelfAttention(4, 2, kv_heads=1, arrangement=here),
+            lambda: colonnade.nn.Linear(4, 4, split="row", arrangement=split)(torch.zeros(2, 3, 2)),
             lambda: colonnade.nn.partition_input(torch.zeros(2, 3, 4), arrangement=split),
             lambda: colonnade.nn.Linear(4, 4, split="rows", arrangement=here),
             lambda: colonnade.nn.Linear(4, 4, split="row", gather_output=True, arrangement=here),
@@ -115,13 +183,16 @@ def _refused_by_lines() -> list[str]:
             with pytest.raises((PlacementError, ConfigError)) as caught:
                 build()
             messages.append(str(caught.value))
+        assert colonnade.nn.Linear(4, 4, split="row", arrangement=here)(torch.zeros(2, 3, 2)).shape == (2, 3, 4)
     return messages
 
 
 def test_what_cannot_be_split_is_said_when_it_is_built():
     messages = run_world(2, _refused_by_lines).values[0]
     wanted = (
-        "take fewer ranks",
+        "heads=1: some ranks of ParallelMode.PARALLEL_1D would have none; take fewer ranks",
+        "kv_heads=1: some ranks",
+        "sequence of size 3",
         "sequence of size 3",
         "'column' and 'row'",
         "whole results",
@@ -181,15 +252,15 @@ def test_an_arrangement_of_ones_own_is_found_by_its_mode():
     run_world(2, _own_mode)
 
 
-@pytest.mark.parametrize("padding", [None, 3, 5])
+@pytest.mark.parametrize("padding", [None, 0, 1, 3, 4, 5])
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
-def test_the_rows_of_two_halves_of_a_vocabulary_add_up_to_the_whole_ones(shape, padding):
+def test_the_rows_of_the_pieces_of_a_vocabulary_add_up_to_the_whole_ones(shape, padding):
     tokens = torch.tensor([0, 3, 5, 2, 1, 4]).view(shape)
     whole = torch.arange(24.0).view(6, 4).requires_grad_()
-    halves = [part.detach().clone().requires_grad_() for part in whole.split([4, 2])]
-    parts = [masked_rows(tokens, halves[0], 0, padding), masked_rows(tokens, halves[1], 4, padding)]
+    pieces = [part.detach().clone().requires_grad_() for part in whole.split([1, 3, 2])]
+    parts = [masked_rows(tokens, piece, start, padding) for piece, start in zip(pieces, (0, 1, 4), strict=True)]
     parts.append(masked_rows(tokens, torch.zeros(0, 4), 6, padding))
     expected = F.embedding(tokens, whole, padding)
     assert torch.equal(sum(parts), expected)
     (expected.square().sum() + sum(part.square().sum() for part in parts)).backward()
-    assert torch.equal(torch.cat([half.grad for half in halves]), whole.grad)
+    assert torch.equal(torch.cat([piece.grad for piece in pieces]), whole.grad)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.nn.layer import Dropout, SelfAttention, arrange
+from colonnade.nn.layer import Dropout, SelfAttention, Whole, arrange, attention
 from colonnade.testing import run_world
 from colonnade.utils import checkpoint
 
@@ -33,8 +35,8 @@ def _masks() -> dict[str, Tensor]:
         found["repeated"] = Dropout(0.25, side="inner", arrangement=whole)(ones)
         assert Dropout(0.25, arrangement=whole).eval()(ones) is ones
         torch.manual_seed(1)
-        attention = SelfAttention(8, 2, dropout=0.5, arrangement=whole)
-        found["attention"] = attention(torch.randn(2, 16, 8)).detach()
+        layer = SelfAttention(8, 2, dropout=0.5, arrangement=whole)
+        found["attention"] = layer(torch.randn(2, 16, 8)).detach()
         found["gradients"] = torch.stack(
             [_gradient(Dropout(side="inner", arrangement=whole), again) for again in AGAIN]
         )
@@ -75,3 +77,14 @@ def test_masks_agree_on_whole_activations_and_differ_on_parts():
         if name != "attention":
             assert abs((mask == 0).double().mean().item() - 0.25) < 0.03, name
             assert set(mask.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}, name
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 3}, {"window": 3, "over": "ulysses"}], ids=str)
+def test_weights_of_heads_are_dropped_by_the_stream_of_parts_and_only_in_training(settings, monkeypatch):
+    sides: list[str] = []
+    monkeypatch.setattr(attention, "stream_of", lambda here, side: nullcontext(sides.append(side)))
+    layer = SelfAttention(8, 2, dropout=0.5, arrangement=Whole(ParallelContext()), **settings)
+    layer(torch.randn(2, 6, 8))
+    assert sides == ["inner"]
+    layer.eval()(torch.randn(2, 6, 8))
+    assert sides == ["inner"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -80,20 +81,30 @@ def test_parameters_along_hidden_lie_as_activations_do(name):
 def _masked(name: str) -> None:
     _, config, split = CONFIGS[name]
     with launch({"parallel": {"tensor": config}}, context=ParallelContext(), verbose=False) as gpc:
-        here, plain = arrange(gpc, split), Whole(gpc)
+        here, other, plain = arrange(gpc, split), arrange(gpc, split), Whole(gpc)
+        products: list[int] = []
+
+        def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            products.append(1)
+            return F.linear(x, weight, bias)
+
+        other.multiply = multiply  # as float8 has one of its own
         x = numbers(4, 6, 8, seed=1)
         padding = torch.ones(4, 1, 1, 6, dtype=torch.bool)
         padding[1, ..., 4:] = padding[3, ..., 2:] = False
+        causal = torch.ones(6, 6, dtype=torch.bool).tril()
         results = []
-        for arrangement in (plain, here):
+        for arrangement in (plain, here, other):
             torch.manual_seed(0)
             attention = SelfAttention(8, 2, dtype=torch.float64, arrangement=arrangement)
             part = partition_input(x, arrangement=arrangement)
             grouped = SelfAttention(8, 4, kv_heads=2, dtype=torch.float64, arrangement=arrangement)
-            made = [attention(part, padding), attention(part, torch.ones(6, 6, dtype=torch.bool).tril()), grouped(part)]
-            results.append([gather_output(y, arrangement=arrangement) for y in made])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            made = [attention(part, padding), attention(part, causal), attention(part, causal.view(1, 1, 6, 6))]
+            made.append(attention(partition_input(x[:2], arrangement=arrangement), padding[:2]))
+            results.append([gather_output(y, arrangement=arrangement) for y in (*made, grouped(part))])
+        for found in results[1:]:
+            torch.testing.assert_close(found, results[0], rtol=1e-12, atol=1e-12)
+        assert bool(products) == other.multiplies_blocks
 
 
 @by_config

@@ -10,12 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.nn import layer as L
-from colonnade.nn.layer import Arrangement, arrange, first_pass, gather_output, partition_input
+from colonnade.nn.layer import (
+    Arrangement,
+    Whole,
+    arrange,
+    first_pass,
+    gather_output,
+    partition_input,
+    unsplit_sequence,
+)
+from colonnade.nn.layer.first_pass import FirstPass
 from colonnade.parallel.placement import place
+from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
 
 HIDDEN, WORDS = 16, 8
@@ -64,6 +75,15 @@ class Tokens(nn.Module):
         return self.table(x[..., 0].abs().long() % WORDS)
 
 
+class Unsplit(nn.Module):
+    def __init__(self, here: Arrangement) -> None:
+        super().__init__()
+        self.here = here
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unsplit_sequence(x, arrangement=self.here)
+
+
 def frozen(layer: nn.Module) -> nn.Module:
     return layer.requires_grad_(False)
 
@@ -87,7 +107,7 @@ def row(here: Arrangement) -> L.Linear:
 SQUARE: list[tuple[Build, str]] = [
     (
         lambda h: Way(h, linear(h), nn.Linear(8, 8), row(h)),
-        r"'layers.1' is a plain Linear.*what Linear 'layers.0' gives",
+        r"'layers.1' is a plain Linear.*\('layers.1.weight' is not placed\).*what Linear 'layers.0' gives",
     ),
     (lambda h: Way(h, frozen(nn.Linear(8, 8)), linear(h)), r"'layers.0' is a plain Linear.*what partition_input gives"),
     (lambda h: Way(h, linear(h), frozen(nn.LayerNorm(8)), row(h)), r"'layers.1' is a plain LayerNorm"),
@@ -109,6 +129,9 @@ SQUARE: list[tuple[Build, str]] = [
     (lambda h: Way(h, linear(h), row(h)), ""),
     (lambda h: Way(h, linear(h), nn.ReLU(), placed(Scale(8), h), row(h)), ""),
     (lambda h: nn.Sequential(nn.Linear(16, 16), Way(h, linear(h), row(h)), nn.LayerNorm(16)), ""),
+    # A sequence that gets a part, and has a plain layer behind the way out.
+    (lambda h: Way(h, nn.Sequential(Way(h, linear(h), row(h), enter=False), nn.LayerNorm(16)), leave=None), ""),
+    (lambda h: Way(h, L.Linear(HIDDEN, 2, arrangement=h), L.LayerNorm(2, arrangement=h)), ""),
 ]
 LINE: list[tuple[Build, str]] = [
     (
@@ -122,6 +145,14 @@ LINE: list[tuple[Build, str]] = [
         r"Linear 'layers.1' takes.*is split, hidden over PARALLEL_1D",
     ),
     (lambda h: Way(h, row(h)), r"Linear 'layers.0' takes 4 of 16 features"),
+    (
+        lambda h: Way(h, linear(h), L.MLP(HIDDEN, 8, gated=True, arrangement=Whole(h.context))),
+        r"Linear 'layers.1.up' takes.*is whole; it gets what Linear 'layers.0' gives",
+    ),
+    (
+        lambda h: Way(h, linear(h), Unsplit(h)),
+        r"unsplit_sequence takes.*is whole; it gets what Linear 'layers.0' gives",
+    ),
     (lambda h: Way(h, linear(h)), r"gather_output takes an activation that is whole"),
     (lambda h: Way(h, L.MLP(16, 32, arrangement=h), nn.LayerNorm(16), linear(h), leave="inner"), ""),
     (
@@ -137,6 +168,7 @@ IN_SEQUENCE: list[tuple[Build, str]] = [
         r"'layers.1' is a plain LayerNorm.*sequence over",
     ),
     (lambda h: Way(h, L.LayerNorm(16, arrangement=h), L.MLP(16, 32, arrangement=h)), ""),
+    (lambda h: Way(h, L.LayerNorm(16, arrangement=h), Unsplit(h), nn.LayerNorm(16), leave=None), ""),
 ]
 CUBE: list[tuple[Build, str]] = [
     (
@@ -199,8 +231,77 @@ def _whole_logits() -> None:
             PlacementError, match=r"CrossEntropyLoss takes.*split, hidden over PARALLEL_1D; it gets what Linear"
         ):
             engine.criterion(logits, torch.zeros(8, dtype=torch.long))
+        fused = L.LinearCrossEntropyLoss(arrangement=here)
+        labels, weight = torch.zeros(8, dtype=torch.long), torch.zeros(4, HIDDEN)
+        assert fused(logits, weight, labels).isfinite()
+        with pytest.raises(
+            PlacementError, match=r"LinearCrossEntropyLoss takes.*is whole; it gets what partition_input"
+        ):
+            fused(partition_input(logits, side="inner", arrangement=here), weight, labels)
         engine.close()
 
 
 def test_whole_logits_are_not_taken_for_a_part_of_them():
     run_world(2, _whole_logits)
+
+
+def _watches() -> Any:
+    config = load_config({"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+    context = ParallelContext()
+    return context, fake_rank(config, 2, 0, context)
+
+
+def test_who_is_watched_and_until_when(monkeypatch):
+    context, rank = _watches()
+    with rank:
+        here = arrange(context)
+        FirstPass(nn.Sequential(linear(Whole(context))), context)  # nothing is split
+        assert not first_pass._watched
+        compiled = nn.Sequential(linear(here), nn.ReLU())
+        compiled[1]._compiled_call_impl = print  # as nn.Module.compile leaves it
+        FirstPass(compiled, context)
+        assert not first_pass._watched
+        model = nn.Sequential(linear(here), nn.LayerNorm(8))
+        first, second = FirstPass(model, context), FirstPass(model, context)
+        assert first_pass._watch(here) is second
+        assert first_pass._watch(Whole(ParallelContext())) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert first_pass._watch(here) is None
+        assert len(model[1]._forward_pre_hooks) == 2
+        first.close()  # of an engine that was built before: the other one goes on
+        assert first_pass._watch(here) is second
+        assert len(model[1]._forward_pre_hooks) == 1
+        second.close()
+        second.close()
+        assert first_pass._watch(here) is None
+        assert not first_pass._watched
+        FirstPass(model, context)  # nobody keeps it
+        FirstPass(nn.Sequential(), context).close()
+        assert not first_pass._watched
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_what_lies_behind_an_activation():
+    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert first_pass._behind(leaf) == ([], [leaf])
+    doubled = leaf * 1 + leaf * torch.ones(2)  # two ways to one leaf; what needs no gradient has none
+    assert [id(each) for each in first_pass._behind(doubled)[1]] == [id(leaf)]
+    assert first_pass._behind(Own.apply(leaf) * 2) == ([], [])  # nothing is known there
+    marked = doubled * 1
+    marked.grad_fn.metadata[first_pass._MARK] = "mark"
+    marks, leaves = first_pass._behind(marked + other)
+    assert marks == ["mark"]
+    assert [id(each) for each in leaves] == [id(other)]
+    part = torch.ones(2)
+    setattr(part, first_pass._MARK, "part")
+    assert first_pass._behind(part) == (["part"], [])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +15,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import colonnade.nn.kernels
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn.layer import Classifier, CrossEntropyLoss, LinearCrossEntropyLoss, Whole, arrange
+from colonnade.nn.layer import Classifier, CrossEntropyLoss, LinearCrossEntropyLoss, Whole, arrange, linear_loss
 from colonnade.nn.layer.modes import TwoD
 from colonnade.testing import run_world
 
-CLASSES, HIDDEN = 11, 6
+CLASSES, HIDDEN = 11, 7
 
 
 def _case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,7 +85,7 @@ def test_classes_that_a_bias_of_minus_infinity_rules_out():
 
 
 def test_half_precision_is_summed_in_fp32():
-    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
+    for dtype, tolerance in ((torch.bfloat16, 2e-2), (torch.float16, 3e-3), (torch.float32, 1e-5)):
         hidden, weight, _, labels = _case(dtype)
         hidden.requires_grad_(), weight.requires_grad_()
         loss = LinearCrossEntropyLoss(chunk=5, arrangement=_whole())(hidden, weight, labels)
@@ -92,6 +97,24 @@ def test_half_precision_is_summed_in_fp32():
             torch.testing.assert_close(
                 found.double(), wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item()
             )
+
+
+def test_gradients_below_what_fp16_can_say_are_not_lost():
+    """A class of which the probability is 2e-8: its weight's gradient is that times an activation of 100."""
+    hidden, weight = torch.tensor([[100.0]]).half(), torch.tensor([[0.0], [-0.1772]]).half().requires_grad_()
+    LinearCrossEntropyLoss(arrangement=_whole())(hidden, weight, torch.tensor([0])).backward()
+    assert 1e-6 < weight.grad[1].item() < 3e-6
+
+
+def test_what_is_ignored_may_have_logits_beyond_every_number():
+    hidden, weight, _, labels = _case(torch.float16)
+    hidden[3, 1:] = 6e4
+    hidden.requires_grad_(), weight.requires_grad_()
+    loss = LinearCrossEntropyLoss(arrangement=_whole())(hidden, weight, labels)
+    loss.backward()
+    assert loss.isfinite()
+    assert (hidden.grad[3, 1:] == 0).all()
+    assert weight.grad.isfinite().all()
 
 
 def test_autocast_leaves_the_gradient_of_an_fp32_weight_in_fp32():
@@ -111,7 +134,109 @@ def test_what_needs_no_gradient_gets_none():
         assert not criterion(hidden, weight.requires_grad_(), labels).requires_grad
     criterion(hidden, weight, labels).backward()
     assert hidden.grad is None
-    assert torch.equal(weight.grad, torch.autograd.grad(criterion(hidden, weight, labels), weight)[0])
+    torch.testing.assert_close(weight.grad, _plain(0.0, "mean", False)[2] / 1.5)
+
+
+@pytest.mark.parametrize("needed", [*product((False, True), repeat=3)], ids=str)
+def test_no_product_is_made_for_a_gradient_that_nobody_needs(needed):
+    hidden, weight, bias, labels = _case()
+    leaves = [leaf.requires_grad_(wanted) for leaf, wanted in zip((hidden, weight, bias), needed, strict=True)]
+    criterion = LinearCrossEntropyLoss(reduction="sum", chunk=100, arrangement=_whole())
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), Products() as seen:
+            loss = criterion(hidden, weight, labels, bias=bias)
+        assert seen.count == 1 + enabled * (needed[0] + needed[1])
+        assert loss.requires_grad == (enabled and any(needed))
+        if loss.requires_grad:
+            assert [tensor is not None for tensor in loss.grad_fn.saved_tensors] == [*needed]
+            loss.backward()
+    wanted = _plain(0.0, "sum", True)[1:]
+    for leaf, truth in zip(leaves, wanted, strict=True):
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, truth / 1.5)
+
+
+class Products(TorchDispatchMode):
+    """How many products of matrices run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "found", "of_triton"),
+    [
+        ("cuda", torch.float32, True, True),
+        ("cuda", torch.bfloat16, True, True),
+        ("cuda", torch.float64, True, False),
+        ("cuda", torch.float32, False, False),
+        ("cpu", torch.float32, True, False),
+        ("cpu", torch.float64, True, False),
+        ("cpu", torch.float32, False, False),
+    ],
+)
+def test_kernels_of_triton_are_for_what_they_can_do(device, dtype, found, of_triton, monkeypatch):
+    stand_in = SimpleNamespace(statistics="statistics", gradient="gradient")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
+    monkeypatch.setitem(sys.modules, "colonnade.nn.kernels.cross_entropy", stand_in)
+    monkeypatch.setattr(colonnade.nn.kernels, "cross_entropy", stand_in, raising=False)
+    plain = (linear_loss._statistics, linear_loss._gradient)
+    expected = ("statistics", "gradient") if of_triton else plain
+    assert linear_loss._kernels(torch.device(device), dtype) == expected
+
+
+class OnGpu(Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+class Accumulates(TorchDispatchMode):
+    """Does what a GPU has an operator for: the product of half precision, added up in fp32."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.addmm.dtype_out:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        total, left, right, dtype = args
+        return kwargs["out"].copy_(total + left.to(dtype) @ right.to(dtype))
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_products_of_half_precision_are_added_up_in_fp32(on_gpu):
+    left, right = (torch.randn(3, 3, generator=torch.Generator().manual_seed(at)).bfloat16() for at in (0, 1))
+    total = torch.full((3, 3), 100.0)
+    with Accumulates() as seen:
+        linear_loss._add_product(total, left.as_subclass(OnGpu) if on_gpu else left, right)
+    assert seen.calls == on_gpu
+    torch.testing.assert_close(total, 100 + (left.float() @ right.float()), rtol=0, atol=1e-4 if on_gpu else 5e-2)
+
+
+def test_a_label_below_zero_is_none_of_the_classes_here():
+    logits, labels = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, -1, -3, 4])
+    largest, exps, picked, sums = linear_loss._statistics(logits, labels, True)
+    torch.testing.assert_close(largest + exps.log(), logits.logsumexp(-1))
+    assert torch.equal(picked, torch.stack([logits[0, 0], *torch.zeros(2), logits[3, 4]]))
+    torch.testing.assert_close(sums, logits.sum(-1))
+    slopes = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
+    found = linear_loss._gradient(logits, labels, logits.logsumexp(-1), slopes, torch.tensor(0.1), 0.5)
+    expected = logits.softmax(-1) - 0.1
+    expected[0, 0] -= 0.5
+    torch.testing.assert_close(found, expected * slopes.unsqueeze(-1))
+
+
+def test_a_rank_without_classes_adds_nothing():
+    logits, labels = torch.zeros(3, 0), torch.tensor([-1, -1, -1])
+    largest, *rest = linear_loss._statistics(logits, labels, True)
+    assert largest.tolist() == [-torch.inf] * 3
+    assert torch.stack(rest).abs().sum() == 0
+    ones = torch.ones(3)
+    assert linear_loss._gradient(logits, labels, ones, ones, torch.tensor(0.1), 0.9).shape == (3, 0)
 
 
 class Largest(TorchDispatchMode):
@@ -153,6 +278,9 @@ def test_bad_input_is_refused_by_name():
         criterion(hidden, weight, labels.fill_(CLASSES))
     with pytest.raises(PlacementError, match=r"labels of shape \(4, 5\)"):
         criterion(hidden, weight, labels[:, 1:])
+    for shape in ((CLASSES, 6), (1, CLASSES, HIDDEN), (HIDDEN,)):
+        with pytest.raises(PlacementError, match="do not fit"):
+            criterion(hidden, torch.zeros(shape), labels)
     with pytest.raises(ConfigError, match="reduction='none'"):
         LinearCrossEntropyLoss(reduction="none", arrangement=_whole())
     with pytest.raises(ConfigError, match="chunk=0"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,16 +13,25 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
-from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, arrange, gather_output, partition_input
+from colonnade.nn.layer import (
+    Arrangement,
+    Classifier,
+    CrossEntropyLoss,
+    Whole,
+    arrange,
+    gather_output,
+    partition_input,
+)
+from colonnade.nn.layer.loss import zero_if_known
 from colonnade.testing import compare, gather_weights, plain_gradients, run_world
 
 CLASSES = 10
 
 
-def _case(scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _case(scale: float, dtype: torch.dtype, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits = (scale * torch.randn(4, 6, CLASSES, generator=generator, dtype=torch.float64)).to(dtype)
-    labels = torch.randint(0, CLASSES, (4, 6), generator=generator)
+    logits = (scale * torch.randn(4, 6, classes, generator=generator, dtype=torch.float64)).to(dtype)
+    labels = torch.randint(0, classes, (4, 6), generator=generator)
     labels[1, :4] = -1
     return logits, labels
 
@@ -51,6 +62,9 @@ def _compared(config: dict[str, object]) -> None:
                 wanted, found = _both(*_case(scale, dtype), here, **options)
                 for one, other in zip(wanted, found, strict=True):
                     torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance * 1e-2)
+        few = 4 if config["tensor"]["mode"] == "2d" else 3  # 1d leaves the last rank with one class
+        for one, other in zip(*_both(*_case(1.0, torch.float64, few), here, label_smoothing=0.1), strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
         logits, labels = _case(1.0, torch.float64)
         part = partition_input(logits, side="inner", arrangement=here)
         assert torch.equal(gather_output(part, side="inner", features=CLASSES, arrangement=here), logits)
@@ -71,6 +85,27 @@ def _compared(config: dict[str, object]) -> None:
 )
 def test_equals_torchs(ranks, config):
     run_world(ranks, _compared, config)
+
+
+@pytest.mark.parametrize("classes", [1, 5])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3, 1.0])
+def test_whole_logits_too(classes, smoothing):
+    logits, labels = _case(1.0, torch.float64, classes)
+    for reduction in ("mean", "sum", "none"):
+        options = {"label_smoothing": smoothing, "reduction": reduction}
+        wanted, found = _both(logits, labels, Whole(ParallelContext()), **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+    total, count = CrossEntropyLoss(-1, "sum_and_count", arrangement=Whole(ParallelContext()))(logits, labels)
+    assert (total.shape, count.item()) == ((), 20)
+
+
+def test_a_label_that_counts_is_one_of_the_classes():
+    classes = torch.tensor(3)
+    for label, is_known in ((-1, False), (0, True), (2, True), (3, False)):
+        labels = torch.tensor([1, label])
+        with nullcontext() if is_known else pytest.raises(ConfigError, match=f"label {label} is none of the 3 classes"):
+            assert zero_if_known(labels, torch.tensor([True, True]), classes) == 0.0
+        assert zero_if_known(labels, torch.tensor([True, False]), classes) == 0.0
 
 
 def _counted() -> None:
@@ -107,3 +142,5 @@ def test_refuses_what_it_does_not_do():
         CrossEntropyLoss(reduction="average")
     with pytest.raises(ConfigError, match=r"label_smoothing=1\.5"):
         CrossEntropyLoss(label_smoothing=1.5)
+    with pytest.raises(ConfigError, match=r"label_smoothing=-0\.1"):
+        CrossEntropyLoss(label_smoothing=-0.1)

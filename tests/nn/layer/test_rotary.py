@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -84,6 +85,19 @@ def test_llama3_scaling_keeps_fast_pairs_and_slows_slow_ones():
 def test_scaling_that_is_not_known_is_refused(scaling, said):
     with pytest.raises(ConfigError, match=said):
         Rotary(8, scaling=scaling)
+
+
+def test_the_table_is_made_once_for_its_length_and_shared_by_copies():
+    assert Rotary(8)._tables == {}
+    assert Rotary(8).scaling == {}
+    (made,) = Rotary(8, length=4)._tables.items()
+    assert (made[0], made[1].shape) == (torch.device("cpu"), (2, 4, 4))
+    assert [*Rotary(8, length=4, device=torch.device("meta"))._tables] == [torch.device("meta")]
+    rotary = Rotary(8, length=5)
+    table = rotary.table(5, torch.device("cpu"))
+    assert rotary.table(3, torch.device("cpu")) is rotary.table(5, torch.device("cpu")) is table
+    assert rotary.table(6, torch.device("cpu")).shape == (2, 6, 4)
+    assert copy.deepcopy(rotary) is rotary
 
 
 def test_an_odd_head_is_refused():

@@ -1,4 +1,4 @@
-"""The bytes that each rank receives in forward and backward of a linear layer are the closed form of its mode."""
+"""The bytes that each rank receives in forward and backward of a linear layer are the closed form of its mode; and the values are torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.nn.layer import Linear, arrange, partition_input
+from colonnade.nn.layer import Arrangement, Embedding, Linear, arrange, gather_output, partition_input
 from colonnade.parallel.collectives import recorded
 from colonnade.testing import run_world
 
@@ -19,13 +19,35 @@ BYTES = 8
 def _received(config: dict[str, object], split: str, sequence_split: bool) -> int:
     with launch({"parallel": {"tensor": config}}, context=ParallelContext(), verbose=False) as gpc:
         here = arrange(gpc, sequence_split)
-        layer = Linear.from_module(nn.Linear(K, N, bias=False).double(), split=split, arrangement=here)
-        side = "outer" if split == "column" else "inner"
-        x = partition_input(torch.randn(M // 4, 4, K, dtype=torch.float64), side=side, arrangement=here)
+        torch.manual_seed(1)
+        plain = nn.Linear(K, N, bias=False).double()
+        layer = Linear.from_module(plain, split=split, arrangement=here)
+        side, other = ("outer", "inner") if split == "column" else ("inner", "outer")
+        whole = torch.randn(M // 4, 4, K, dtype=torch.float64, requires_grad=True)
+        x = partition_input(whole, side=side, arrangement=here)
         x = x.detach().requires_grad_()
         with recorded() as calls:
-            layer(x).square().sum().backward()
+            y = layer(x)
+            y.square().sum().backward()
+        truth = plain(whole)
+        truth.square().sum().backward()
+        torch.testing.assert_close(gather_output(y, side=other, arrangement=here), truth)
+        torch.testing.assert_close(gather_output(x.grad, side=side, arrangement=here), whole.grad)
+        _others(here, split)
         return sum(call.received for call in calls)
+
+
+def _others(here: Arrangement, split: str) -> None:
+    """From the outer spread to the same, and rows of an embedding: they are those of torch."""
+    torch.manual_seed(2)
+    options = {"gather_output": True} if split == "column" else {"input_is_parallel": False}
+    plain, table = nn.Linear(K, N).double(), nn.Embedding(M, K, padding_idx=3).double()
+    layer = Linear.from_module(plain, split=split, **options, arrangement=here)
+    rows = Embedding.from_module(table, arrangement=here)
+    tokens = torch.randperm(M).view(8, 4)
+    vectors = rows(tokens)
+    torch.testing.assert_close(gather_output(vectors, arrangement=here), table(tokens))
+    torch.testing.assert_close(gather_output(layer(vectors), arrangement=here), plain(table(tokens)))
 
 
 def closed_form(config: dict[str, object], split: str) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.nn.moe import Experts, MoE, TopKRouter, auxiliary_loss, no_losses
+from colonnade.nn.moe import Experts, MoE, TopKRouter, auxiliary_loss, grouped, no_losses
 from colonnade.nn.moe.grouped import why_not
 from colonnade.testing import run_world
 
@@ -108,6 +108,65 @@ def test_what_grouped_mm_does_not_take_is_named_and_computed_all_the_same(dtype,
     assert why_not(rows, experts.up) == message
     experts(rows, COUNTS).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in experts.parameters())
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "compiled", "message"),
+    [
+        (torch.empty(2, 16, device="meta"), (4, 16, 16), False, "on meta"),
+        (torch.empty(2, 16), (4, 16, 16), True, "of torch.float32 in compiled code"),
+        (torch.empty(2, 16).half(), (4, 16, 16), True, "of torch.float16 in compiled code"),
+        (torch.empty(2, 16).bfloat16(), (4, 16, 16), True, None),
+        (torch.empty(2, 16).bfloat16(), (3, 16, 16), False, None),
+        (torch.empty(2, 20).bfloat16(), (4, 20, 16), False, "with torch.bfloat16 weights of 20 x 16"),
+        (torch.empty(2, 20).bfloat16(), (4, 16, 20), False, "with torch.bfloat16 weights of 16 x 20"),
+    ],
+)
+def test_why_a_product_is_not_one_of_grouped_mm(x, weight, compiled, message):
+    found = why_not(x, torch.empty(weight, dtype=x.dtype), compiled=compiled)
+    assert found == message or (found or "").startswith(f"{message}, rows")
+
+
+def test_the_ones_that_a_bias_is_multiplied_by_fit_in_every_dtype_and_are_the_fewest():
+    for dtype in grouped._DTYPES:
+        assert why_not(torch.empty(2, 16, dtype=dtype), torch.empty(4, grouped._ONES, 16, dtype=dtype)) is None
+    assert grouped._ONES * torch.bfloat16.itemsize == grouped._ALIGNMENT
+
+
+class OnGpu(Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_products_one_after_another_are_told_of_on_a_gpu_alone(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(grouped, "_tell", told.append)
+    ends = torch.tensor([1, 3])
+    for dtype in (torch.float64, torch.float32):
+        x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(2, 4, 8, dtype=dtype)
+        grouped._group_by_group(x, weight, ends)
+        assert told == []
+        found = grouped._group_by_group(x.as_subclass(OnGpu), weight, ends)
+        assert torch.equal(found, torch.cat([x[:1] @ weight[0], x[1:] @ weight[1]]))
+        assert told == ["of torch.float64" if dtype is torch.float64 else "of torch.float32 in compiled code"]
+        told.clear()
+        grouped._group_by_group(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
+        assert told == []
+
+
+def test_second_derivatives_of_products_by_group():
+    x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (2, 3, 4)))
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    assert torch.autograd.gradgradcheck(lambda x, weight: grouped.grouped_mm(x, weight, ends), (x, weight))
+
+
+def test_under_autocast_double_precision_stays():
+    experts, exact = make_experts(torch.float64, gated=True)
+    rows = torch.randn(ROWS, HIDDEN, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = experts(rows, torch.tensor(COUNTS))[: sum(COUNTS)]
+    torch.testing.assert_close(out, by_loop(exact, rows))
 
 
 def test_under_autocast_experts_compute_in_its_dtype():

@@ -17,7 +17,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, LayoutError, ScheduleError
 from colonnade.models import MoEGPT
 from colonnade.nn.layer import MLP, arrange
-from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
+from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts, no_losses
 from colonnade.parallel.collectives import recorded
 from colonnade.testing import run_world
 from tests.nn.moe.naive import HIDDEN, Naive, Net, alone, batch
@@ -104,7 +104,9 @@ def test_no_tokens_at_all_give_gradients_of_zero():
     model = _moe("top 2, drops", alone())
     out = model(torch.randn(0, HIDDEN))
     assert out.shape == (0, HIDDEN)
-    (out.sum() + auxiliary_loss(model)).backward()
+    loss = auxiliary_loss(model)
+    assert loss == 0
+    (out.sum() + loss).backward()
     assert all(parameter.grad.abs().sum() == 0 for parameter in model.parameters())
 
 
@@ -134,10 +136,24 @@ def test_slips_are_told():
         MoE(HIDDEN, 8, SwitchRouter(HIDDEN, 4))
     with pytest.raises(ConfigError, match="shared=2: give a layer that takes and gives 6 features"):
         MoE(HIDDEN, 4, shared=2)
-    with pytest.raises(
-        ScheduleError, match=r"takes what the layer before gave, no_losses\(x\) or a scalar, not \(2,\)"
-    ):
-        MoE(HIDDEN, 4)(torch.randn(2, HIDDEN), torch.zeros(2))
+    for shape in ((2,), (3,), (2, 1), (4, 1), (3, 1, 1)):
+        with pytest.raises(
+            ScheduleError, match=rf"takes what the layer before gave, no_losses\(x\) or a scalar, not \({shape[0]},"
+        ):
+            MoE(HIDDEN, 4)(torch.randn(2, HIDDEN), torch.zeros(shape))
+
+
+def test_losses_are_handed_on_from_layer_to_layer():
+    moe, x = _moe("switch", alone()), torch.randn(5, HIDDEN)
+    assert MoE(HIDDEN, 4).experts.inner == 4 * HIDDEN
+    assert no_losses(x).tolist() == [[0.0]] * 3
+    moe(x)
+    own = auxiliary_loss(moe)
+    torch.testing.assert_close(moe(x, torch.tensor(2.0))[1], 2 + own)
+    out, handed = moe(x, no_losses(x))
+    torch.testing.assert_close(auxiliary_loss(moe(out, handed)[1]), own + auxiliary_loss(moe(out, no_losses(x))[1]))
+    assert moe.eval()(x, handed)[1] is handed
+    assert moe(x, torch.tensor(2.0))[1] == 2
 
 
 def _refused() -> tuple[str, str]:
@@ -314,8 +330,9 @@ class Ops(TorchDispatchMode):
 
 
 @by_router
-def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router):
-    """Only the sizes of the all-to-all do, by one tolist() in Traffic.of."""
+def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router, monkeypatch):
+    """Only the sizes of the all-to-all do, in Traffic, which one process has not."""
+    monkeypatch.setattr("colonnade.nn.moe.layer.Traffic", None)
     moe = _moe(router, alone())
     with Ops() as seen:
         (moe(torch.randn(9, HIDDEN, requires_grad=True)).sum() + auxiliary_loss(moe)).backward()

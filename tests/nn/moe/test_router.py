@@ -7,6 +7,7 @@ import torch
 
 from colonnade.errors import ConfigError
 from colonnade.nn.moe import SwitchRouter, TopKRouter, auxiliary_loss, balance_experts
+from colonnade.nn.moe.router import joined
 
 HIDDEN, EXPERTS, TOKENS = 6, 4, 40
 
@@ -67,6 +68,7 @@ def test_capacity_takes_the_first_assignments_and_first_choices_come_first():
     first, second = routing.counts
     assert torch.equal(routing.limits, torch.minimum(first, room) + torch.minimum(second, (room - first).clamp(min=0)))
     assert router(k=2)(tokens()).limits is None
+    assert torch.equal(router(capacity=0.5, k=2, over="rank")(tokens()).limits, routing.limits)
 
 
 def test_the_auxiliary_losses_are_those_of_the_formula_and_only_in_training():
@@ -75,9 +77,20 @@ def test_the_auxiliary_losses_are_those_of_the_formula_and_only_in_training():
     share = routing.counts.sum(0) / (2 * TOKENS)
     balance = EXPERTS * (share * logits.softmax(-1).mean(0)).sum()
     expected = 0.3 * balance + 0.2 * logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(auxiliary_loss(made.sums(routing)), expected)
+    sums = made.sums(routing)
+    assert sums.shape == (3, 1 + EXPERTS + 1)
+    torch.testing.assert_close(auxiliary_loss(sums), expected)
     made.over = "rank"
-    torch.testing.assert_close(auxiliary_loss(made.sums(routing)), expected)
+    own = made.sums(routing)
+    assert own.shape == (3, 1)
+    torch.testing.assert_close(auxiliary_loss(own), expected)
+    assert joined([own, sums]).shape == sums.shape
+    torch.testing.assert_close(auxiliary_loss(joined([own, sums])), 2 * expected)
+    torch.testing.assert_close(auxiliary_loss(joined([own, own, sums, sums])), 4 * expected)
+    one = router(k=1, balance_loss=0.3, z_loss=0.2)
+    logits = (tokens(1) @ one.weight.T)[0]
+    expected = 0.3 * EXPERTS * logits.softmax(-1).max() + 0.2 * logits.logsumexp(-1).square()
+    torch.testing.assert_close(auxiliary_loss(one.sums(one(tokens(1)))), expected)
     assert made.eval().sums(routing) is None
     assert router(balance_loss=0.0).sums(routing) is None
     assert router(balance_loss=0.0, z_loss=0.1).sums(routing) is not None
@@ -88,7 +101,7 @@ def test_weights_add_up_to_one_or_are_the_scores():
     torch.testing.assert_close(made(tokens()).weights.sum(0), torch.ones(TOKENS, dtype=torch.float64))
     switch = SwitchRouter(HIDDEN, EXPERTS).double()
     scores = (tokens() @ switch.weight.T).softmax(-1)
-    torch.testing.assert_close(switch(tokens()).weights[0], scores.amax(-1))
+    torch.testing.assert_close(switch(tokens()).weights, scores.amax(-1).unsqueeze(0))
     sigmoid = router(k=1, normalize=False, score="sigmoid")
     torch.testing.assert_close(sigmoid(tokens()).weights[0], (tokens() @ sigmoid.weight.T).sigmoid().amax(-1))
 
@@ -115,3 +128,40 @@ def test_options_that_make_no_router(options):
     with pytest.raises(ConfigError, match=f"router: {next(iter(options))}="):
         router(**options)
     router(k=EXPERTS, capacity=0.1, noise=0.0)
+    router(k=1, groups=EXPERTS, top_groups=EXPERTS)
+    router(k=2, groups=2, top_groups=1)
+
+
+@pytest.mark.parametrize(("experts", "groups", "top_groups"), [(12, 4, 2), (12, 3, 1), (4, 4, 2), (8, 2, 1), (4, 2, 2)])
+def test_the_best_groups_are_those_of_the_two_best_experts_together(experts, groups, top_groups):
+    scores = torch.rand(40, experts, generator=torch.Generator().manual_seed(5))
+    found = TopKRouter(HIDDEN, experts, 1, groups=groups, top_groups=top_groups)._of_best_groups(scores)
+    for row, allowed in zip(scores.view(40, groups, -1), found.view(40, groups, -1), strict=True):
+        order = sorted(range(groups), key=lambda group, row=row: -sum(sorted(row[group].tolist())[-2:]))
+        for group in range(groups):
+            expected = row[group] if group in order[:top_groups] else torch.full_like(row[group], -torch.inf)
+            assert torch.equal(allowed[group], expected)
+
+
+def test_choices_are_made_in_float32_also_where_autocast_has_less():
+    torch.manual_seed(0)
+    made, x = TopKRouter(HIDDEN, EXPERTS), tokens().float()
+    exact = x @ made.weight.T
+    assert torch.equal(made._logits(x), exact)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made._logits(x), exact)
+    assert made._logits(x.bfloat16()).dtype is torch.float32
+
+
+def test_a_router_starts_with_weights_that_give_logits_of_size_one():
+    torch.manual_seed(0)
+    weight = TopKRouter(256, 64).weight
+    assert abs(weight.std().item() - 1 / 16) < 0.002
+    assert abs(weight.mean().item()) < 0.002
+
+
+def test_the_bias_is_saved_and_the_counts_of_a_step_are_not():
+    assert [*router(bias_rate=0.1).state_dict()] == ["weight", "steps"]
+    made = router()
+    made(tokens())
+    assert made.load.sum() == 0  # nobody balances by them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unittest.mock
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +14,18 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence import Parts, SharedLengths, gather_sequence, ring_attention, ulysses_attention
+from colonnade.nn.sequence import (
+    Parts,
+    SharedLengths,
+    gather_sequence,
+    ring,
+    ring_attention,
+    split_sequence,
+    ulysses,
+    ulysses_attention,
+)
+from colonnade.nn.sequence.exact import Exact
+from colonnade.nn.sequence.parts import sequence_place
 from colonnade.parallel.collectives import recorded, wire
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys
@@ -30,7 +41,7 @@ def _inputs(length: int, kv_heads: int) -> list[Tensor]:
 
 def _case(kind: str, causal: bool, split: tuple[int, ...], gpc: ParallelContext, kv_heads: int = 4, **more: Any):
     parts = Parts(split, more.get("balanced", False))
-    mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
+    mine = parts.positions(sequence_place(gpc)[1])
     whole = _inputs(sum(split), kv_heads)
     weight = numbers(2, 4, sum(split), 3, seed=7)
     seen = seen_keys(sum(split), causal, more.get("window"), more.get("documents"))
@@ -70,7 +81,8 @@ def _with_sinks(
     *found, of_sinks = torch.autograd.grad(out, [*local, sinks], weight[:, :, mine])
     for one, expected in zip(found, grads, strict=True):
         close(one, expected[:, :, mine], RTOL)
-    torch.distributed.all_reduce(of_sinks, group=gpc.get_group(ParallelMode.SEQUENCE))
+    if gpc.is_initialized(ParallelMode.SEQUENCE):
+        torch.distributed.all_reduce(of_sinks, group=gpc.get_group(ParallelMode.SEQUENCE))
     close(of_sinks, towards, RTOL)
 
 
@@ -120,7 +132,8 @@ def test_outputs_and_gradients_equal_one_process(kind, size):
     run_world(size, _all_cases, kind, size)
 
 
-def test_in_one_process_they_are_plain_attention():
+def test_in_one_process_they_are_plain_attention(monkeypatch):
+    monkeypatch.setattr(ulysses, "all_to_all", None)  # nobody is there to send to
     q, k, v = _inputs(6, 2)
     truth = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     for attention in ATTENTION.values():
@@ -130,6 +143,49 @@ def test_in_one_process_they_are_plain_attention():
         close(attention(q, k, v), everything, RTOL)
         scaled = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.3)
         close(attention(q, k, v, scale=0.3), scaled, RTOL)
+    for size in (2, 4):  # as many sequences, or tokens, as heads: of keys, or of queries
+        q, k, v = (numbers(size, heads, size, 3, seed=heads) for heads in (4, 2, 2))
+        for attention in ATTENTION.values():
+            close(attention(q, k, v), F.scaled_dot_product_attention(q, k, v, enable_gqa=True), RTOL)
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_in_one_process_too_there_are_windows_documents_and_sinks(kind):
+    gpc = ParallelContext()
+    for causal in (False, True):
+        for masked in ({"window": 2}, {"documents": [0, 2, 3, 7]}, {"window": 1, "documents": [0, 3, 7]}):
+            _case(kind, causal, (7,), gpc, kv_heads=2, **masked)
+            _case(kind, causal, (7,), gpc, sinks=numbers(4, seed=5), **masked)
+        _case(kind, causal, (7,), gpc, sinks=numbers(4, seed=5))
+
+
+class Watched(Exact):
+    """Takes gradients whose last dimension lies element by element, as kernels of a GPU do, and notes where they lie."""
+
+    seen: ClassVar[list[int]] = []
+
+    def backward(self, grad: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert grad.stride(-1) == 1
+        self.seen.append(grad.data_ptr())
+        return super().backward(grad, *rest)
+
+
+def test_gradients_are_copied_only_where_kernels_would_refuse_them(monkeypatch):
+    monkeypatch.setattr(ring, "kernel_for", lambda q, k, v, *rest: Watched(*rest))
+    q, k, v = _inputs(6, 4)
+    out = ring_attention(q, k, v, window=2)
+    out.sum().backward(retain_graph=True)  # one number for all elements
+    given = numbers(2, 6, 4, 3, seed=8).transpose(1, 2)
+    out.backward(given)
+    assert Watched.seen[-1] == given.data_ptr()
+
+
+@pytest.mark.parametrize("dropout", [1.0, 1.5, -0.1])
+@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
+def test_a_share_that_is_dropped_is_below_one(attention, dropout):
+    with pytest.raises(LayoutError, match=f"dropout={dropout} of attention weights"):
+        attention(*_inputs(6, 4), dropout=dropout)
+    attention(*_inputs(6, 4), dropout=0.9)
 
 
 def _low_precision(kind: str, total: int = 512, low: torch.dtype = torch.bfloat16) -> None:
@@ -177,7 +233,8 @@ def test_bfloat16_is_as_near_as_in_one_process():
 def _refusals() -> list[str]:
     said = []
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
-        three = torch.zeros(1, 3, 4, 2)
+        three = torch.zeros(2, 3, 4, 2)
+        assert split_sequence(three, 2, context=gpc).shape == (2, 3, 2, 2)
         for call in (
             lambda: ulysses_attention(three, three, three, context=gpc),
             lambda: ring_attention(three, three[:, :2], three[:, :2], context=gpc),
@@ -206,7 +263,7 @@ def _asked() -> list[int]:
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
         at = gpc.get_local_rank(ParallelMode.SEQUENCE)
         shared = SharedLengths()
-        first, second, _, fourth = (shared.join() for _ in range(4))
+        first, second, third, _, fifth = (shared.join() for _ in range(5))
 
         def ask(layer: int, lengths: tuple[int, int]) -> None:
             with unittest.mock.patch.object(wire, "numbers_of_all", wraps=wire.numbers_of_all) as asked:
@@ -215,9 +272,10 @@ def _asked() -> list[int]:
 
         ask(first, (5, 4))
         ask(second, (5, 4))
+        ask(third, (5, 4))
         ask(first, (5, 5))  # the length of rank 0 is as before: it must ask all the same
         ask(second, (5, 5))
-        ask(fourth, (2, 5))  # of another stage, which has another micro-batch
+        ask(fifth, (2, 5))  # of another stage, which has another micro-batch
         x = torch.ones((), requires_grad=True) * 1
         x.register_hook(
             lambda grad: ask(second, (3, 2))
@@ -230,7 +288,7 @@ def _asked() -> list[int]:
 
 
 def test_lengths_are_asked_for_once_in_a_pass():
-    assert run_world(2, _asked).values == [[1, 0, 1, 0, 1, 1, 0, 1]] * 2
+    assert run_world(2, _asked).values == [[1, 0, 0, 1, 0, 1, 1, 0, 1]] * 2
 
 
 def _memory() -> tuple[int, int]:
@@ -258,6 +316,8 @@ def test_what_is_kept_for_backward_grows_with_the_part_and_not_with_the_sequence
         ((2, 4, 5, 6), (2, 2, 5, 6)),
         ((2, 4, 7, 6), (2, 4, 7, 6)),
         ((1, 4, 5, 6), (1, 4, 5, 6)),
+        ((4, 5, 6), (4, 5, 6)),
+        ((2, 4, 5, 6, 1), (2, 4, 5, 6, 1)),
     ],
 )
 def test_shapes_that_cannot_be_meant_are_refused(attention, k, v):

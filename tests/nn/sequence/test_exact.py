@@ -66,6 +66,36 @@ def test_exact_attention_is_torch_attention_in_one_tile_or_many(mask, scores, mo
         close(mine, theirs, 1e-12)
 
 
+@pytest.mark.parametrize("scores", [1 << 24, 1])
+@pytest.mark.parametrize(
+    ("length", "keys", "mask"),
+    [
+        (20, 40, Mask()),
+        (20, 40, Mask(right=0)),
+        (20, 40, Mask(left=9, right=4)),
+        (20, 40, Mask(left=3)),
+        (40, 20, Mask()),
+        (40, 20, Mask(right=25)),
+        (18, 17, Mask(left=2, right=1)),
+    ],
+)
+def test_the_last_query_stands_where_the_last_key_does(length, keys, mask, scores, monkeypatch):
+    monkeypatch.setattr(exact, "_SCORES", scores)
+    inputs = [tensor.requires_grad_() for tensor in _inputs(length, keys, groups=2)]
+    seen = torch.zeros(length, keys, dtype=torch.bool)
+    for row in range(length):
+        found = mask.seen(row, length, keys)
+        seen[row, found.start : found.stop] = True
+    truth = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True, scale=0.5)
+    grad = numbers(*truth.shape, seed=9)
+    kernel = Exact(0.5, mask)
+    with torch.no_grad():
+        out, lse = kernel.forward(*inputs)
+        found = kernel.backward(grad, *inputs, out, lse)
+    for mine, theirs in zip((out, *found), (truth, *torch.autograd.grad(truth, inputs, grad)), strict=True):
+        close(mine, theirs, 1e-12)
+
+
 def test_low_precision_is_summed_in_float32():
     q, k, v = (tensor.to(torch.bfloat16) for tensor in _inputs(4, 6))
     out, lse = Exact(0.5, Mask()).forward(q, k, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
+from colonnade.nn import Rotary
 from colonnade.nn.layer import SelfAttention, Whole, arrange
 from colonnade.nn.sequence import Parts
+from colonnade.parallel.collectives import wire
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys, train
 
@@ -68,7 +71,7 @@ def _trained(
         mine = parts.positions(gpc.get_local_rank(ParallelMode.SEQUENCE))
         every = Parts((total,)).positions(0)
         model = Net(SelfAttention(8, 4, causal=causal, over=kind, arrangement=arrange(gpc), **settings), documents)
-        settings = {"kv_heads": settings.get("kv_heads"), "window": settings.get("window"), "causal": causal}
+        settings = {key: value for key, value in settings.items() if key != "balanced"} | {"causal": causal}
         plain = Net(PlainAttention(8, 4, **settings, arrangement=Whole(ParallelContext())), documents)
         even = len(set(lengths)) == 1
 
@@ -129,6 +132,9 @@ def _grouped_and_masked(kind: str) -> None:
     _trained(kind, {"sequence": 2}, True, (2, 5), {"kv_heads": 2})
     _trained(kind, {"sequence": 2}, True, (2, 5), {"window": 3})
     _trained(kind, {"sequence": 2}, False, (4, 5), {"window": 4, "kv_heads": 2}, (0, 3, 4, 9))
+    _trained(kind, {"sequence": 2}, True, (2, 5), {"rotary": Rotary(2), "qk_norm": 1e-3, "kv_heads": 2})
+    if kind == "ring":
+        _trained(kind, {"sequence": 2}, True, (3, 4), {"rotary": Rotary(2), "balanced": True})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,6 +146,11 @@ def _masked_and_dropped() -> str:
     with launch({"parallel": {"sequence": 2}}, context=ParallelContext(), verbose=False) as gpc:
         layer = SelfAttention(8, 4, dropout=0.5, arrangement=arrange(gpc))
         x = torch.ones(1, 2, 8)
+        with unittest.mock.patch.object(wire, "numbers_of_all", wraps=wire.numbers_of_all) as asked:
+            layer(x, lengths=[2, 2])
+            assert asked.call_count == 0
+            layer(x)
+            assert asked.call_count == 1  # for lengths, by the layer, and not again by what it calls
         assert not torch.equal(layer(x), layer(x))
         layer.eval()
         assert torch.equal(layer(x), layer(x))
@@ -159,6 +170,11 @@ def test_a_window_and_documents_in_one_process():
     plain.load_state_dict(layer.state_dict())
     x = numbers(2, 7, 8, seed=1)
     close(layer(x, documents=(0, 3, 7)), plain(x, documents=(0, 3, 7)))
+    close(layer(x), plain(x))
+    layer.window = plain.window = None
+    close(layer(x, documents=(0, 3, 7)), plain(x, documents=(0, 3, 7)))
+    close(layer(x), plain(x))
+    layer.window = 2
     with pytest.raises(ConfigError, match="takes no mask"):
         layer(x, torch.ones(7, 7, dtype=torch.bool))
 
@@ -175,6 +191,32 @@ def test_compiled_code_is_left_for_attention_by_blocks():
     x = numbers(2, 7, 8, seed=1)
     close(torch.compile(layer, backend=backend)(x), layer(x))
     assert len(graphs) == 2  # before and behind
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_fewer_heads_of_keys_and_heads_of_another_size(size):
+    """With as many sequences, and as many tokens, as heads of keys, or of queries."""
+    settings = {"kv_heads": 2, "head_size": 6, "qk_norm": 0.1, "rotary": Rotary(6), "bias": False}
+    layer, plain = (
+        kind(8, 4, **settings, arrangement=Whole(ParallelContext())).double()
+        for kind in (SelfAttention, PlainAttention)
+    )
+    assert (layer.q.weight.shape, layer.kv.weight.shape, layer.out.weight.shape) == ((24, 8), (2, 12, 8), (8, 24))
+    plain.load_state_dict(layer.state_dict())
+    x = numbers(size, size, 8, seed=1)
+    close(layer(x), plain(x))
+
+
+def test_which_attention_of_torch_can_be_taken():
+    for options in ({"kdim": 4, "vdim": 4}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        with pytest.raises(ConfigError, match="only attention with kdim"):
+            SelfAttention.from_module(nn.MultiheadAttention(8, 2, **options))
+    for bias in (True, False):
+        whole = nn.MultiheadAttention(8, 2, dropout=0.3, bias=bias, batch_first=True)
+        taken = SelfAttention.from_module(whole, arrangement=Whole(ParallelContext()))
+        assert (taken.dropout, taken.qkv.bias is None, taken.out.bias is None) == (0.3, not bias, not bias)
+        x = torch.randn(2, 5, 8)
+        torch.testing.assert_close(taken.eval()(x), whole.eval()(x, x, x, need_weights=False)[0])
 
 
 def test_numbers_that_do_not_divide_are_refused():

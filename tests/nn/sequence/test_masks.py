@@ -58,7 +58,12 @@ def test_the_blocks_of_all_ranks_are_the_whole_mask_once(case):
             matching = next(t for t in ring_turns(sight, parts, other) if t.ahead == turn.ahead)
             assert matching.sent == turn.received  # what one sends is what the other waits for
             theirs = parts.positions(other)[turn.received]
+            assert turn.received.stop <= parts.lengths[other]
+            assert all(piece.queries.stop <= parts.lengths[at] for piece in turn.pieces)
             for queries, keys, mask in turn.pieces:
+                assert all(b > a for a, b in pairwise(mask.documents or ())), "kernels are given no empty documents"
+                assert len(mine[queries]), "a block has queries"
+                assert len(theirs[keys]), "and keys"
                 block = _of_a_block(mask, len(mine[queries]), len(theirs[keys]))
                 found[mine[queries].unsqueeze(-1), theirs[keys]] += block
                 for side in () if sight.documents or mask.is_causal else ("left", "right"):
@@ -88,10 +93,51 @@ def test_keys_that_nobody_sees_stay_where_they_are():
     assert [turn.ahead for turn in ring_turns(Sight(True, None, (0, 100, 800)), parts, 0)] == [0, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("documents", [[0], [1, 5, 9], [0, 5, 5, 9], [0, 9, 5], [0, 5]])
-def test_documents_are_cumulative_lengths_of_everything(documents):
-    with pytest.raises(LayoutError, match="cumulative lengths from 0 to the 9 tokens"):
-        Sight.of(False, None, documents, 9)
+@pytest.mark.parametrize(
+    ("sight", "queries", "keys", "expected"),
+    [
+        # Ranks of 4 tokens each: queries of positions 4 to 7, keys of 0 to 3, or the other way round.
+        (Sight(True, 0), 1, 0, None),
+        (Sight(True, 1), 1, 0, (slice(0, 1), slice(3, 4), Mask())),
+        (Sight(True, 3), 1, 0, (slice(0, 3), slice(1, 4), Mask(left=0))),
+        (Sight(True, 5), 1, 0, (slice(0, 4), slice(0, 4), Mask(left=1))),
+        (Sight(True, 6), 1, 0, (slice(0, 4), slice(0, 4), Mask(left=2))),
+        (Sight(True, 7), 1, 0, (slice(0, 4), slice(0, 4), Mask())),
+        (Sight(True, 7), 0, 1, None),
+        (Sight(False, 3), 0, 1, (slice(1, 4), slice(0, 3), Mask(right=0))),
+        (Sight(False, 5), 0, 1, (slice(0, 4), slice(0, 4), Mask(right=1))),
+        (Sight(False, 6), 0, 1, (slice(0, 4), slice(0, 4), Mask(right=2))),
+        (Sight(False, 7), 0, 1, (slice(0, 4), slice(0, 4), Mask())),
+        # Two documents: position 6 ends one, or 2.
+        (Sight(True, None, (0, 6, 12)), 1, 0, (slice(0, 2), slice(0, 4), Mask())),
+        (Sight(True, None, (0, 6, 12)), 2, 1, (slice(0, 4), slice(2, 4), Mask())),
+        (Sight(True, None, (0, 2, 12)), 1, 0, (slice(0, 4), slice(2, 4), Mask())),
+        (Sight(True, 5, (0, 6, 12)), 1, 1, (slice(0, 4), slice(0, 4), Mask(5, 0, (0, 2, 4)))),
+        (Sight(True, None, (0, 4, 12)), 1, 1, (slice(0, 4), slice(0, 4), Mask(None, 0))),
+        (Sight(False, None, (0, 4, 12)), 1, 0, None),
+        # Neither: everything, or what lies before.
+        (Sight(), 0, 2, (slice(0, 4), slice(0, 4), Mask())),
+        (Sight(True), 0, 2, None),
+        (Sight(True), 2, 0, (slice(0, 4), slice(0, 4), Mask())),
+        (Sight(True), 2, 2, (slice(0, 4), slice(0, 4), Mask(right=0))),
+    ],
+)
+def test_what_one_rank_attends_to_of_anothers_keys(sight, queries, keys, expected):
+    assert sight.pieces(Parts((4, 4, 4)), queries, keys) == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("documents", "total"),
+    [([], 9), ([0], 9), ([0], 0), ([1, 5, 9], 9), ([0, 5, 5, 9], 9), ([0, 9, 5], 9), ([0, 5], 9), ([0, 10], 9)],
+)
+def test_documents_are_cumulative_lengths_of_everything(documents, total):
+    with pytest.raises(LayoutError, match=f"cumulative lengths from 0 to the {total} tokens"):
+        Sight.of(False, None, documents, total)
+
+
+def test_one_document_is_none():
+    assert Sight.of(False, None, [0, 9], 9) == Sight()
+    assert Sight.of(True, 0, [0, 1, 9], 9) == Sight(True, 0, (0, 1, 9))
 
 
 def test_documents_that_lie_on_the_device_are_not_read_in_every_layer():
