@@ -90,10 +90,10 @@ class StepGraph:
         """The groups' learning rates as they are now, each where it was before."""
         if len(self._rates) != len(groups):
             self._rates = [(torch.empty((), device=self._divisor.device), -1.0) for _ in groups]
-        for at, group in enumerate(groups):
+        for at, (group, (held, known)) in enumerate(zip(groups, self._rates, strict=True)):
             rate = group["lr"]
             if isinstance(rate, Tensor) and rate.is_cuda:
                 self._rates[at] = rate, -1.0
-            elif float(rate) != self._rates[at][1]:
-                self._rates[at] = self._rates[at][0].fill_(float(rate)), float(rate)
+            elif float(rate) != known:
+                self._rates[at] = held.fill_(float(rate)), float(rate)
         return [rate for rate, _ in self._rates]

@@ -133,8 +133,8 @@ class SkipOnSpike(_Windowed):
     def decide(self, measured: Measured) -> Verdict:
         norm, count = measured.norm, self.state["count"].clamp(max=self.window)
         filled, norms = self._filled(), self.state["norms"]
-        mean = norms.sum() / count.clamp(min=1)
-        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
+        mean = norms.sum() / count  # NaN before the first: no norm is above it
+        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count
         high = (norm > mean + self.sigmas * squares.sqrt()) & (count >= max(2, self.window // 2))
         self._record(measured)
         return Verdict(divisor_to(norm, self.max_norm), high | (norm > self.bound))

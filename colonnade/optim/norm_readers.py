@@ -38,9 +38,8 @@ def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
     """Whether `KernelReader` can read these flat tensors of one device."""
     return (
         p == 2.0
-        and rows[0].is_cuda
         and kernels_available()
-        and all(row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
+        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
         and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
     )
 
@@ -63,7 +62,8 @@ class TorchReader:
         self._small: dict[torch.dtype, list[Tensor]] = {}
         of_tables: list[int] = []
         of_small: dict[torch.dtype, list[int]] = {}
-        cpu = rows[0].device.type == "cpu"
+        (device,) = {row.device for row in rows}
+        cpu = device.type == "cpu"
         for owner, row in enumerate(rows):
             numel = row.numel()
             if p == 2.0 and row.is_complex():
@@ -79,7 +79,6 @@ class TorchReader:
                 pieces = row[full:].split(size) if cpu and numel > size else [row]
                 self._small.setdefault(row.dtype, []).extend(pieces)
                 of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
-        device = rows[0].device
         owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
         counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
         of_values = torch.repeat_interleave(
@@ -114,15 +113,15 @@ def _row_length(numel: int) -> int:
 def _row_norms(table: Tensor, p: float) -> list[Tensor]:
     if table.dtype not in HALVES:
         return [torch.linalg.vector_norm(table, p, dim=1)]
-    return [
-        torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // table.shape[1])
-    ]
+    _, length = table.shape
+    return [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // length)]
 
 
 def _small_norms(tensors: list[Tensor], p: float) -> Tensor:
-    wide = torch.float32 if tensors[0].dtype in HALVES else None
-    if len(tensors) == 1:
-        return torch.linalg.vector_norm(tensors[0], p, dtype=wide).view(1)
+    first, *others = tensors
+    wide = torch.float32 if first.dtype in HALVES else None
+    if not others:
+        return torch.linalg.vector_norm(first, p, dtype=wide).view(1)
     return torch.stack(torch._foreach_norm(tensors, p, dtype=wide))
 
 
@@ -142,7 +141,7 @@ class KernelReader:
         from colonnade.optim.kernels import norm_kernels
 
         self._kernels = norm_kernels
-        self._device = rows[0].device
+        (self._device,) = {row.device for row in rows}
         self._bases: list[Tensor] = []
         self._launches: list[tuple[Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]

@@ -30,7 +30,7 @@ class ScatteredBucket(OwnedBucket):
 
     scattered = True
 
-    def __init__(self, entries: Sequence[Held], slots: Sequence[int], whole: bool = False) -> None:
+    def __init__(self, entries: Sequence[Held], slots: Sequence[int], whole: bool) -> None:
         """`whole` as of WholeBucket."""
         super().__init__(entries, slots)
         self._whole = whole

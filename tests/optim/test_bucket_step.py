@@ -25,7 +25,7 @@ def changed(model: nn.Module, change: str) -> None:
     """What a handler may do to gradients that are summed already."""
     first, second, *_ = model.parameters()
     if change == "replaced":
-        second.grad = torch.full_like(second, 5.0)
+        second.grad = torch.full((8,), 5.0, dtype=torch.float64)[::2]  # with holes
     elif change == "taken away":
         first.grad = None
     elif change == "not finite":
@@ -48,7 +48,9 @@ def stepped(config: dict[str, object], change: str) -> tuple[list[torch.Tensor],
         took = engine._stepper._step
         result = [p.detach().clone() for p in model.parameters()], engine.grad_norm.item(), took.first_bad()
         was_flat = took.flat is not None
+        assert bool(optimizer._optimizer_load_state_dict_post_hooks) is was_flat
         engine.close()
+        assert not optimizer._optimizer_load_state_dict_post_hooks
         return *result, was_flat
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from colonnade.errors import GradientError
 from colonnade.optim import flat_state
-from colonnade.optim.flat_state import BucketState, FlatBucket, join_neighbours
+from colonnade.optim.flat_state import BucketState, FlatBucket, ScatteredGradient, join_neighbours
 from colonnade.parallel.flat import FlatLayout
 
 SIZES = [(3, 5), (7,), (2, 2), (40,)]
@@ -74,10 +74,48 @@ def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
     assert [len(bucket.members) for bucket in join_neighbours(buckets)] == [2, 2, 4]
 
 
-def test_what_is_joined_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_state, "JOINED", 100)
+@pytest.mark.parametrize(("limit", "lengths"), [(95, [64, 32, 96]), (96, [96, 96]), (100, [96, 96]), (192, [192])])
+def test_what_is_joined_has_a_limit(limit: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flat_state.JOINED >= 1 << 20
+    monkeypatch.setattr(flat_state, "JOINED", limit)
     joined = join_neighbours(buckets_in([torch.float32] * 4))
-    assert [bucket.grad.numel() for bucket in joined] == [96, 96]
+    assert [bucket.grad.numel() for bucket in joined] == lengths
+
+
+def test_a_bucket_without_a_neighbour_stays_the_object_it_is() -> None:
+    buckets = buckets_in([torch.float32, torch.float64] * 2)
+    assert all(one is other for one, other in zip(join_neighbours(buckets), buckets, strict=True))
+
+
+def test_gradients_that_are_scattered_have_no_neighbours() -> None:
+    first, second, *_ = buckets_in([torch.float32] * 4)
+    for one, other in ((True, False), (False, True), (True, True)):
+        pair = [
+            FlatBucket(b.layout, b.members, ScatteredGradient(b.layout) if is_scattered else b.grad)
+            for b, is_scattered in ((first, one), (second, other))
+        ]
+        assert len(join_neighbours(pair)) == 2
+
+
+def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[list[int]] = []
+    monkeypatch.setattr(flat_state, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    gradient = ScatteredGradient(bucket.layout)
+    for addresses in ([64, 128], [64, 128], [64, 0]):
+        gradient.point_to(addresses)
+        assert gradient.addresses.tolist() == addresses
+    assert written == [[64, 128], [64, 0]]
+    assert gradient.limits.tolist() == [span.stop for span in bucket.layout.spans]
+    assert gradient.numel() == bucket.layout.numel
+
+
+@pytest.mark.parametrize(("numel", "members"), [(0, 1), (1, 2), (-1, 2)])
+def test_a_layout_that_does_not_fit_is_refused(numel: int, members: int) -> None:
+    bucket, *_ = buckets_in([torch.float32] * 4)
+    grad = torch.zeros(bucket.layout.numel + numel)
+    with pytest.raises(GradientError, match=f"fit {members} parameters and a gradient buffer of {len(grad)} elements"):
+        FlatBucket(bucket.layout, bucket.members[:members], grad)
 
 
 def test_parameters_that_were_given_other_memory_come_back_with_their_values() -> None:
@@ -89,6 +127,9 @@ def test_parameters_that_were_given_other_memory_come_back_with_their_values() -
     home = bucket.layout.views(state.params)[1]
     assert second.data_ptr() == home.data_ptr()
     assert bool((home == 7).all())
+    first.data = torch.zeros_like(first, dtype=torch.float64)
+    with pytest.raises(GradientError, match=r"torch.float32 on cpu, has become .* torch.float64"):
+        state.reclaim()
     first.data = torch.zeros(2)
     with pytest.raises(GradientError, match=r"a parameter of shape \(3, 5\), .* has become one of shape \(2,\)"):
         state.reclaim()

@@ -56,6 +56,8 @@ def test_a_parameter_that_has_no_slot_gets_the_first_divisor() -> None:
         param.grad = torch.ones_like(param)
     ScaledStep(SGD(ours, lr=1.0), {ours[1]: 1}).step(torch.tensor([2.0, 4.0]))
     close(ours, [before[0] - 0.5, before[1] - 0.25])
+    ScaledStep(SGD(ours, lr=1.0), {ours[1]: 2}).step(torch.tensor([2.0]))  # one for all
+    close(ours, [before[0] - 0.75, before[1] - 0.375])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -124,8 +126,9 @@ def test_attributes_are_gone_afterwards_also_after_an_error() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_fp64_keeps_its_digits() -> None:
-    theirs, ours = params(torch.float64), params(torch.float64)
+@pytest.mark.parametrize("beside", [torch.float64, torch.float32])
+def test_fp64_keeps_its_digits(beside: torch.dtype) -> None:
+    theirs, ours = ([params(torch.float64)[0], params(beside)[1]] for _ in range(2))
     plain, scaled = SGD(theirs, lr=1.0, fused=True), ScaledStep(SGD(ours, lr=1.0, fused=True))
     give_grads(theirs, 0)
     give_grads(ours, 0)
@@ -134,7 +137,8 @@ def test_fp64_keeps_its_digits() -> None:
         param.grad.div_(1.1)
     plain.step()
     scaled.step(torch.tensor([1.1], dtype=torch.float64), KEEP)
-    close(ours, theirs, 1e-15)
+    close(ours[:1], theirs[:1], 1e-15)
+    close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["fused adamw", "plain sgd"])
@@ -158,6 +162,9 @@ def test_who_decides_on_the_host() -> None:
         takes_scale = name != "adagrad" or getattr(made, "_step_supports_amp_scaling", False)
         assert ScaledStep(made).waits_for_device is not takes_scale
     assert all(ScaledStep(make(params())).waits_for_device for make in PLAIN.values())
+    one, other = params()
+    damped = SGD([{"params": [one]}, {"params": [other], "dampening": 0.5}], lr=0.1, momentum=0.9, fused=True)
+    assert ScaledStep(damped).waits_for_device
     for make, found_inf, reads in ((FUSED["adamw"], KEEP, 0), (PLAIN["sgd"], None, 0), (PLAIN["sgd"], KEEP, 1)):
         ours = params()
         scaled = ScaledStep(make(ours))
