@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim import norm_readers
-from colonnade.optim.blocks import GradientBlock
+from colonnade.optim import kernels, norm_readers
+from colonnade.optim.blocks import UNIT, GradientBlock
 from colonnade.optim.norm import Meter, Norms, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.watch import Operations, collectives
@@ -127,6 +130,8 @@ def test_non_finite_is_never_a_plausible_number(p: float, bad: float) -> None:
 
 def test_whole_blocks_weighted_by_their_replicas() -> None:
     tensor = torch.randn(5000)
+    beside = measured([GradientBlock(torch.ones(4)), GradientBlock(torch.ones(9), 3, None)]).total()
+    assert beside.item() == pytest.approx(math.sqrt(4 + 9 / 3))
     sums = [powsums([GradientBlock(tensor, 3, None)])[0] for _ in range(3)]
     assert sums[0] == sums[1] == sums[2]
     torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-6, atol=0)
@@ -225,6 +230,49 @@ def test_a_complex_gradient_counts_two_numbers_for_each_element(numel: int) -> N
     assert reduce_norms(found, 2.0).total().item() == pytest.approx(grad.to(torch.complex128).norm().item(), rel=1e-7)
 
 
+def test_rows_are_as_long_as_divides_them_or_else_a_thousand() -> None:
+    lengths = {1024 * 7: 1024, 1000 * 1031: 1000, 513 * 1031: 513, 512 * 1031: 1024, 1_000_003: 1024}
+    assert {numel: norm_readers._row_length(numel) for numel in lengths} == lengths
+
+
+def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
+    """What the Triton kernel does."""
+    for at, (start, stop, _) in enumerate(table.tolist()):
+        out[at] = data[start * UNIT : stop * UNIT].double().square().sum()
+
+
+def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
+    sums = torch.stack([values[first:last].sum() for first, last in ranges.tolist()])
+    return torch.stack([sums, (~sums.isfinite()).double()])
+
+
+def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two buffers in turn, one of several chunks, an empty one; the kernels are written in Python."""
+    fake = SimpleNamespace(square_sums=square_sums, add_ranges=add_ranges)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.norm_kernels", fake)
+    monkeypatch.setattr(kernels, "norm_kernels", fake, raising=False)
+    one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
+    rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]
+    reader = norm_readers.KernelReader(rows)
+    for factor in (1.0, 2.0):
+        one *= factor
+        other *= factor
+        values, marks = reader()
+        torch.testing.assert_close(values, torch.stack([row.double().square().sum() for row in rows]))
+        assert marks.tolist() == [0.0] * 6
+    assert [len(table) for table, _ in reader._launches] == [5, 2]  # a launch for each buffer
+    other[90] = math.inf
+    assert reader()[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert norm_readers.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
+
+
+def test_a_world_of_one_has_nothing_to_join() -> None:
+    with launch({}, context=ParallelContext(), verbose=False), collectives() as called:
+        assert dist.is_initialized()
+        assert measured([GradientBlock(torch.ones(4))]).total().item() == 2.0
+    assert called == []
+
+
 @pytest.mark.parametrize(
     ("change", "suits"),
     [
@@ -255,8 +303,5 @@ def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
             element_size=lambda: dtype.itemsize,
         )
 
-    rows = [
-        row(is_cuda=change.get("is_cuda", True)),
-        row(**{k: v for k, v in change.items() if k not in ("p", "kernels")}),
-    ]
+    rows = [row(), row(**{k: v for k, v in change.items() if k not in ("p", "kernels")})]
     assert norm_readers.suits_kernel(rows, change.get("p", 2.0)) is suits
