@@ -122,8 +122,7 @@ class ShardedBucket(OwnedBucket):
         return places
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        if self._layout is None:
-            return []
+        assert self._layout is not None
         size = len(self._values.bucket.sum.ranks)
         # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
@@ -180,12 +179,8 @@ class BucketStep:
         check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
         self.captured = True
 
-    def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
-        """This rank's part of the norm of the whole gradient."""
-        return self.meter(norm_type, slots, device).measure()
-
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
-        """What measures it now. Only over buckets is it the same as before: their memory stays."""
+        """What measures this rank's part of the whole gradient now. Only over buckets is it the same as before: their memory stays."""
         absent = self._look()
         if self._outside or any(bucket.scattered for bucket in self._buckets):
             blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]

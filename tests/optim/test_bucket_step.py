@@ -12,6 +12,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.optim import bucket_step
 from colonnade.optim.bucket_step import WholeBucket
 from colonnade.parallel.flat import FlatLayout
 
@@ -97,6 +98,31 @@ def test_a_rank_measures_its_half_of_what_two_hold_or_all_of_it(whole):
         assert len(blocks) == 1
         measured += blocks[0].owned.numel()
     assert measured == (2 if whole else 1) * layout.numel
+
+
+def test_a_step_that_is_to_be_recorded_is_the_same_before_it_is(monkeypatch):
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(bucket_step, "check_capturable", lambda owned, flat: asked.append((len(owned), flat)))
+    with launch({"clip_grad_norm": 1.0}, context=ParallelContext(), verbose=False) as gpc:
+        model, plain = built(), built()
+        engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), context=gpc)[0]
+        optimizer, step = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), engine._stepper._step
+        assert not step.captured
+        step.capture()
+        assert step.captured
+        assert asked == [(4, True)]
+        for _ in range(2):  # a third one would be recorded
+            engine.zero_grad()
+            optimizer.zero_grad()
+            engine.backward(engine(torch.ones(5, 3, dtype=torch.float64)).square().sum())
+            plain(torch.ones(5, 3, dtype=torch.float64)).square().sum().backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            engine.step()
+            optimizer.step()
+        assert step.flat.graph is not None
+        # A graph reads fp32 learning rates.
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-7, atol=1e-8)
+        engine.close()
 
 
 @pytest.mark.parametrize("flat", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +101,7 @@ def test_gradients_that_are_scattered_have_no_neighbours() -> None:
 
 def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[int]] = []
+    assert flat_state.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
     monkeypatch.setattr(flat_state, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
     bucket, *_ = buckets_in([torch.float32] * 4)
     gradient = ScatteredGradient(bucket.layout)

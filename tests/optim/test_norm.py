@@ -266,6 +266,14 @@ def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPat
     assert norm_readers.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("triton", [True, False])
+def test_kernels_need_a_gpu_and_triton(cuda: bool, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(norm_readers.importlib.util, "find_spec", lambda name: name if triton else None)
+    assert norm_readers.kernels_available() is (cuda and triton)
+
+
 def test_a_world_of_one_has_nothing_to_join() -> None:
     with launch({}, context=ParallelContext(), verbose=False), collectives() as called:
         assert dist.is_initialized()

@@ -217,8 +217,7 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             first = number
             for parameter in group["params"]:
-                whole = self._state.whole(parameter)
-                if whole:
+                if self.shards(parameter) and (whole := self._state.whole(parameter)):
                     state[number] = whole
                 number += 1
             options = {key: value for key, value in group.items() if key != "params"}

@@ -38,9 +38,7 @@ class ShardedState:
         return FlatShard(part.start, part.stop, self._values[id(parameter)].group.ranks, self._kept(part))
 
     def whole(self, parameter: Tensor) -> dict[str, Any]:
-        """Everything kept for a parameter, as if it were not sharded. Collective over its group."""
-        if not self.knows(parameter):
-            return {}
+        """Everything kept for a sharded parameter, as if it were not sharded. Collective over its group."""
         part = self._parts.get(id(parameter))
         kept: dict[str, Any] = {}
         notes: dict[str, list[Any]] = {}

@@ -99,6 +99,19 @@ def test_an_evaluation_between_two_steps_is_no_plan(other):
         assert other.sent == [[0, 0, 1]]
 
 
+def test_a_step_in_the_middle_of_the_plan_frees_those_who_keep_to_it(other, monkeypatch):
+    order, replayed, waited = order_of(), [], []
+    run(order, A, B, replayed=replayed)
+    order.step()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waited.append(1))
+    other.sent.clear()
+    run(order, A)
+    order.step()
+    assert other.sent == [[2, STEP.code, 1]]
+    assert (replayed, waited) == ([B], [1])
+
+
 def test_a_whole_step_without_a_step_was_dropped(other):
     order = order_of()
     run(order, A, B)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colonnade.errors import CheckpointError
-from colonnade.optim.zero.inner import Part, cut
+from colonnade.optim.zero.inner import Part, cut, state_dtypes
 from colonnade.optim.zero.state import _decoded, _fitting, _kind
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
@@ -64,3 +64,16 @@ def test_kinds_of_state():
         assert not isinstance(value, torch.Tensor) or (found.dtype, found.shape) == (value.dtype, value.shape)
     with pytest.raises(CheckpointError, match=r"^state of shape \(2,\) belongs neither to elements nor to a parameter"):
         _kind(torch.zeros(2), PART)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    [
+        (lambda p: torch.optim.AdamW(p, foreach=True), (torch.bfloat16, torch.bfloat16)),
+        (lambda p: torch.optim.SGD(p, lr=0.1), ()),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), (torch.bfloat16,)),
+        (torch.optim.LBFGS, ()),  # cannot be tried without a closure
+    ],
+)
+def test_the_dtypes_of_what_is_kept_of_each_element(make, dtypes):
+    assert state_dtypes(make([WHOLE]), torch.bfloat16) == dtypes
