@@ -74,8 +74,6 @@ class WholeBucket(OwnedBucket):
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
-        if len(absent) == len(self.entries):
-            return []
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,

@@ -36,8 +36,8 @@ class Capture:
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._holds: Sequence[object] = ()
-        self._values: object = None
-        self._runs = 0
+        self._values: object = object()  # the first run is anew
+        self._runs: int
         self._result: Any = None
 
     def run(self, holds: Sequence[object], values: object, work: Callable[[], Result]) -> Result:

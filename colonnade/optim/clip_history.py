@@ -86,7 +86,7 @@ class _Windowed(ClipMethod):
     def _record(self, measured: Measured) -> None:
         count, norms = self.state["count"], self.state["norms"]
         place = (count % self.window).long().view(1)
-        self.remember(measured.finite, count=count + 1, norms=norms.scatter(0, place, measured.norm.view(1)))
+        self.remember(measured.finite, count=count + 1, norms=norms.index_put((place,), measured.norm))
 
     def _filled(self) -> Tensor:
         norms = self.state["norms"]
@@ -107,8 +107,8 @@ class PercentileClip(_Windowed):
         filled = self._filled()
         ordered = torch.where(filled, self.state["norms"], math.inf).sort().values
         place = self.fraction * (filled.sum().double() - 1).clamp(min=0)
-        below = ordered.gather(0, place.floor().long().view(1))
-        above = ordered.gather(0, place.ceil().long().view(1))
+        below = ordered[place.floor().long().view(1)]
+        above = ordered[place.ceil().long().view(1)]
         limit = torch.lerp(below, above, place - place.floor())
         return Verdict(divisor_to(measured.norm, limit.view(()).clamp(min=EPSILON)))
 

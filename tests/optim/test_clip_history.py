@@ -99,6 +99,16 @@ def test_a_spike_is_told_once_half_of_the_window_is_there_and_at_least_two(windo
         assert bool(verdict.skip) is (before >= max(2, window // 2)), before
 
 
+@pytest.mark.parametrize(("norm", "skipped"), [(1.39, False), (1.41, True)])
+def test_a_spike_is_so_many_deviations_above_the_mean(norm: float, skipped: bool) -> None:
+    method = SkipOnSpike(sigmas=3.0, window=4)
+    for before in (1.0, 1.2):  # their mean is 1.1, their deviation 0.1
+        method(seen(before))
+    verdict = method(seen(norm))
+    assert verdict.skip is not None
+    assert bool(verdict.skip) is skipped
+
+
 def test_a_norm_as_large_as_the_bound_is_no_spike() -> None:
     method = SkipOnSpike(sigmas=1.0, window=4, bound=10.0)
     for norm, skipped in ((10.0, False), (10.0, False), (10.0, False), (math.nextafter(10.0, 11.0), True)):

@@ -96,6 +96,11 @@ def test_numbers_of_a_device_are_read_when_the_second_step_after_has_come() -> N
         policy.raise_pending()
 
 
+def test_a_group_that_is_alone_has_its_own_limit_too() -> None:
+    decision = ClipPolicy(NormClip(1.0), [ClipGroup("head", max_norm=0.5)]).decide(norms(4.0))
+    assert decision.divisor.tolist() == [(4.0 + 1e-6) / 0.5]
+
+
 def test_groups_are_alike_whatever_names_they_fit() -> None:
     assert ClipGroup("a", patterns=("x.*",)) == ClipGroup("a")
     assert ClipGroup("a", clipped=False) != ClipGroup("a")
