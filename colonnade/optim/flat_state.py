@@ -29,7 +29,7 @@ class ScatteredGradient:
 
     def __init__(self, layout: FlatLayout) -> None:
         self.dtype, self.device = layout.dtype, layout.device
-        self.like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
         self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
         self.limits = to_device(torch.tensor([span.stop for span in layout.spans]), layout.device)
         self._numel, self._known = layout.numel, list[int]()
@@ -49,7 +49,7 @@ class ScatteredGradient:
 class FlatBucket:
     """Parameters, and the flat buffer of their gradients in the same order with the same offsets.
 
-    `slots` gives each parameter's place in the divisor (all 0 by default). `params` is the flat buffer
+    `slots` gives each parameter's place in the divisor. `params` is the flat buffer
     that the parameters already are views of; without it one is made, and the parameters are moved into
     it.
     """
@@ -57,7 +57,7 @@ class FlatBucket:
     layout: FlatLayout
     members: Sequence[Tensor]
     grad: Tensor | ScatteredGradient
-    slots: Sequence[int] | None = None
+    slots: Sequence[int]
     params: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ def _joined(*group: FlatBucket) -> FlatBucket:
         for span in bucket.layout.spans
     ]
     layout.numel = sum(grad.numel() for grad in grads)
-    slots = [slot for bucket in group for slot in (bucket.slots or [0] * len(bucket.members))]
+    slots = [slot for bucket in group for slot in bucket.slots]
     return FlatBucket(layout, members, next(iter(grads)).as_strided((layout.numel,), (1,), start), slots)
 
 
@@ -122,7 +122,7 @@ class BucketState:
     def __init__(self, bucket: FlatBucket, first: int) -> None:
         self.bucket = bucket
         self.first = first
-        self.slots = list(bucket.slots or [0] * len(bucket.members))
+        self.slots = list(bucket.slots)
         self.params = bucket.params if bucket.params is not None else _move_in(bucket)
         self._homes = bucket.layout.views(self.params) if bucket.params is None else []
         self._pointers = [home.data_ptr() for home in self._homes]
@@ -158,7 +158,8 @@ class BucketState:
 
 
 def _move_in(bucket: FlatBucket) -> Tensor:
-    flat = bucket.layout.allocate(dtype=bucket.members[0].dtype)
+    (dtype,) = {member.dtype for member in bucket.members}
+    flat = bucket.layout.allocate(dtype)
     for param, view in zip(bucket.members, bucket.layout.views(flat), strict=True):
         view.copy_(param.detach())
         param.data = view
@@ -181,10 +182,11 @@ class FlatState:
         for bucket in buckets:
             self.buckets.append(BucketState(bucket, len(self.members)))
             self.members.extend(bucket.members)
-        self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=buckets[0].grad.device)
+        (device,) = {bucket.grad.device for bucket in buckets}
+        self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=device)
         self.histories: list[object] = []
         """Which parameters have equal step counts; of `adopt`, which comes before the first step."""
-        self._step_views = list(self.steps.unbind(0))
+        self._step_views = list(self.steps.unbind())
 
     def names(self) -> list[tuple[str, ...]]:
         """The moments that every group keeps now."""

@@ -77,7 +77,7 @@ class FlatStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _Plan(None, [], None)
-        self._asked: tuple[Tensor, Tensor, Collection[int]] = (torch.ones(1), torch.zeros(()), ())
+        self._asked: tuple[Tensor, Tensor, Collection[int]]
         self.graph: StepGraph | None = None
         """Set by whoever wants the launches as a CUDA graph. Gradients must stay where they are then."""
         # Not a reference to this object: a step that nobody takes any more must be able to go, with its memory.

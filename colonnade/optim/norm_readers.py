@@ -65,10 +65,9 @@ class TorchReader:
         (device,) = {row.device for row in rows}
         cpu = device.type == "cpu"
         for owner, row in enumerate(rows):
-            numel = row.numel()
             if p == 2.0 and row.is_complex():
-                row, numel = torch.view_as_real(row).view(-1), 2 * numel
-            full = 0
+                row = torch.view_as_real(row).view(-1)
+            numel, full = row.numel(), 0
             if cpu and numel >= LARGE:
                 length = _row_length(numel)
                 full = numel // length * length
@@ -76,7 +75,7 @@ class TorchReader:
                 of_tables.append(owner)
             if full < numel:
                 size = SMALL // 4 if row.dtype in HALVES else SMALL
-                pieces = row[full:].split(size) if cpu and numel > size else [row]
+                pieces = row[full:].split(size if cpu else numel)
                 self._small.setdefault(row.dtype, []).extend(pieces)
                 of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
         owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
@@ -87,7 +86,7 @@ class TorchReader:
         self._lengths = to_device(of_values.bincount(minlength=len(rows)), device)
         self._order: Tensor | None = None
         if owners != sorted(owners):
-            self._order = to_device(of_values.argsort(stable=True), device)
+            self._order = to_device(of_values.argsort(), device)
         self._nothing = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
 
     def __call__(self) -> Tensor:
@@ -95,7 +94,8 @@ class TorchReader:
         norms += [_small_norms(tensors, self._p) for tensors in self._small.values()]
         if not norms:
             return self._nothing.clone()
-        values = (norms[0] if len(norms) == 1 else torch.cat(norms)).double()
+        first, *others = norms
+        values = (torch.cat(norms) if others else first).double()
         if self._p == 2.0:
             values.square_()
         elif self._p != 1.0 and not math.isinf(self._p):
@@ -148,11 +148,12 @@ class KernelReader:
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32)
         first = 0
         for members in _by_storage(rows):
-            origin = min(int(rows[index].storage_offset()) for index in members)
-            end = max(int(rows[index].storage_offset()) + rows[index].numel() for index in members)
-            self._bases.append(rows[members[0]].as_strided((end - origin,), (1,), origin))
-            starts = [int(rows[index].storage_offset()) - origin for index in members]
-            spans = [(start, start + rows[i].numel()) for start, i in zip(starts, members, strict=True)]
+            own = [rows[index] for index in members]
+            origin = min(int(row.storage_offset()) for row in own)
+            end = max(int(row.storage_offset()) + row.numel() for row in own)
+            self._bases.append(next(iter(own)).as_strided((end - origin,), (1,), origin))
+            starts = [int(row.storage_offset()) - origin for row in own]
+            spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
             table = chunk_table(spans, CHUNK, self._device)
             self._launches.append((table, first))
             for index in members:

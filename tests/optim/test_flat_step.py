@@ -209,7 +209,7 @@ def test_gradients_of_another_dtype() -> None:
     theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
     one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
     layout = FlatLayout([param.detach().bfloat16() for param in ours])
-    bucket = FlatBucket(layout, ours, layout.allocate())
+    bucket = FlatBucket(layout, ours, layout.allocate(), [0] * len(ours))
     flat = FlatStep(other, [bucket])
     for a, view in zip(theirs, bucket.layout.views(bucket.grad), strict=True):
         view.normal_()
@@ -291,6 +291,21 @@ def test_the_optimizers_own_step_still_works() -> None:
     pair.gradients()
     pair.torch.step()
     pair.optimizer.step()
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+    pair.optimizer.load_state_dict(_cloned(pair.torch.state_dict()))
+    pair.gradients()
+    pair.torch.step()
+    pair.optimizer.step()  # on what was loaded
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
+def test_weights_that_were_put_elsewhere_are_stepped_on() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.step()
+    for tensors in (pair.theirs, pair.ours):
+        tensors[1].data = torch.full_like(tensors[1], 3.0)
     pair.step()
     pair.compare(1e-6, 1e-7)
 

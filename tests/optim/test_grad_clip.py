@@ -52,6 +52,13 @@ def test_units_of_complex_tensors_are_measured_by_their_moduli() -> None:
     torch.testing.assert_close(torch.view_as_real(grad).flatten(1).double(), wanted, rtol=1e-6, atol=1e-8)
 
 
+def test_units_of_doubles_keep_their_digits() -> None:
+    param, grad = (tensor.double() / 3 for tensor in drawn(4, 6))
+    wanted = plainly(param, grad, 0.04, 1e-3)
+    clip_units_([UnitBlock(param, grad)], factor=0.04)
+    torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=0)
+
+
 def test_a_unit_that_is_not_a_number_leaves_the_others_alone() -> None:
     param, grad = torch.ones(2, 3), torch.tensor([[math.nan, 1.0, 1.0], [0.1, 0.1, 0.1]])
     clip_units_([UnitBlock(param, grad)], factor=0.1)

@@ -112,7 +112,7 @@ def test_no_blocks_and_empty_blocks_are_zero() -> None:
 
 def test_a_slot_that_does_not_exist() -> None:
     with pytest.raises(GradientError, match="slot 2, but there are only 2"):
-        Meter([GradientBlock(torch.zeros(1), slot=2)], slots=2)
+        Meter([GradientBlock(torch.zeros(1)), GradientBlock(torch.zeros(1), slot=2)], slots=2)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -132,6 +132,9 @@ def test_whole_blocks_weighted_by_their_replicas() -> None:
     tensor = torch.randn(5000)
     beside = measured([GradientBlock(torch.ones(4)), GradientBlock(torch.ones(9), 3, None)]).total()
     assert beside.item() == pytest.approx(math.sqrt(4 + 9 / 3))
+    assert measured([GradientBlock(torch.full((9,), 2.0), 3, None)], math.inf).total().item() == 2.0
+    bad = measured([GradientBlock(torch.full((9,), math.inf), 3, None)])
+    assert (bad.sums.item(), bad.nonfinite.item()) == (math.inf, 1.0)
     sums = [powsums([GradientBlock(tensor, 3, None)])[0] for _ in range(3)]
     assert sums[0] == sums[1] == sums[2]
     torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-6, atol=0)
@@ -228,6 +231,32 @@ def test_a_complex_gradient_counts_two_numbers_for_each_element(numel: int) -> N
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
     found = Meter([GradientBlock(grad)], 2.0).measure()
     assert reduce_norms(found, 2.0).total().item() == pytest.approx(grad.to(torch.complex128).norm().item(), rel=1e-7)
+
+
+def test_a_meter_joins_on_the_device_that_is_asked_for_or_has_a_gradient() -> None:
+    host, device = GradientBlock(torch.zeros(8)), GradientBlock(torch.zeros(8, device="meta"))
+    assert Meter([host]).device == Meter([]).device == torch.device("cpu")
+    assert Meter([host, device]).device == Meter([device, host]).device == torch.device("meta")
+    assert Meter([host], device=torch.device("meta")).device == torch.device("meta")
+
+
+def test_riders_are_none_of_the_norm() -> None:
+    norms = reduce_norms(torch.tensor([4.0, 9.0, 0.0, 1.0, 7.0], dtype=torch.float64), riders=1)
+    assert norms.per_slot().tolist() == [2.0, 3.0]
+    assert norms.nonfinite.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1 << 14), (torch.bfloat16, 1 << 12)])
+def test_what_is_short_is_read_at_once_and_what_is_large_as_a_table(dtype: torch.dtype, size: int) -> None:
+    for numel, pieces, tables in (
+        (size, 1, 0),
+        (size + 1, 2, 0),
+        ((1 << 18) - 1, (1 << 18) // size, 0),
+        (1 << 18, 0, 1),
+    ):
+        reader = norm_readers.TorchReader([torch.zeros(numel, dtype=dtype)], 2.0)
+        assert len(reader._small.get(dtype, [])) == pieces
+        assert len(reader._tables) == tables
 
 
 def test_rows_are_as_long_as_divides_them_or_else_a_thousand() -> None:

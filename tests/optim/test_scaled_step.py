@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from colonnade.optim.scaled_step import ScaledStep, scale_all
+from colonnade.optim.scaled_step import ScaledStep, _give_momentum, scale_all
 from tests.optim.watch import Operations
 
 FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -196,6 +196,19 @@ def test_an_optimizer_that_takes_no_scale_steps_on_divided_gradients_and_is_drop
     close([t.detach() for t in tensors], before)
     step.step(torch.tensor(4.0), KEEP)
     close([t.detach() for t in tensors], [b - g / 4 for b, g in zip(before, grads, strict=True)])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_starts_as_zeros_where_it_is_wanted_and_there_is_a_gradient(momentum: float) -> None:
+    one, other = params()
+    one.grad = torch.ones_like(one)
+    optimizer = SGD([one, other], lr=0.1, momentum=momentum, fused=True)
+    _give_momentum(optimizer)
+    assert [*optimizer.state] == ([one] if momentum else [])
+    assert not momentum or torch.equal(optimizer.state[one]["momentum_buffer"], torch.zeros_like(one))
+    optimizer.state[one]["momentum_buffer"] = kept = torch.ones_like(one)
+    _give_momentum(optimizer)
+    assert optimizer.state[one]["momentum_buffer"] is kept
 
 
 def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -> None:

@@ -66,7 +66,7 @@ def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     sgd = {"lr": 0.25, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.2, "nesterov": False}
     for gradient in (layout.allocate(), flat_state.ScatteredGradient(layout)):
-        state = flat_state.BucketState(FlatBucket(layout, members, gradient), 0)
+        state = flat_state.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
         run = flat_runs.KernelRun(state, steps, fragments)
         given.clear()
         run.adam(adam, *numbers)
@@ -147,13 +147,12 @@ def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(m
 
 def test_scattered_buckets_are_of_one_kind_and_none_is_large(monkeypatch):
     monkeypatch.setattr(scattered, "JOINED", 10)
-    sizes = [(4, torch.float32), (6, torch.float32), (3, torch.float64), (1, torch.float32), (20, torch.float32)]
+    kinds = [torch.float32, torch.float32, torch.float64, *[torch.float32] * 4]
+    sizes = zip([4, 6, 3, 1, 2, 20, 1], kinds, strict=True)
     held: Any = [SimpleNamespace(tensor=nn.Parameter(torch.zeros(n, dtype=kind))) for n, kind in sizes]
-    found = scattered.scattered_buckets(held, range(5), True)
-    assert [one.slots for one in found] == [[0, 1], [3], [4], [2]]
-    assert [[id(entry) for entry in one.entries] for one in found] == [
-        [id(held[at]) for at in places] for places in ([0, 1], [3], [4], [2])
-    ]
+    found, expected = scattered.scattered_buckets(held, range(7), True), [[0, 1], [3, 4], [5], [6], [2]]
+    assert [one.slots for one in found] == expected
+    assert [[id(entry) for entry in one.entries] for one in found] == [[id(held[at]) for at in one] for one in expected]
     assert scattered.scattered_buckets([], [], True) == []
 
 
