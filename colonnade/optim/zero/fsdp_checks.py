@@ -63,7 +63,7 @@ class RunOrder:
         self._gather = gloo_beside(group)
         self._plan: list[_Planned] = []
         self._seen: list[_Planned] = []
-        self._at = 0
+        self._at: int  # the place in the plan, once there is one
         self._careful = True
         self._missed: int  # how often in a row, from the first plan on
         self._steps = 0
