@@ -62,7 +62,7 @@ class Ours:
         for param, view in zip(params, layout.views(grad), strict=True):
             view.normal_()
             param.grad = view
-        self.bucket = FlatBucket(layout, params, grad)
+        self.bucket = FlatBucket(layout, params, grad, [0] * len(params))
         self.optimizer = torch.optim.AdamW(params, fused=True, capturable=capturable)
         self.flat = FlatStep(self.optimizer, [self.bucket])
         for param, view in zip(params, layout.views(grad), strict=True):

@@ -74,10 +74,24 @@ nn.sequence.parts.gather_sequence: dim=1 balanced=False
 nn.sequence.parts.sequence_positions: balanced=False
 nn.sequence.ring.ring_attention: causal=False dropout=0.0 balanced=False
 nn.sequence.ulysses.ulysses_attention: causal=False dropout=0.0
+optim.blocks.GradientBlock: count=1 index=0 slot=0
+optim.clip.grad_norm: norm_type=2.0 error_if_nonfinite=False
+optim.clip_history.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
+optim.clip_history.PercentileClip: percentile=10.0 window=1000
+optim.clip_history.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
+optim.clip_history.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
+optim.clip_policy.ClipGroup: max_norm=None counted=True clipped=True
+optim.clip_policy.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
+optim.norm.powsums: p=2.0 slots=1
 optim.norm.reduce_norms: p=2.0 riders=0 whole=False
+optim.scaled_step.scale_all: divide=False
 optim.zero.formula.bytes_held: width=4 state=8 master=0 largest=0
 optim.zero.formula.bytes_moved: width=4 passes=1
+optim.zero.fsdp_checks.Event: parts=0
+optim.zero.fsdp_checks.WatchedGather.__call__: async_op=False
+optim.zero.fsdp_checks.WatchedReduce.__call__: async_op=False
+optim.zero.optimizer.ZeroOptimizer.zero_grad: set_to_none=True
 optim.zero.settings.ZeroSettings: stage=0 reduce_scatter=True offload=False gather_ahead=False prefetch=0 master_weights=True reshard=True
 parallel.collectives.all_gather: dim=0
 parallel.collectives.reduce_scatter: dim=0
@@ -156,6 +170,10 @@ engine.schedule.base.BaseSchedule.uses_batch: True
 engine.schedule.pipeline.PipelineSchedule.runs_backward: True
 context.dist_group_initializer.base.ProcessGroupInitializer.whole_world: True
 nn.layer.spread.ACTIVATION: (0, -2, -1)
+optim.bucket_step.OwnedBucket.scattered: False
+optim.scattered.ScatteredBucket.scattered: True
+optim.zero.fsdp_checks._FOLLOWED: 0
+optim.zero.optimizer.ZeroOptimizer.is_sharded_elsewhere: True
 nn.moe.experts._INNER: {'up': 2, 'gate': 2, 'up_bias': 1, 'down': 1}
 reduce.transports.base.Transport.shares_memory: False
 reduce.transports.base.Transport.early: False

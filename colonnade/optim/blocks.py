@@ -58,9 +58,8 @@ class GradientBlock:
             return self.tensor
         flat = flattened(self.tensor)
         units = -(-flat.numel() // SLICE)
-        start = self.index * units // self.count * SLICE
-        stop = min((self.index + 1) * units // self.count * SLICE, flat.numel())
-        return flat[start : max(start, stop)]
+        start, stop = (at * units // self.count * SLICE for at in (self.index, self.index + 1))
+        return flat[start:stop]
 
     @property
     def weight(self) -> float:
@@ -88,8 +87,8 @@ def bucket_blocks(
     for index in range(len(layout)):
         if index in absent:
             continue
-        before = runs[-1][1] if runs else -1
-        joins = runs and before == index - 1 and keys[before] == keys[index]
+        before = index - 1
+        joins = runs and runs[-1][1] == before and keys[before] == keys[index]
         if joins and index not in alone and before not in alone:
             runs[-1] = (runs[-1][0], index)
         else:

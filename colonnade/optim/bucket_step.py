@@ -59,7 +59,7 @@ class OwnedBucket(ABC):
 class WholeBucket(OwnedBucket):
     """A bucket of which every rank owns all; its members are the parameters."""
 
-    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], whole: bool = False) -> None:
+    def __init__(self, bucket: Bucket, entries: Sequence[Held], slots: Sequence[int], whole: bool) -> None:
         """`whole`: this rank measures all of it, not just its part among those that hold it too."""
         super().__init__(entries, slots)
         self._bucket, self._whole = bucket, whole
@@ -74,8 +74,6 @@ class WholeBucket(OwnedBucket):
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
         ranks = self._bucket.sum.ranks
-        if len(absent) == len(self.entries):
-            return []
         return bucket_blocks(
             self._bucket.layout,
             self._bucket.gradient,
@@ -122,8 +120,7 @@ class ShardedBucket(OwnedBucket):
         return places
 
     def blocks(self, absent: Sequence[int]) -> list[GradientBlock]:
-        if self._layout is None:
-            return []
+        assert self._layout is not None
         size = len(self._values.bucket.sum.ranks)
         # Other holders may have cut the parameter elsewhere: each counts all it has, in its proportion.
         holdings = [(entry.holding.count // size, None) for entry in self.entries]
@@ -153,7 +150,7 @@ class BucketStep:
         slot_of: Callable[[Held], int],
         flat: bool,
         model: nn.Module,
-        whole: bool = False,
+        whole: bool,
     ) -> None:
         self._optimizer, self._is_flat = optimizer, flat
         self._make_buckets, self._generation = buckets, generation
@@ -180,21 +177,18 @@ class BucketStep:
         check_capturable(owned, wants_flat(owned, self._optimizer, True, "graph_step") and self._is_flat)
         self.captured = True
 
-    def measure(self, norm_type: float, slots: int, device: torch.device) -> Tensor:
-        """This rank's part of the norm of the whole gradient."""
-        return self.meter(norm_type, slots, device).measure()
-
     def meter(self, norm_type: float, slots: int, device: torch.device) -> Meter:
-        """What measures it now. Only over buckets is it the same as before: their memory stays."""
+        """What measures this rank's part of the whole gradient now. Only over buckets is it the same as before: their memory stays."""
         absent = self._look()
         if self._outside or any(bucket.scattered for bucket in self._buckets):
             blocks = [*self._blocks(absent), *map(self._loose_block, self._outside)]
             return Meter(blocks, norm_type, slots=slots, device=device, once=True)
         key = (self._made_for, absent, norm_type, slots)
-        if key != self._meter_key or self._meter is None:
+        if key != self._meter_key:
             self._meter = None  # before its successor comes
             self._meter = Meter(self._blocks(absent), norm_type, slots=slots, device=device)
             self._meter_key = key
+        assert self._meter is not None
         return self._meter
 
     @property
@@ -217,23 +211,16 @@ class BucketStep:
             for bucket, missing in zip(self._buckets, absent, strict=True):
                 places += [start + place for place in missing]
                 start += len(bucket.members)
-            device = self._buckets[0].members[0].device
-            if divisor is None:
-                divisor = torch.ones(1, dtype=torch.float32, device=device)
-            if found_inf is None:
-                found_inf = torch.zeros((), dtype=torch.float32, device=device)
-            home = self._home(divisor)
-            self.flat.step(divisor.to(home), found_inf.to(home).float(), places)
+            divisor = self._at_home(divisor, torch.ones)
+            self.flat.step(divisor, self._at_home(found_inf, torch.zeros).float(), places)
         elif divisor is None and found_inf is None:
             self._optimizer.step()
         else:
             slots = {m: s for bucket in self._buckets for m, s in zip(bucket.members, bucket.slots, strict=True)}
             slots.update((entry.tensor, self._slot_of(entry)) for entry in self._loose_entries)
-            flag = found_inf if found_inf is not None else divisor
-            assert flag is not None
-            home = self._home(flag)
-            divisor = divisor.to(home) if divisor is not None else torch.ones(1, dtype=torch.float32, device=home)
-            ScaledStep(self._optimizer, slots).step(divisor, found_inf.to(home) if found_inf is not None else None)
+            divisor = self._at_home(divisor, torch.ones)
+            found_inf = None if found_inf is None else self._at_home(found_inf, torch.zeros)
+            ScaledStep(self._optimizer, slots).step(divisor, found_inf)
 
     def first_bad(self) -> str | None:
         """The name of a parameter whose gradient here is not finite. Waits for the device."""
@@ -309,9 +296,10 @@ class BucketStep:
             self._flat_key = key
         return True
 
-    def _home(self, like: Tensor) -> torch.device:
-        """Where the step happens: not where the norm was joined, if the state is offloaded."""
-        return self._buckets[0].members[0].device if self._buckets else like.device
+    def _at_home(self, number: Tensor | None, else_make: Callable[..., Tensor]) -> Tensor:
+        """A number where the step happens: not where the norm was joined, if the state is offloaded."""
+        home = next((member.device for bucket in self._buckets for member in bucket.members), None)
+        return else_make((), dtype=torch.float32, device=home) if number is None else number.to(home)
 
     def _check_groups(self) -> None:
         sizes = _sizes(self._optimizer)

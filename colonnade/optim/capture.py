@@ -36,8 +36,8 @@ class Capture:
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._holds: Sequence[object] = ()
-        self._values: object = None
-        self._runs = 0
+        self._values: object = object()  # the first run is anew
+        self._runs: int
         self._result: Any = None
 
     def run(self, holds: Sequence[object], values: object, work: Callable[[], Result]) -> Result:
@@ -90,10 +90,10 @@ class StepGraph:
         """The groups' learning rates as they are now, each where it was before."""
         if len(self._rates) != len(groups):
             self._rates = [(torch.empty((), device=self._divisor.device), -1.0) for _ in groups]
-        for at, group in enumerate(groups):
+        for at, (group, (held, known)) in enumerate(zip(groups, self._rates, strict=True)):
             rate = group["lr"]
             if isinstance(rate, Tensor) and rate.is_cuda:
                 self._rates[at] = rate, -1.0
-            elif float(rate) != self._rates[at][1]:
-                self._rates[at] = self._rates[at][0].fill_(float(rate)), float(rate)
+            elif float(rate) != known:
+                self._rates[at] = held.fill_(float(rate)), float(rate)
         return [rate for rate, _ in self._rates]

@@ -68,8 +68,9 @@ def grad_norm(
     known = _context(context)
     shared = known is not None or any(is_dtensor(parameter) for parameter in held)
     blocks = _blocks(held, known, shared)
-    vector, copies = powsums(blocks, norm_type, 2, device=_device(held, known)), None
-    told = _identity(held, vector[1]) if shared and known is None else vector[:0]
+    vector, copies = powsums(blocks, norm_type, device=_device(held, known)), None
+    measured, _ = vector
+    told = _identity(held, measured) if shared and known is None else vector[:0]
     vector = torch.cat([vector, told])
     norms = reduce_norms(vector, norm_type, riders=len(told), whole=not shared)
     total = norms.total()
@@ -110,8 +111,7 @@ def _blocks(held: list[Tensor], context: ParallelContext | None, shared: bool) -
             count, index = known[placement].count, known[placement].index
         elif shared:
             count, index = _holders_by_mesh(placed), None
-        everywhere = is_dtensor(placed) and placed.device_mesh.size() == dist.get_world_size()  # type: ignore[attr-defined]
-        blocks.append(GradientBlock(local_part(parameter.grad), count, index, 0 if everywhere else 1))
+        blocks.append(GradientBlock(local_part(parameter.grad), count, index))
     return blocks
 
 
@@ -123,7 +123,7 @@ def _holders_by_mesh(placed: Any) -> int:
     sizes = placed.device_mesh.shape
     # Not `is_shard()`: that is False for the strided shards of FSDP over tensor parallelism.
     shards = prod(size for size, spec in zip(sizes, placed.placements, strict=True) if not spec.is_replicate())
-    return max(1, world // shards)
+    return world // shards
 
 
 def _identity(held: list[Tensor], measured: Tensor) -> Tensor:
@@ -134,14 +134,16 @@ def _identity(held: list[Tensor], measured: Tensor) -> Tensor:
     told = measured.new_zeros(2, world)
     if any(is_dtensor(gradient) and gradient.device_mesh.size() < world for gradient in gradients):
         places = [gradient.device_mesh.get_coordinate() if is_dtensor(gradient) else None for gradient in gradients]
-        told[0, rank], told[1, rank] = 1 + crc32(repr(places).encode()), measured
+        mark = 1 + crc32(repr(places).encode())  # never 0
+        told[0, rank], told[1, rank] = mark, measured
     return told.flatten()
 
 
 def _are_copies(told: Tensor) -> Tensor:
     """Whether ranks at the same place of their meshes measured the same, as a boolean on the device."""
-    places, order = told.view(2, -1)[0].sort()
-    measured = told.view(2, -1)[1][order]
+    places, measured = told.view(2, -1)
+    places, order = places.sort()
+    measured = measured[order]
     return ~((places[1:] == places[:-1]) & (measured[1:] != measured[:-1])).any()
 
 

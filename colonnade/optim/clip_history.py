@@ -86,7 +86,7 @@ class _Windowed(ClipMethod):
     def _record(self, measured: Measured) -> None:
         count, norms = self.state["count"], self.state["norms"]
         place = (count % self.window).long().view(1)
-        self.remember(measured.finite, count=count + 1, norms=norms.scatter(0, place, measured.norm.view(1)))
+        self.remember(measured.finite, count=count + 1, norms=norms.index_put((place,), measured.norm))
 
     def _filled(self) -> Tensor:
         norms = self.state["norms"]
@@ -107,8 +107,8 @@ class PercentileClip(_Windowed):
         filled = self._filled()
         ordered = torch.where(filled, self.state["norms"], math.inf).sort().values
         place = self.fraction * (filled.sum().double() - 1).clamp(min=0)
-        below = ordered.gather(0, place.floor().long().view(1))
-        above = ordered.gather(0, place.ceil().long().view(1))
+        below = ordered[place.floor().long().view(1)]
+        above = ordered[place.ceil().long().view(1)]
         limit = torch.lerp(below, above, place - place.floor())
         return Verdict(divisor_to(measured.norm, limit.view(()).clamp(min=EPSILON)))
 
@@ -133,8 +133,8 @@ class SkipOnSpike(_Windowed):
     def decide(self, measured: Measured) -> Verdict:
         norm, count = measured.norm, self.state["count"].clamp(max=self.window)
         filled, norms = self._filled(), self.state["norms"]
-        mean = norms.sum() / count.clamp(min=1)
-        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count.clamp(min=1)
+        mean = norms.sum() / count  # NaN before the first: no norm is above it
+        squares = torch.where(filled, norms - mean, 0.0).square().sum() / count
         high = (norm > mean + self.sigmas * squares.sqrt()) & (count >= max(2, self.window // 2))
         self._record(measured)
         return Verdict(divisor_to(norm, self.max_norm), high | (norm > self.bound))

@@ -86,8 +86,7 @@ class ClipMethod(ABC):
         device = measured.norm.device
         if not self.state:
             self.state = self.history(measured.count)
-        if any(tensor.device != device for tensor in self.state.values()):
-            self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
+        self.state = {name: tensor.to(device) for name, tensor in self.state.items()}
         return self.decide(measured)
 
     def remember(self, finite: Tensor, **new: Tensor) -> None:
@@ -105,7 +104,7 @@ class ClipMethod(ABC):
         if not state:
             self.state = {}
             return
-        slots = max((tensor.numel() for tensor in state.values()), default=1)
+        slots = max(tensor.numel() for tensor in state.values())
         expected = self.history(slots)
         shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
         found = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -116,9 +116,10 @@ class TorchRun(Run):
 
     def _divided(self, divisor: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """The gradient pieces, and the divisor torch's kernel is to apply (fp32: too coarse for fp64)."""
-        assert isinstance(self._state.bucket.grad, Tensor)
-        dtype, grads = self._state.params.dtype, self._cut(self._state.bucket.grad)
-        if grads[0].dtype == dtype and dtype != torch.float64:
+        flat, dtype = self._state.bucket.grad, self._state.params.dtype
+        assert isinstance(flat, Tensor)
+        grads = self._cut(flat)
+        if flat.dtype == dtype and dtype != torch.float64:
             return grads, divisor.float()
         return [torch.div(grad, divisor).to(dtype) for grad in grads], None
 

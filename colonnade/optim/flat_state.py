@@ -29,10 +29,10 @@ class ScatteredGradient:
 
     def __init__(self, layout: FlatLayout) -> None:
         self.dtype, self.device = layout.dtype, layout.device
-        self.like = torch.empty(0, dtype=layout.dtype, device=layout.device)
+        self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
         self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
         self.limits = to_device(torch.tensor([span.stop for span in layout.spans]), layout.device)
-        self._numel, self._known = layout.numel, [0] * len(layout)
+        self._numel, self._known = layout.numel, list[int]()
 
     def numel(self) -> int:
         """The elements of the flat buffer."""
@@ -49,7 +49,7 @@ class ScatteredGradient:
 class FlatBucket:
     """Parameters, and the flat buffer of their gradients in the same order with the same offsets.
 
-    `slots` gives each parameter's place in the divisor (all 0 by default). `params` is the flat buffer
+    `slots` gives each parameter's place in the divisor. `params` is the flat buffer
     that the parameters already are views of; without it one is made, and the parameters are moved into
     it.
     """
@@ -57,7 +57,7 @@ class FlatBucket:
     layout: FlatLayout
     members: Sequence[Tensor]
     grad: Tensor | ScatteredGradient
-    slots: Sequence[int] | None = None
+    slots: Sequence[int]
     params: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ def join_neighbours(buckets: Sequence[FlatBucket]) -> list[FlatBucket]:
             groups[-1].append(bucket)
         else:
             groups.append([bucket])
-    return [group[0] if len(group) == 1 else _joined(group) for group in groups]
+    return [_joined(*group) for group in groups]
 
 
 def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
@@ -98,19 +98,22 @@ def _follows(group: Sequence[FlatBucket], bucket: FlatBucket) -> bool:
     )
 
 
-def _joined(group: Sequence[FlatBucket]) -> FlatBucket:
+def _joined(*group: FlatBucket) -> FlatBucket:
+    first, *others = group
+    if not others:
+        return first
     members = [member for bucket in group for member in bucket.members]
     layout = FlatLayout(members)
     grads = [bucket.grad for bucket in group if isinstance(bucket.grad, Tensor)]
-    first = int(grads[0].storage_offset())
+    start = min(int(grad.storage_offset()) for grad in grads)
     layout.spans = [
-        Span(span.start + int(grad.storage_offset()) - first, span.numel)
+        Span(span.start + int(grad.storage_offset()) - start, span.numel)
         for bucket, grad in zip(group, grads, strict=True)
         for span in bucket.layout.spans
     ]
     layout.numel = sum(grad.numel() for grad in grads)
-    slots = [slot for bucket in group for slot in (bucket.slots or [0] * len(bucket.members))]
-    return FlatBucket(layout, members, grads[0].as_strided((layout.numel,), (1,), first), slots)
+    slots = [slot for bucket in group for slot in bucket.slots]
+    return FlatBucket(layout, members, next(iter(grads)).as_strided((layout.numel,), (1,), start), slots)
 
 
 class BucketState:
@@ -119,7 +122,7 @@ class BucketState:
     def __init__(self, bucket: FlatBucket, first: int) -> None:
         self.bucket = bucket
         self.first = first
-        self.slots = list(bucket.slots or [0] * len(bucket.members))
+        self.slots = list(bucket.slots)
         self.params = bucket.params if bucket.params is not None else _move_in(bucket)
         self._homes = bucket.layout.views(self.params) if bucket.params is None else []
         self._pointers = [home.data_ptr() for home in self._homes]
@@ -155,7 +158,8 @@ class BucketState:
 
 
 def _move_in(bucket: FlatBucket) -> Tensor:
-    flat = bucket.layout.allocate(dtype=bucket.members[0].dtype)
+    (dtype,) = {member.dtype for member in bucket.members}
+    flat = bucket.layout.allocate(dtype)
     for param, view in zip(bucket.members, bucket.layout.views(flat), strict=True):
         view.copy_(param.detach())
         param.data = view
@@ -178,9 +182,11 @@ class FlatState:
         for bucket in buckets:
             self.buckets.append(BucketState(bucket, len(self.members)))
             self.members.extend(bucket.members)
-        self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=buckets[0].grad.device)
-        self.histories = [0] * len(self.members)
-        self._step_views = list(self.steps.unbind(0))
+        (device,) = {bucket.grad.device for bucket in buckets}
+        self.steps = torch.zeros(len(self.members), dtype=torch.float32, device=device)
+        self.histories: list[object] = []
+        """Which parameters have equal step counts; of `adopt`, which comes before the first step."""
+        self._step_views = list(self.steps.unbind())
 
     def names(self) -> list[tuple[str, ...]]:
         """The moments that every group keeps now."""
@@ -196,12 +202,11 @@ class FlatState:
         """
         names = self.names()
         counted = [place for place in present if names[self._group_of[place]]]
-        renamed: dict[int, int] = {}
-        fresh = max(self.histories) + 1
+        renamed: dict[object, object] = {}
         for place in counted:
             self._point(place, names[self._group_of[place]])
             old = self.histories[place]
-            self.histories[place] = renamed.setdefault(old, fresh + len(renamed))
+            self.histories[place] = renamed.setdefault(old, object())
         return counted
 
     def adopt(self) -> None:
@@ -217,8 +222,8 @@ class FlatState:
                 if loaded:
                     self._point(place, [name for name in kept if loaded.get(name) is not None])
         self.steps.copy_(torch.tensor(counts))
-        numbered = {count: number for number, count in enumerate(dict.fromkeys(counts))}
-        self.histories = [numbered[count] for count in counts]
+        alike = {count: object() for count in counts}
+        self.histories = [alike[count] for count in counts]
 
     def _copy_in(self, bucket: BucketState, index: int, names: Sequence[str], loaded: Mapping[str, Any]) -> float:
         """Fill one parameter's moments with what was loaded, else zeros; returns its step count."""

@@ -77,7 +77,7 @@ class FlatStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._state = FlatState(optimizer, join_neighbours(buckets), self._group_of)
         self._plan = _Plan(None, [], None)
-        self._asked: tuple[Tensor, Tensor, Collection[int]] = (torch.ones(1), torch.zeros(()), ())
+        self._asked: tuple[Tensor, Tensor, Collection[int]]
         self.graph: StepGraph | None = None
         """Set by whoever wants the launches as a CUDA graph. Gradients must stay where they are then."""
         # Not a reference to this object: a step that nobody takes any more must be able to go, with its memory.
@@ -125,7 +125,7 @@ class FlatStep:
             self.graph.step(self._launch, plan, divisor, found_inf, optimizer.param_groups)
 
     def _launch(self, plan: _Plan, divisor: Tensor, found_inf: Tensor, groups: Sequence[Mapping[str, Any]]) -> None:
-        _advance(self._state.steps, plan.counted, 1.0)
+        _advance(self._state.steps, plan.counted, 1.0, 1)
         with on_device(divisor.device):
             for run, group_index, slot in plan.runs:
                 update = run.sgd if isinstance(self.optimizer, SGD) else run.adam
@@ -157,7 +157,7 @@ class FlatStep:
         runs: list[tuple[Run, int, int]] = []
         for state in self._state.buckets:
             alike: dict[tuple[int, int], list[Fragment]] = {}
-            before: tuple[int, int, int] | None = None
+            before: tuple[int, int, object] | None = None
             for index, (span, slot) in enumerate(zip(state.bucket.layout.spans, state.slots, strict=True)):
                 place = state.first + index
                 if place not in present:
@@ -207,7 +207,7 @@ def _is_watched(optimizer: Optimizer) -> bool:
     return any(hooks) or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
-def _advance(steps: Tensor, counted: Tensor | None, amount: float | Tensor, sign: int = 1) -> None:
+def _advance(steps: Tensor, counted: Tensor | None, amount: float | Tensor, sign: int) -> None:
     steps.add_(amount if counted is None else counted * amount, alpha=sign)
 
 

@@ -58,8 +58,8 @@ def clip_units_(blocks: Sequence[UnitBlock], factor: float = 0.01, eps: float = 
         for block in members:
             weight, grad = next(norms), next(norms)
             limit = weight.clamp(min=eps) * factor
-            scale = torch.where(grad > limit, limit / grad.clamp(min=1e-6), 1.0)
-            block.grad.mul_(scale.view(-1, *[1] * (block.grad.dim() - 1)) if block.grad.dim() else scale[0])
+            scale = limit / torch.fmax(grad, limit)  # 1 where a norm is NaN
+            block.grad.mul_(scale.view(-1, *[1] * (block.grad.dim() - 1)) if block.grad.dim() else scale.view(()))
 
 
 def _units(tensor: Tensor) -> int:
@@ -69,6 +69,4 @@ def _units(tensor: Tensor) -> int:
 def _unit_squares(tensor: Tensor) -> Tensor:
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
     wide = torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
-    if not rows.numel():
-        return torch.zeros(len(rows), dtype=wide, device=tensor.device)
     return torch.linalg.vector_norm(rows.abs() if rows.is_complex() else rows, dim=1, dtype=wide).square()

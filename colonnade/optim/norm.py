@@ -74,9 +74,8 @@ class Meter:
     ) -> None:
         self.p = check_order(p)
         self.slots = slots
-        highest = max((block.slot for block in blocks), default=0)
-        if highest >= slots:
-            raise GradientError(f"a block has slot {highest}, but there are only {slots} slots (0 to {slots - 1})")
+        for slot in (block.slot for block in blocks if block.slot >= slots):
+            raise GradientError(f"a block has slot {slot}, but there are only {slots} slots (0 to {slots - 1})")
         devices = list(dict.fromkeys(block.tensor.device for block in blocks))
         self.device = device or next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
         self._parts = [
@@ -89,8 +88,9 @@ class Meter:
         vectors = [part.vector().to(self.device, non_blocking=True) for part in self._parts]
         if not vectors:
             return torch.zeros(2 * self.slots, dtype=torch.float64, device=self.device)
-        if len(vectors) == 1:
-            return vectors[0]
+        first, *others = vectors
+        if not others:
+            return first
         stacked = torch.stack(vectors)
         return stacked.amax(0) if math.isinf(self.p) else stacked.sum(0)
 
@@ -132,7 +132,7 @@ class _DeviceSums:
         self._p = p
         self._blocks = sorted(blocks, key=lambda block: block.slot)
         self._read = _reader([block.owned for block in self._blocks], p, once=once)
-        self.device = device = self._blocks[0].tensor.device
+        (device,) = {block.tensor.device for block in blocks}
         self._weights: Tensor | None = None
         weights = [block.weight for block in self._blocks]
         if not math.isinf(p) and any(weight != 1.0 for weight in weights):
@@ -145,7 +145,8 @@ class _DeviceSums:
         """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""
         values = self._read()
         if self._weights is not None:
-            values = torch.stack([values[0] * self._weights, values[1]])
+            sums, marks = values
+            values = torch.stack([sums * self._weights, marks])
         if self._one_each:
             return values.reshape(-1)
         return join(values.t().contiguous(), self._lengths, self._p).t().reshape(-1)

@@ -38,9 +38,8 @@ def suits_kernel(rows: Sequence[Tensor], p: float) -> bool:
     """Whether `KernelReader` can read these flat tensors of one device."""
     return (
         p == 2.0
-        and rows[0].is_cuda
         and kernels_available()
-        and all(row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
+        and all(row.is_cuda and row.is_contiguous() and row.dtype in (torch.float32, *HALVES) for row in rows)
         and all(row.numel() % UNIT == 0 and row.data_ptr() % (UNIT * row.element_size()) == 0 for row in rows)
     )
 
@@ -63,12 +62,12 @@ class TorchReader:
         self._small: dict[torch.dtype, list[Tensor]] = {}
         of_tables: list[int] = []
         of_small: dict[torch.dtype, list[int]] = {}
-        cpu = rows[0].device.type == "cpu"
+        (device,) = {row.device for row in rows}
+        cpu = device.type == "cpu"
         for owner, row in enumerate(rows):
-            numel = row.numel()
             if p == 2.0 and row.is_complex():
-                row, numel = torch.view_as_real(row).view(-1), 2 * numel
-            full = 0
+                row = torch.view_as_real(row).view(-1)
+            numel, full = row.numel(), 0
             if cpu and numel >= LARGE:
                 length = _row_length(numel)
                 full = numel // length * length
@@ -76,10 +75,9 @@ class TorchReader:
                 of_tables.append(owner)
             if full < numel:
                 size = SMALL // 4 if row.dtype in HALVES else SMALL
-                pieces = row[full:].split(size) if cpu and numel > size else [row]
+                pieces = row[full:].split(size if cpu else numel)
                 self._small.setdefault(row.dtype, []).extend(pieces)
                 of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
-        device = rows[0].device
         owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
         counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
         of_values = torch.repeat_interleave(
@@ -88,7 +86,7 @@ class TorchReader:
         self._lengths = to_device(of_values.bincount(minlength=len(rows)), device)
         self._order: Tensor | None = None
         if owners != sorted(owners):
-            self._order = to_device(of_values.argsort(stable=True), device)
+            self._order = to_device(of_values.argsort(), device)
         self._nothing = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
 
     def __call__(self) -> Tensor:
@@ -96,7 +94,8 @@ class TorchReader:
         norms += [_small_norms(tensors, self._p) for tensors in self._small.values()]
         if not norms:
             return self._nothing.clone()
-        values = (norms[0] if len(norms) == 1 else torch.cat(norms)).double()
+        first, *others = norms
+        values = (torch.cat(norms) if others else first).double()
         if self._p == 2.0:
             values.square_()
         elif self._p != 1.0 and not math.isinf(self._p):
@@ -114,15 +113,15 @@ def _row_length(numel: int) -> int:
 def _row_norms(table: Tensor, p: float) -> list[Tensor]:
     if table.dtype not in HALVES:
         return [torch.linalg.vector_norm(table, p, dim=1)]
-    return [
-        torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // table.shape[1])
-    ]
+    _, length = table.shape
+    return [torch.linalg.vector_norm(part, p, dim=1, dtype=torch.float32) for part in table.split(PIECE // length)]
 
 
 def _small_norms(tensors: list[Tensor], p: float) -> Tensor:
-    wide = torch.float32 if tensors[0].dtype in HALVES else None
-    if len(tensors) == 1:
-        return torch.linalg.vector_norm(tensors[0], p, dtype=wide).view(1)
+    first, *others = tensors
+    wide = torch.float32 if first.dtype in HALVES else None
+    if not others:
+        return torch.linalg.vector_norm(first, p, dtype=wide).view(1)
     return torch.stack(torch._foreach_norm(tensors, p, dtype=wide))
 
 
@@ -142,18 +141,19 @@ class KernelReader:
         from colonnade.optim.kernels import norm_kernels
 
         self._kernels = norm_kernels
-        self._device = rows[0].device
+        (self._device,) = {row.device for row in rows}
         self._bases: list[Tensor] = []
         self._launches: list[tuple[Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
         ranges = torch.zeros(len(rows), 2, dtype=torch.int32)
         first = 0
         for members in _by_storage(rows):
-            origin = min(int(rows[index].storage_offset()) for index in members)
-            end = max(int(rows[index].storage_offset()) + rows[index].numel() for index in members)
-            self._bases.append(rows[members[0]].as_strided((end - origin,), (1,), origin))
-            starts = [int(rows[index].storage_offset()) - origin for index in members]
-            spans = [(start, start + rows[i].numel()) for start, i in zip(starts, members, strict=True)]
+            own = [rows[index] for index in members]
+            origin = min(int(row.storage_offset()) for row in own)
+            end = max(int(row.storage_offset()) + row.numel() for row in own)
+            self._bases.append(next(iter(own)).as_strided((end - origin,), (1,), origin))
+            starts = [int(row.storage_offset()) - origin for row in own]
+            spans = [(start, start + row.numel()) for start, row in zip(starts, own, strict=True)]
             table = chunk_table(spans, CHUNK, self._device)
             self._launches.append((table, first))
             for index in members:

@@ -30,7 +30,7 @@ class ScatteredBucket(OwnedBucket):
 
     scattered = True
 
-    def __init__(self, entries: Sequence[Held], slots: Sequence[int], whole: bool = False) -> None:
+    def __init__(self, entries: Sequence[Held], slots: Sequence[int], whole: bool) -> None:
         """`whole` as of WholeBucket."""
         super().__init__(entries, slots)
         self._whole = whole
@@ -74,9 +74,11 @@ def scattered_buckets(entries: Sequence[Held], slots: Sequence[int], whole: bool
     groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
     for at, entry in enumerate(entries):
         of_kind = groups.setdefault((entry.tensor.dtype, entry.tensor.device), [[]])
-        if of_kind[-1] and sum(entries[i].tensor.numel() for i in of_kind[-1]) + entry.tensor.numel() > JOINED:
-            of_kind.append([])
-        of_kind[-1].append(at)
+        *_, last = of_kind
+        if last and sum(entries[i].tensor.numel() for i in last) + entry.tensor.numel() > JOINED:
+            last = []
+            of_kind.append(last)
+        last.append(at)
     return [
         ScatteredBucket([entries[at] for at in places], [slots[at] for at in places], whole)
         for of_kind in groups.values()

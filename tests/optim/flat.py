@@ -37,7 +37,7 @@ def buckets_of(params: Sequence[Tensor], sizes: Sequence[int], slots: Sequence[i
     layouts = [FlatLayout(part) for part in parts]
     shared = torch.zeros(sum(layout.numel for layout in layouts[1:]), dtype=params[0].dtype, device=params[0].device)
     rooms = [layouts[0].allocate(), *shared.split([layout.numel for layout in layouts[1:]])]
-    chosen = [list(slots[end - size : end]) or None for end, size in zip(ends, sizes, strict=True)]
+    chosen = [list(slots[end - size : end]) or [0] * size for end, size in zip(ends, sizes, strict=True)]
     return [FlatBucket(*each) for each in zip(layouts, parts, rooms, chosen, strict=True)]
 
 

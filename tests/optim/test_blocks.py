@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import UNIT, GradientBlock, bucket_blocks, check_order, chunk_table, flattened, padded
+from colonnade.optim import blocks, norm_readers, scattered
+from colonnade.optim.blocks import (
+    UNIT,
+    GradientBlock,
+    bucket_blocks,
+    check_order,
+    chunk_table,
+    flattened,
+    on_device,
+    padded,
+    to_device,
+)
 from colonnade.parallel.flat import FlatLayout
 
 
@@ -85,7 +98,35 @@ def test_chunks_cover_every_span_once(sizes: list[tuple[int, int]]) -> None:
         assert seen[owner] == list(range(start, -(-stop // UNIT) * UNIT))
 
 
-@pytest.mark.parametrize("p", [0, -1, math.nan, 33, 10**400])
+def test_sizes_fit_what_a_gpu_loads_at_once() -> None:
+    assert UNIT * torch.bfloat16.itemsize == scattered._ALIGNED == 16  # bytes
+    assert blocks.SLICE == 64  # a whole number of cache lines
+    assert blocks.CHUNK % blocks.STEP_CHUNK == blocks.STEP_CHUNK % UNIT == 0 < blocks.CHUNK
+    assert 0 < norm_readers.ROW < norm_readers.SMALL // 4 < norm_readers.LARGE < norm_readers.PIECE
+
+
+def test_a_table_goes_to_a_gpu_through_pinned_memory() -> None:
+    cuda, host = torch.device("cuda", 0), torch.zeros(2)
+    pinned = SimpleNamespace(to=lambda device, non_blocking: (device, non_blocking))
+    assert to_device(SimpleNamespace(pin_memory=lambda: pinned), cuda) == (cuda, True)  # type: ignore[arg-type]
+    assert to_device(host, torch.device("cpu")) is host
+
+
+def test_another_gpu_than_the_current_one_becomes_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for free in ("cpu", "cuda", "cuda:1"):
+        assert isinstance(on_device(torch.device(free)), nullcontext)
+    other = on_device(torch.device("cuda:0"))
+    assert isinstance(other, torch.cuda.device)
+    assert other.idx == 0
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.5, 1, 32, 32.0, math.inf])
+def test_orders_that_are_a_norm(p: float) -> None:
+    assert check_order(p) == p
+
+
+@pytest.mark.parametrize("p", [0, -1, math.nan, 32.5, 33, 10**400])
 def test_orders_that_are_no_norm(p: float) -> None:
     with pytest.raises(GradientError, match="above 0 and up to 32, or inf"):
         check_order(p)

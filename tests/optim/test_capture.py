@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from colonnade.optim.capture import WARM_UP, Capture, StepGraph
+from colonnade.errors import GradientError
+from colonnade.optim import capture as capture_module
+from colonnade.optim.capture import WARM_UP, Capture, StepGraph, check_capturable
 
 
 def test_each_launch_reads_the_newest_numbers_from_memory_that_stays():
@@ -37,7 +42,65 @@ def test_each_launch_reads_the_newest_numbers_from_memory_that_stays():
 def test_what_changes_is_recorded_anew():
     capture, one, other = Capture(), object(), object()
     ran = []
-    for holds, values in (([one], 1), ([other], 1), ([other], 2), ([other, one], 2), ([one], 2)):
+    held = (([one], 1), ([other], 1), ([other], 2), ([other, one], 2), ([other, other], 2), ([one], 2))
+    for holds, values in held:
         for _ in range(WARM_UP):  # a run more would record a graph
             capture.run(holds, values, lambda: ran.append(1))
-    assert len(ran) == 5 * WARM_UP
+    assert len(ran) == 6 * WARM_UP
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What graphs do, without a GPU."""
+    did: list[str] = []
+    graph = SimpleNamespace(replay=lambda: did.append("replay"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: nullcontext(did.append("record")))
+    return did
+
+
+def test_the_third_run_is_recorded_and_repeated(recorded: list[str]) -> None:
+    capture, holds = Capture(), [object(), object()]
+    results = [capture.run(holds, 1, lambda: recorded.append("work") or len(recorded)) for _ in range(5)]
+    assert recorded == ["work", "work", "record", "work", "replay", "replay", "replay"]
+    assert results == [1, 2, 4, 4, 4]
+    recorded.clear()
+    for _ in range(3):
+        capture.run([*reversed(holds)], 1, lambda: recorded.append("work"))
+    assert recorded == ["work", "work", "record", "work", "replay"]
+
+
+def test_another_learning_rate_is_no_reason_to_record_and_another_momentum_is(recorded: list[str]) -> None:
+    graph, plan, groups = StepGraph(), object(), [{"params": [], "lr": 0.5, "momentum": 0.9}]
+    for lr, momentum in ((0.5, 0.9), (0.4, 0.9), (torch.tensor(0.3), 0.9), (0.2, 0.9), (0.2, 0.8)):
+        recorded.clear()
+        groups[0].update(lr=lr, momentum=momentum)
+        graph.step(lambda *_: recorded.append("work"), plan, torch.ones(1), torch.zeros(()), groups)
+        if momentum == 0.9 and not isinstance(lr, torch.Tensor) and lr == 0.2:
+            assert recorded == ["replay"]
+    assert recorded == ["work"]
+
+
+FITS = {"is_cuda": True, "dtype": torch.bfloat16, "device": "cuda:0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "flat", "kernels", "message"),
+    [
+        ({}, True, True, None),
+        ({"dtype": torch.float32}, True, True, None),
+        ({}, False, True, "flat_step is False"),
+        ({"is_cuda": False, "device": "cpu"}, True, True, "on cpu, and CUDA graphs are of a GPU"),
+        ({"dtype": torch.float64}, True, True, "of torch.float64; it can be done for fp32"),
+        ({}, True, False, "of torch.bfloat16; it can be done for fp32"),
+    ],
+    ids=str,
+)
+def test_which_steps_can_be_recorded(change, flat, kernels, message, monkeypatch):
+    monkeypatch.setattr(capture_module, "kernels_available", lambda: kernels)
+    parameters = [SimpleNamespace(**{**FITS, **change}), SimpleNamespace(**FITS)]
+    if message is None:
+        check_capturable(parameters, flat)  # type: ignore[arg-type]
+        return
+    with pytest.raises(GradientError, match=message):
+        check_capturable(parameters, flat)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context
 from colonnade.errors import ConfigError, GradientError
-from colonnade.optim.clip import clip_grad_norm_, grad_norm
+from colonnade.optim.clip import _device, clip_grad_norm_, grad_norm
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
 from tests.optim.watch import Operations, collectives
@@ -179,6 +180,14 @@ def test_gradients_that_are_views_with_holes() -> None:
     true = reference([parameter], 2.0)
     assert clip_grad_norm_(parameter, true / 2).item() == pytest.approx(true, rel=1e-12)
     assert reference([parameter], 2.0) == pytest.approx(true / 2, rel=1e-6)
+
+
+def test_the_norm_is_joined_where_a_gradient_lies_that_is_not_on_the_host() -> None:
+    host, device = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device="meta"))
+    assert _device([host, device, host], None) == torch.device("meta")
+    assert _device([host], None) is None
+    context: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    assert _device([host], context) == torch.device("cuda:1")
 
 
 # -- in a world -------------------------------------------------------------------------------------------

@@ -88,6 +88,52 @@ def test_skip_above_a_fixed_bound() -> None:
     assert bool(verdict.skip)
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 7])
+def test_a_spike_is_told_once_half_of_the_window_is_there_and_at_least_two(window: int) -> None:
+    for before in range(window + 1):
+        method = SkipOnSpike(sigmas=3.0, window=window)
+        for at in range(before):
+            method(seen(1.0 + 0.1 * (at % 2)))
+        verdict = method(seen(100.0))
+        assert verdict.skip is not None
+        assert bool(verdict.skip) is (before >= max(2, window // 2)), before
+
+
+@pytest.mark.parametrize(("norm", "skipped"), [(1.39, False), (1.41, True)])
+def test_a_spike_is_so_many_deviations_above_the_mean(norm: float, skipped: bool) -> None:
+    method = SkipOnSpike(sigmas=3.0, window=4)
+    for before in (1.0, 1.2):  # their mean is 1.1, their deviation 0.1
+        method(seen(before))
+    verdict = method(seen(norm))
+    assert verdict.skip is not None
+    assert bool(verdict.skip) is skipped
+
+
+def test_a_norm_as_large_as_the_bound_is_no_spike() -> None:
+    method = SkipOnSpike(sigmas=1.0, window=4, bound=10.0)
+    for norm, skipped in ((10.0, False), (10.0, False), (10.0, False), (math.nextafter(10.0, 11.0), True)):
+        verdict = method(seen(norm))
+        assert verdict.skip is not None
+        assert bool(verdict.skip) is skipped
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_bad_first_step_leaves_no_trace(name: str) -> None:
+    method, other = METHODS[name](), METHODS[name]()
+    method(seen(math.nan))
+    for norm in noisy(12):
+        assert torch.equal(method(seen(norm)).divisor, other(seen(norm)).divisor)
+
+
+def test_the_averages_of_several_slots_are_restored() -> None:
+    method, other = AdaGC(warmup=1), AdaGC(warmup=1)
+    for row in ((1.0, 2.0, 0.5), (1.5, 1.0, 0.0)):
+        method(seen(math.hypot(*row), *row))
+    other.load_state_dict(method.state_dict())
+    assert torch.equal(other.state["average"], method.state["average"])
+    assert other.state["average"] is not method.state["average"]
+
+
 def test_adagc_by_slot() -> None:
     method = AdaGC(factor=1.05, beta=0.98, warmup=3, max_norm=2.0)
     rows = [(3.0, 0.5), (2.0, 0.4), (2.5, 0.0), (2.0, 0.5), (9.0, 0.4), (1.0, 0.3)]

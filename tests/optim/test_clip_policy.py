@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from colonnade.errors import CheckpointError, ConfigError, GradientError
 from colonnade.optim.clip_history import SkipOnSpike, ZClip
 from colonnade.optim.clip_method import NormClip
-from colonnade.optim.clip_policy import ClipGroup, ClipPolicy
+from colonnade.optim.clip_policy import ClipGroup, ClipPolicy, _Masks
 from colonnade.optim.norm import Norms
 from tests.optim.watch import Operations
 
@@ -77,6 +79,39 @@ def test_raise_comes_one_step_later_and_names_the_slot() -> None:
         policy.decide(norms(1.0, 1.0))
     policy.decide(norms(1.0, 1.0))
     policy.raise_pending()
+
+
+def test_numbers_of_a_device_are_read_when_the_second_step_after_has_come() -> None:
+    policy = ClipPolicy(NormClip(1.0), nonfinite="raise")
+    reports: Any = policy._reports
+    reports.append(SimpleNamespace(on_host=False, read=lambda: [1.0]))
+    policy.raise_pending()  # it may still be on its way
+    reports.append(SimpleNamespace(on_host=False, read=lambda: [1.0]))
+    with pytest.raises(GradientError, match="not finite, in: all"):
+        policy.raise_pending()
+    reports.append(SimpleNamespace(on_host=False, read=lambda: [1.0]))
+    policy.raise_pending()  # what was pending beside the one that was told is forgotten
+    reports.extend(SimpleNamespace(on_host=False, read=lambda: [0.0]) for _ in range(2))
+    with pytest.raises(GradientError, match="not finite, in: all"):
+        policy.raise_pending()
+
+
+def test_a_group_that_is_alone_has_its_own_limit_too() -> None:
+    decision = ClipPolicy(NormClip(1.0), [ClipGroup("head", max_norm=0.5)]).decide(norms(4.0))
+    assert decision.divisor.tolist() == [(4.0 + 1e-6) / 0.5]
+
+
+def test_groups_are_alike_whatever_names_they_fit() -> None:
+    assert ClipGroup("a", patterns=("x.*",)) == ClipGroup("a")
+    assert ClipGroup("a", clipped=False) != ClipGroup("a")
+
+
+def test_masks_move_to_another_device_and_stay_where_they_are_otherwise() -> None:
+    masks = _Masks([ClipGroup("a"), ClipGroup("b", 0.5)], [0, 1])
+    own = masks.own
+    assert masks.on(torch.device("cpu")).own is own
+    moved = masks.on(torch.device("meta"))
+    assert {value.device.type for value in vars(moved).values() if isinstance(value, torch.Tensor)} == {"meta"}
 
 
 def test_a_method_may_skip_too() -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colonnade.errors import GradientError
 from colonnade.optim.flat_state import FlatBucket
-from colonnade.optim.flat_step import FlatStep, why_not
+from colonnade.optim.flat_step import FlatStep, _steps_as_torch, _unfit, why_not
 from colonnade.parallel.flat import FlatLayout
 from tests.optim.flat import Pair, buckets_of, parameters
 from tests.optim.watch import Operations
@@ -208,7 +209,7 @@ def test_gradients_of_another_dtype() -> None:
     theirs, ours = parameters(torch.float32, "cpu"), parameters(torch.float32, "cpu")
     one, other = AdamW(theirs, fused=True), AdamW(ours, fused=True)
     layout = FlatLayout([param.detach().bfloat16() for param in ours])
-    bucket = FlatBucket(layout, ours, layout.allocate())
+    bucket = FlatBucket(layout, ours, layout.allocate(), [0] * len(ours))
     flat = FlatStep(other, [bucket])
     for a, view in zip(theirs, bucket.layout.views(bucket.grad), strict=True):
         view.normal_()
@@ -260,6 +261,15 @@ def test_hooks_and_zero_grad() -> None:
     pair.optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     pair.step()
     assert heard == ["before", "after"]
+    pair.optimizer._optimizer_step_post_hooks.clear()
+    pair.step()
+    assert heard == ["before", "after", "before"]  # also one that is alone
+    for hook in (pair.optimizer.register_step_post_hook, register_optimizer_step_post_hook):
+        pair.optimizer._optimizer_step_pre_hooks.clear()
+        handle = hook(lambda *_: heard.append("alone"))
+        pair.step()
+        assert heard.pop() == "alone"
+        handle.remove()
     pair.optimizer.zero_grad()
     assert all(param.grad is None for param in pair.ours)
     before = [param.clone() for param in pair.ours]
@@ -283,6 +293,21 @@ def test_the_optimizers_own_step_still_works() -> None:
     pair.optimizer.step()
     pair.step()
     pair.compare(1e-6, 1e-7)
+    pair.optimizer.load_state_dict(_cloned(pair.torch.state_dict()))
+    pair.gradients()
+    pair.torch.step()
+    pair.optimizer.step()  # on what was loaded
+    pair.step()
+    pair.compare(1e-6, 1e-7)
+
+
+def test_weights_that_were_put_elsewhere_are_stepped_on() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.step()
+    for tensors in (pair.theirs, pair.ours):
+        tensors[1].data = torch.full_like(tensors[1], 3.0)
+    pair.step()
+    pair.compare(1e-6, 1e-7)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
@@ -297,6 +322,24 @@ def test_no_host_read_and_no_copy(name: str) -> None:
     assert watched.largest <= 256
 
 
+def test_an_empty_parameter_is_no_piece_of_a_launch() -> None:
+    pair = Pair(MAKERS["adamw"])
+    pair.step([5])  # what lies before the empty one has no gradient
+    fragments = [fragment for run, *_ in pair.flat._plan.runs for fragment in run._fragments]  # type: ignore[attr-defined]
+    assert all(fragment.start < fragment.stop for fragment in fragments)
+    assert len(fragments) == 2  # 0 to 3, and the scalar
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {"fused": False}, {}], ids=str)
+def test_counts_go_to_the_host_unless_torch_keeps_them_on_the_device(options: dict[str, bool]) -> None:
+    state = {0: {"step": torch.ones(())}, 1: {"step": 2}, 2: {}}
+    groups = [{"params": [0, 1, 2, 3], **options}]
+    found = _steps_as_torch(None, {"state": state, "param_groups": groups})  # type: ignore[arg-type]
+    assert found == {"state": state, "param_groups": groups}
+    moved = [number for number in state if found["state"][number] is not state[number]]
+    assert moved == ([] if any(options.values()) else [0])
+
+
 def test_what_is_refused() -> None:
     params = parameters(torch.float32, "cpu")
     assert why_not(AdamW(params)) is None
@@ -305,8 +348,13 @@ def test_what_is_refused() -> None:
     assert "differentiable" in str(why_not(Adam(params, differentiable=True)))
     assert "eps above 0" in str(why_not(AdamW(params, eps=0.0)))
     assert "NAdam" in str(why_not(NAdam(params)))
-    assert "half-precision" in str(why_not(SGD(parameters(torch.bfloat16, "cpu"))))
-    assert "complex" in str(why_not(AdamW([torch.nn.Parameter(torch.zeros(1, dtype=torch.complex64))])))
+    mixed = [*params, *parameters(torch.bfloat16, "cpu")]
+    assert "half-precision" in str(why_not(SGD(mixed)))
+    assert why_not(AdamW(mixed)) is None
+    turn = torch.nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    assert "complex" in str(why_not(AdamW([*params, turn])))
+    assert "betas" in str(_unfit({"betas": (0.9, torch.tensor(0.99))}))
+    assert "amsgrad" in str(why_not(AdamW([{"params": params}, {"params": [], "amsgrad": True}])))
     betas = (torch.tensor(0.9), torch.tensor(0.99))
     assert "betas" in str(why_not(AdamW(params, betas=betas, fused=True, capturable=True)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,10 @@ def test_values() -> None:
     with pytest.raises(ConfigError, match="limit of a value clip"):
         clip_values_(grads, 0)
     with pytest.raises(GradientError, match="real gradients"):
-        clip_values_([torch.zeros(1, dtype=torch.complex64)], 1.0)
+        clip_values_([torch.zeros(1), torch.zeros(1, dtype=torch.complex64)], 1.0)
+    for option in ("factor", "eps"):
+        with pytest.raises(ConfigError, match=f"{option} .*unit clip|{option} of a unit clip"):
+            clip_units_([], **{option: 0.0})
 
 
 def plainly(param: Tensor, grad: Tensor, factor: float, eps: float) -> Tensor:
@@ -39,7 +44,29 @@ def drawn(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=source), 0.05 * torch.randn(shape, generator=source)
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 2, 5), (0, 4)])
+def test_units_of_complex_tensors_are_measured_by_their_moduli() -> None:
+    param, grad = (torch.view_as_complex(tensor) for tensor in drawn(4, 6, 2))
+    flat = [torch.view_as_real(tensor.clone()).flatten(1) for tensor in (param, grad)]
+    clip_units_([UnitBlock(param, grad)], factor=0.04)
+    wanted = plainly(flat[0], flat[1], 0.04, 1e-3)
+    torch.testing.assert_close(torch.view_as_real(grad).flatten(1).double(), wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_units_of_doubles_keep_their_digits() -> None:
+    param, grad = (tensor.double() / 3 for tensor in drawn(4, 6))
+    wanted = plainly(param, grad, 0.04, 1e-3)
+    clip_units_([UnitBlock(param, grad)], factor=0.04)
+    torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=0)
+
+
+def test_a_unit_that_is_not_a_number_leaves_the_others_alone() -> None:
+    param, grad = torch.ones(2, 3), torch.tensor([[math.nan, 1.0, 1.0], [0.1, 0.1, 0.1]])
+    clip_units_([UnitBlock(param, grad)], factor=0.1)
+    assert grad[0, 1:].tolist() == [1.0, 1.0]
+    torch.testing.assert_close(grad[1], torch.full((3,), 0.1))  # as large as allowed
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 2, 5), (0, 4), (4, 0), (0,)])
 def test_units_of_whole_tensors(shape: tuple[int, ...]) -> None:
     param, grad = drawn(*shape)
     wanted = plainly(param, grad, 0.04, 1e-3) if grad.numel() else grad.double()

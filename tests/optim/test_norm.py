@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim import norm_readers
-from colonnade.optim.blocks import GradientBlock
+from colonnade.optim import kernels, norm_readers
+from colonnade.optim.blocks import UNIT, GradientBlock
 from colonnade.optim.norm import Meter, Norms, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.watch import Operations, collectives
@@ -109,7 +112,7 @@ def test_no_blocks_and_empty_blocks_are_zero() -> None:
 
 def test_a_slot_that_does_not_exist() -> None:
     with pytest.raises(GradientError, match="slot 2, but there are only 2"):
-        Meter([GradientBlock(torch.zeros(1), slot=2)], slots=2)
+        Meter([GradientBlock(torch.zeros(1)), GradientBlock(torch.zeros(1), slot=2)], slots=2)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
@@ -127,6 +130,11 @@ def test_non_finite_is_never_a_plausible_number(p: float, bad: float) -> None:
 
 def test_whole_blocks_weighted_by_their_replicas() -> None:
     tensor = torch.randn(5000)
+    beside = measured([GradientBlock(torch.ones(4)), GradientBlock(torch.ones(9), 3, None)]).total()
+    assert beside.item() == pytest.approx(math.sqrt(4 + 9 / 3))
+    assert measured([GradientBlock(torch.full((9,), 2.0), 3, None)], math.inf).total().item() == 2.0
+    bad = measured([GradientBlock(torch.full((9,), math.inf), 3, None)])
+    assert (bad.sums.item(), bad.nonfinite.item()) == (math.inf, 1.0)
     sums = [powsums([GradientBlock(tensor, 3, None)])[0] for _ in range(3)]
     assert sums[0] == sums[1] == sums[2]
     torch.testing.assert_close(sum(sums).sqrt(), tensor.double().norm(), rtol=1e-6, atol=0)
@@ -225,6 +233,83 @@ def test_a_complex_gradient_counts_two_numbers_for_each_element(numel: int) -> N
     assert reduce_norms(found, 2.0).total().item() == pytest.approx(grad.to(torch.complex128).norm().item(), rel=1e-7)
 
 
+def test_a_meter_joins_on_the_device_that_is_asked_for_or_has_a_gradient() -> None:
+    host, device = GradientBlock(torch.zeros(8)), GradientBlock(torch.zeros(8, device="meta"))
+    assert Meter([host]).device == Meter([]).device == torch.device("cpu")
+    assert Meter([host, device]).device == Meter([device, host]).device == torch.device("meta")
+    assert Meter([host], device=torch.device("meta")).device == torch.device("meta")
+
+
+def test_riders_are_none_of_the_norm() -> None:
+    norms = reduce_norms(torch.tensor([4.0, 9.0, 0.0, 1.0, 7.0], dtype=torch.float64), riders=1)
+    assert norms.per_slot().tolist() == [2.0, 3.0]
+    assert norms.nonfinite.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1 << 14), (torch.bfloat16, 1 << 12)])
+def test_what_is_short_is_read_at_once_and_what_is_large_as_a_table(dtype: torch.dtype, size: int) -> None:
+    for numel, pieces, tables in (
+        (size, 1, 0),
+        (size + 1, 2, 0),
+        ((1 << 18) - 1, (1 << 18) // size, 0),
+        (1 << 18, 0, 1),
+    ):
+        reader = norm_readers.TorchReader([torch.zeros(numel, dtype=dtype)], 2.0)
+        assert len(reader._small.get(dtype, [])) == pieces
+        assert len(reader._tables) == tables
+
+
+def test_rows_are_as_long_as_divides_them_or_else_a_thousand() -> None:
+    lengths = {1024 * 7: 1024, 1000 * 1031: 1000, 513 * 1031: 513, 512 * 1031: 1024, 1_000_003: 1024}
+    assert {numel: norm_readers._row_length(numel) for numel in lengths} == lengths
+
+
+def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
+    """What the Triton kernel does."""
+    for at, (start, stop, _) in enumerate(table.tolist()):
+        out[at] = data[start * UNIT : stop * UNIT].double().square().sum()
+
+
+def add_ranges(values: Tensor, ranges: Tensor) -> Tensor:
+    sums = torch.stack([values[first:last].sum() for first, last in ranges.tolist()])
+    return torch.stack([sums, (~sums.isfinite()).double()])
+
+
+def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two buffers in turn, one of several chunks, an empty one; the kernels are written in Python."""
+    fake = SimpleNamespace(square_sums=square_sums, add_ranges=add_ranges)
+    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.norm_kernels", fake)
+    monkeypatch.setattr(kernels, "norm_kernels", fake, raising=False)
+    one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
+    rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]
+    reader = norm_readers.KernelReader(rows)
+    for factor in (1.0, 2.0):
+        one *= factor
+        other *= factor
+        values, marks = reader()
+        torch.testing.assert_close(values, torch.stack([row.double().square().sum() for row in rows]))
+        assert marks.tolist() == [0.0] * 6
+    assert [len(table) for table, _ in reader._launches] == [5, 2]  # a launch for each buffer
+    other[90] = math.inf
+    assert reader()[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert norm_readers.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("triton", [True, False])
+def test_kernels_need_a_gpu_and_triton(cuda: bool, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(norm_readers.importlib.util, "find_spec", lambda name: name if triton else None)
+    assert norm_readers.kernels_available() is (cuda and triton)
+
+
+def test_a_world_of_one_has_nothing_to_join() -> None:
+    with launch({}, context=ParallelContext(), verbose=False), collectives() as called:
+        assert dist.is_initialized()
+        assert measured([GradientBlock(torch.ones(4))]).total().item() == 2.0
+    assert called == []
+
+
 @pytest.mark.parametrize(
     ("change", "suits"),
     [
@@ -255,8 +340,5 @@ def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
             element_size=lambda: dtype.itemsize,
         )
 
-    rows = [
-        row(is_cuda=change.get("is_cuda", True)),
-        row(**{k: v for k, v in change.items() if k not in ("p", "kernels")}),
-    ]
+    rows = [row(), row(**{k: v for k, v in change.items() if k not in ("p", "kernels")})]
     assert norm_readers.suits_kernel(rows, change.get("p", 2.0)) is suits

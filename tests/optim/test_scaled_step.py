@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from colonnade.optim.scaled_step import ScaledStep, scale_all
+from colonnade.optim.scaled_step import ScaledStep, _give_momentum, scale_all
 from tests.optim.watch import Operations
 
 FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {
@@ -56,6 +56,8 @@ def test_a_parameter_that_has_no_slot_gets_the_first_divisor() -> None:
         param.grad = torch.ones_like(param)
     ScaledStep(SGD(ours, lr=1.0), {ours[1]: 1}).step(torch.tensor([2.0, 4.0]))
     close(ours, [before[0] - 0.5, before[1] - 0.25])
+    ScaledStep(SGD(ours, lr=1.0), {ours[1]: 2}).step(torch.tensor([2.0]))  # one for all
+    close(ours, [before[0] - 0.75, before[1] - 0.375])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -124,8 +126,9 @@ def test_attributes_are_gone_afterwards_also_after_an_error() -> None:
     assert not hasattr(optimizer, "found_inf")
 
 
-def test_fp64_keeps_its_digits() -> None:
-    theirs, ours = params(torch.float64), params(torch.float64)
+@pytest.mark.parametrize("beside", [torch.float64, torch.float32])
+def test_fp64_keeps_its_digits(beside: torch.dtype) -> None:
+    theirs, ours = ([params(torch.float64)[0], params(beside)[1]] for _ in range(2))
     plain, scaled = SGD(theirs, lr=1.0, fused=True), ScaledStep(SGD(ours, lr=1.0, fused=True))
     give_grads(theirs, 0)
     give_grads(ours, 0)
@@ -134,7 +137,8 @@ def test_fp64_keeps_its_digits() -> None:
         param.grad.div_(1.1)
     plain.step()
     scaled.step(torch.tensor([1.1], dtype=torch.float64), KEEP)
-    close(ours, theirs, 1e-15)
+    close(ours[:1], theirs[:1], 1e-15)
+    close(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["fused adamw", "plain sgd"])
@@ -158,6 +162,9 @@ def test_who_decides_on_the_host() -> None:
         takes_scale = name != "adagrad" or getattr(made, "_step_supports_amp_scaling", False)
         assert ScaledStep(made).waits_for_device is not takes_scale
     assert all(ScaledStep(make(params())).waits_for_device for make in PLAIN.values())
+    one, other = params()
+    damped = SGD([{"params": [one]}, {"params": [other], "dampening": 0.5}], lr=0.1, momentum=0.9, fused=True)
+    assert ScaledStep(damped).waits_for_device
     for make, found_inf, reads in ((FUSED["adamw"], KEEP, 0), (PLAIN["sgd"], None, 0), (PLAIN["sgd"], KEEP, 1)):
         ours = params()
         scaled = ScaledStep(make(ours))
@@ -189,6 +196,19 @@ def test_an_optimizer_that_takes_no_scale_steps_on_divided_gradients_and_is_drop
     close([t.detach() for t in tensors], before)
     step.step(torch.tensor(4.0), KEEP)
     close([t.detach() for t in tensors], [b - g / 4 for b, g in zip(before, grads, strict=True)])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_starts_as_zeros_where_it_is_wanted_and_there_is_a_gradient(momentum: float) -> None:
+    one, other = params()
+    one.grad = torch.ones_like(one)
+    optimizer = SGD([one, other], lr=0.1, momentum=momentum, fused=True)
+    _give_momentum(optimizer)
+    assert [*optimizer.state] == ([one] if momentum else [])
+    assert not momentum or torch.equal(optimizer.state[one]["momentum_buffer"], torch.zeros_like(one))
+    optimizer.state[one]["momentum_buffer"] = kept = torch.ones_like(one)
+    _give_momentum(optimizer)
+    assert optimizer.state[one]["momentum_buffer"] is kept
 
 
 def test_one_group_that_is_not_fused_makes_the_whole_step_divided_beforehand() -> None:

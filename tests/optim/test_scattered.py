@@ -15,8 +15,11 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build, stepper
 from colonnade.engine.build import initialize
-from colonnade.optim import flat_runs, flat_state, flat_step, kernels
+from colonnade.optim import flat_runs, flat_state, flat_step, kernels, scattered
 from colonnade.optim.blocks import UNIT
+from colonnade.optim.flat_runs import Fragment
+from colonnade.optim.flat_state import FlatBucket
+from colonnade.parallel.flat import FlatLayout
 
 
 def sgd(
@@ -42,6 +45,115 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat_state, "pinned", lambda numbers: numbers)
     for module in (build, stepper):
         monkeypatch.setattr(module, "can_scatter", lambda parameter: True)
+
+
+def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of at most a chunk with the places of their counts, and the options of the group, for both kinds of memory."""
+    given: list[tuple[Any, ...]] = []
+    fake = SimpleNamespace(adam=lambda *all: given.append(all), sgd=lambda *all: given.append(all))
+    monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
+    monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
+    members: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in ((1200,), (5,), (40,))]
+    layout, steps = FlatLayout(members), torch.zeros(9)
+    fragments = [Fragment(0, 1216, 7), Fragment(1216, 1264, 4)]
+    numbers = (torch.ones(1), torch.zeros(()))
+    adam = {
+        "lr": torch.tensor(0.5),
+        "betas": (0.9, 0.99),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    }
+    sgd = {"lr": 0.25, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.2, "nesterov": False}
+    for gradient in (layout.allocate(), flat_state.ScatteredGradient(layout)):
+        state = flat_state.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
+        run = flat_runs.KernelRun(state, steps, fragments)
+        given.clear()
+        run.adam(adam, *numbers)
+        run.sgd(sgd, *numbers)
+        run.sgd({**sgd, "momentum": 0.9}, *numbers)
+        flat = isinstance(gradient, Tensor)
+        first, tables = gradient if flat else gradient.like, [one[2] for one in given]
+        owners = [] if flat else given[0][1][2].tolist()
+        # In units of 8 elements: the first 1200, or 1216, are two chunks.
+        cuts = [(0, 128, 7), (128, 152, 7), (152, 158, 4)]
+        pieces = [*map(list, cuts if flat else [cuts[0], (128, 150, 7), (150, 152, 7), cuts[2]])]
+        assert all(table.tolist() == pieces for table in tables)
+        assert owners == ([] if flat else [0, 0, 1, 2])
+        for (buffers, where, _, control, *_), moments in zip(given, MOMENTS, strict=True):
+            kept = [state.moments.get(name, state.params) for name in moments]
+            assert [id(one) for one in buffers] == [id(one) for one in (state.params, first, *kept)]
+            assert (where is None) is flat
+            assert [id(one) for one in control] == [id(one) for one in (steps, *numbers)]
+            assert flat or [id(one) for one in where[:2]] == [id(gradient.addresses), id(gradient.limits)]
+        assert [one[4:] for one in given] == [
+            (0.5, (0.9, 0.99), 1e-8, 0.1, True),
+            (0.25, 0.0, 0.5, 0.2, False),
+            (0.25, 0.9, 0.5, 0.2, False),
+        ]
+        assert type(given[0][4]) is float  # of the host: by value
+
+
+MOMENTS = (("exp_avg", "exp_avg_sq"), ("none",), ("momentum_buffer",))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "dtype", "triton", "kernel"),
+    [
+        (True, torch.float32, True, True),
+        (True, torch.float16, True, True),
+        (False, torch.float32, True, False),
+        (True, torch.float64, True, False),
+        (True, torch.float32, False, False),
+    ],
+)
+def test_who_is_stepped_and_read_by_kernels(cuda, dtype, triton, kernel, monkeypatch):
+    for module in (flat_runs, scattered):
+        monkeypatch.setattr(module, "kernels_available", lambda: triton)
+    monkeypatch.setattr(flat_runs, "KernelRun", lambda *given: given)
+    monkeypatch.setattr(flat_runs, "TorchRun", lambda *given: None)
+    fake: Any = SimpleNamespace(is_cuda=cuda, dtype=dtype)
+    state: Any = SimpleNamespace(params=fake)
+    assert (flat_runs.prepare(state, fake, []) is not None) is kernel
+    assert scattered.can_scatter(fake) is kernel
+
+
+def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(monkeypatch):
+    monkeypatch.setattr(flat_state, "pinned", lambda numbers: numbers)
+    members = [nn.Parameter(torch.zeros(4, 8)) for _ in range(6)]
+    held: Any = [SimpleNamespace(tensor=one, holding=SimpleNamespace(count=2, index=1)) for one in members]
+    bucket = scattered.ScatteredBucket(held, [0, 0, 1, 1, 2, 2], False)
+    room = torch.ones(200)
+    members[0].grad = room[:32].view(4, 8)
+    members[1].grad = room[33:65].view(4, 8)  # not aligned
+    members[2].grad = room[80:112].view(8, 4).t()  # in another order
+    members[3].grad = torch.ones(4, 8).to_sparse()
+    members[4].grad = torch.ones(4, 8)
+    members[4].grad.data = torch.ones(4, 8, dtype=torch.bfloat16)
+    assert bucket.absent() == [3, 4, 5]
+    assert members[0].grad.data_ptr() == room.data_ptr()
+    pointers = [one.grad.data_ptr() for one in members[:3]]
+    assert not any(pointer % 16 for pointer in pointers)
+    assert members[2].grad.stride() == (8, 1)
+    assert all(bool((one.grad == 1).all()) for one in members[:3])
+    starts = [4 * span.start for span in bucket._layout.spans[:3]]
+    found = [pointer - start for pointer, start in zip(pointers, starts, strict=True)]
+    assert bucket.flat().grad.addresses.tolist() == [*found, 0, 0, 0]  # type: ignore[union-attr]
+    blocks = bucket.blocks([1, 3, 4])
+    assert [(one.count, one.index, one.slot) for one in blocks] == [(2, 1, 0), (2, 1, 1)]
+    whole = scattered.ScatteredBucket(held, [0] * 6, True).blocks([3, 4])
+    assert [(one.count, one.index) for one in whole] == [(1, 0)] * 3
+
+
+def test_scattered_buckets_are_of_one_kind_and_none_is_large(monkeypatch):
+    monkeypatch.setattr(scattered, "JOINED", 10)
+    kinds = [torch.float32, torch.float32, torch.float64, *[torch.float32] * 4]
+    sizes = zip([4, 6, 3, 1, 2, 20, 1], kinds, strict=True)
+    held: Any = [SimpleNamespace(tensor=nn.Parameter(torch.zeros(n, dtype=kind))) for n, kind in sizes]
+    found, expected = scattered.scattered_buckets(held, range(7), True), [[0, 1], [3, 4], [5], [6], [2]]
+    assert [one.slots for one in found] == expected
+    assert [[id(entry) for entry in one.entries] for one in found] == [[id(held[at]) for at in one] for one in expected]
+    assert scattered.scattered_buckets([], [], True) == []
 
 
 class Model(nn.Module):

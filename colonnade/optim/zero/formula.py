@@ -51,7 +51,7 @@ def shard_dim(shape: Sequence[int], ranks: int) -> int:
 
     FSDP2 takes on every rank the memory that the first rank needs: of [3, hidden, hidden] a third, on however many ranks.
     """
-    if shape[0] % ranks == 0 or shape[0] >= 16 * ranks:
+    if shape[0] % ranks == 0 or shape[0] // ranks >= 16:
         return 0
     return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 

@@ -6,8 +6,10 @@ over their expert-data twin and are divided by all who sent tokens, and norm, le
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -45,6 +47,12 @@ class ShardModes:
 
     modes: tuple[ParallelMode, ...]
     divisor: int
+
+    @property
+    def cut(self) -> ParallelMode:
+        """The mode over which it is sharded."""
+        *_, last = self.modes
+        return last
 
 
 class Sharding:
@@ -188,6 +196,7 @@ class _Units:
             return
         offload = self._settings.offload and self.context.device.type != "cpu"
         mesh = self._mesh(shard_modes.modes)
+        *_, shards = mesh.shape
         gathered_in = self._gather_dtype(mine.values())
         reduced_in = self._settings.reduce_dtype or (None if gathered_in is None else torch.float32)
         for parameter in mine.values():
@@ -196,7 +205,7 @@ class _Units:
         fully_shard(
             module,
             mesh=mesh,
-            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, mesh.size(-1))),
+            shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if reshard else False,
             # Autocast casts inputs, where it pays.
@@ -205,7 +214,7 @@ class _Units:
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
-        if shard_modes.divisor != len(mesh.mesh.flatten()):
+        if shard_modes.divisor != mesh.size():
             sharded: Any = module
             sharded.set_gradient_divide_factor(shard_modes.divisor)
             # Only NCCL multiplies while it sums, as FSDP2 has it in fp32 and bf16.
@@ -214,7 +223,7 @@ class _Units:
     def _gather_dtype(self, mine: Iterable[nn.Parameter]) -> torch.dtype | None:
         """What these are gathered in, if not in what the optimizer steps on; with master weights that is fp32."""
         trained = [parameter for parameter in mine if parameter.requires_grad]
-        dtype = trained[0].dtype if trained else None
+        dtype = next((parameter.dtype for parameter in trained), None)
         if dtype in HALVES and self._settings.master_weights:
             make_fp32(trained)
             return dtype
@@ -316,22 +325,19 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
     over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
     if not over_data:
         return None
-    both = [*over_axis, over_data[0]]
-    divisor = 1
-    for factor in both:
-        divisor *= factor.divisor
-    return ShardModes(tuple(factor.mode for factor in both), divisor)
+    both = [*over_axis, *over_data]
+    return ShardModes(tuple(factor.mode for factor in both), prod(factor.divisor for factor in both))
 
 
 def _most(shard_modes: Mapping[int, ShardModes | None], root: nn.Module) -> ShardModes | None:
     """How most elements are sharded: so is the root."""
-    counts: dict[ShardModes | None, int] = {}
+    counts: Counter[ShardModes] = Counter()
     for parameter in root.parameters():
-        if shard_modes.get(id(parameter)) is not None:
-            key = shard_modes[id(parameter)]
-            counts[key] = counts.get(key, 0) + parameter.numel()
-    dense = [key for key in counts if key is not None and key.modes[-1] is ParallelMode.DATA]
-    return dense[0] if dense else max(counts, key=lambda key: counts[key], default=None)
+        key = shard_modes.get(id(parameter))
+        if key is not None:
+            counts[key] += parameter.numel()
+    most = [key for key, _ in counts.most_common()]
+    return next((key for key in most if key.cut is ParallelMode.DATA), next(iter(most), None))
 
 
 def _separate(
@@ -358,7 +364,7 @@ def _prefetch(units: Sequence[Any], ahead: int) -> None:
 def _keep_placement(old: nn.Parameter, new: Tensor, shard_modes: ShardModes | None) -> None:
     """Carry the placement on other modes over; over data the gradient is final, also where a twin stands for it."""
     modes: dict[ParallelMode, Spec] = dict(placement_of(old).modes)
-    if shard_modes is not None and shard_modes.modes[-1] is not ParallelMode.DATA:
+    if shard_modes is not None and shard_modes.cut is not ParallelMode.DATA:
         modes[ParallelMode.DATA] = Replicate(owes="nothing")
     if modes:
         place(old, modes, placement_of(old).shape)
@@ -374,7 +380,7 @@ def _check_alike(mine: Mapping[str, nn.Parameter], shard_modes: Mapping[int, Sha
         if parameter.requires_grad:
             dtypes.setdefault(parameter.dtype, name)
     if len(kinds) > 1:
-        shown = "; ".join(f"{name} over {key.modes[-1].name} / {key.divisor}" for key, name in kinds.items() if key)
+        shown = "; ".join(f"{name} over {key.cut.name} / {key.divisor}" for key, name in kinds.items() if key)
         raise PlacementError(
             f"zero stage 3 gathers a module's parameters together, but these are sharded differently: {shown}. Put the "
             f"experts into a module of their own."

@@ -63,9 +63,9 @@ class RunOrder:
         self._gather = gloo_beside(group)
         self._plan: list[_Planned] = []
         self._seen: list[_Planned] = []
-        self._at = 0
+        self._at: int  # the place in the plan, once there is one
         self._careful = True
-        self._missed = 0
+        self._missed: int  # how often in a row, from the first plan on
         self._steps = 0
         self._stepped = self._said_step = False
         self._pending: tuple[Tensor, Any] | None = None
@@ -359,9 +359,9 @@ class ForwardGuard:
     def _leave_always(self, *_: Any) -> None:
         if not self._running:
             return
-        self._running = False
-        error: Any = sys.exc_info()[1]
-        if "DTensor" in str(error) and hasattr(error, "add_note"):
+        error: Any
+        _, error, _ = sys.exc_info()
+        if "DTensor" in str(error):
             error.add_note(
                 "zero stage 3: a DTensor in a forward pass is a weight that is used outside the module that holds it, "
                 "where it is not gathered. Name in zero.wrap modules that hold all they use, or use zero stage 2."
@@ -375,7 +375,8 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
         return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    name, specs = type(optimizer).__name__, [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+    *replicas, shards = mesh.shape
+    name, specs = type(optimizer).__name__, [*(Replicate() for _ in replicas), Shard(0)]
 
     def cut(tensor: Tensor) -> list[Any]:
         return [distribute_tensor(tensor.clone(), mesh, specs, src_data_rank=None)]  # all have the same
@@ -383,8 +384,9 @@ def check_optimizer(optimizer: Any, mesh: Any) -> None:
     try:
         apart = []
         for first, *_ in kinds_of_groups(optimizer):
-            whole, (shards,) = two_steps(optimizer, first, (2 * mesh.size(-1), 4), cut, mesh.device_type)
-            apart.append((shards.to_local() - cut(whole)[0].to_local()).abs().max().item())
+            whole, (stepped,) = two_steps(optimizer, first, (2 * shards, 4), cut, mesh.device_type)
+            (truth,) = cut(whole)
+            apart.append((stepped.to_local() - truth.to_local()).abs().max().item())
     except Exception as error:
         raise GradientError(
             f"{name} could not step on a shard of a matrix, as zero stage 3 has it: {error}. Use AdamW, SGD or another "

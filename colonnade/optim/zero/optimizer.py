@@ -130,7 +130,9 @@ class ZeroOptimizer(Optimizer):
             buckets.append(ShardedBucket(one, entries, [slot_of(entry) for entry in entries]))
         loose = [entry for entry in held if not self.shards(entry.tensor)]
         flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
-        self._bucket_step = BucketStep(self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat, self._model)
+        self._bucket_step = BucketStep(
+            self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat, self._model, False
+        )
         return self._bucket_step
 
     def shards(self, parameter: Tensor) -> bool:
@@ -215,8 +217,7 @@ class ZeroOptimizer(Optimizer):
         for group in self.param_groups:
             first = number
             for parameter in group["params"]:
-                whole = self._state.whole(parameter)
-                if whole:
+                if self.shards(parameter) and (whole := self._state.whole(parameter)):
                     state[number] = whole
                 number += 1
             options = {key: value for key, value in group.items() if key != "params"}

@@ -38,13 +38,14 @@ class ShardedState:
         return FlatShard(part.start, part.stop, self._values[id(parameter)].group.ranks, self._kept(part))
 
     def whole(self, parameter: Tensor) -> dict[str, Any]:
-        """Everything kept for a parameter, as if it were not sharded. Collective over its group."""
-        if not self.knows(parameter):
-            return {}
+        """Everything kept for a sharded parameter, as if it were not sharded. Collective over its group."""
         part = self._parts.get(id(parameter))
-        kept = self._kept(part) if part is not None else {}
-        notes = {name: _kind(value, part) for name, value in kept.items()}
-        told: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
+        notes: dict[str, list[Any]] = {}
+        told: dict[str, list[Any]] = {}
+        if part is not None:
+            kept = self._kept(part)
+            notes = {name: _kind(value, part) for name, value in kept.items()}
         for note in self._values[id(parameter)].group.gather_objects(notes):
             told.update(note)
         return {name: self._gathered(parameter, kept.get(name), kind) for name, kind in told.items()}
@@ -102,10 +103,10 @@ class ShardedState:
         return view_like(whole, like.detach())
 
 
-def _kind(value: Any, part: Part | None) -> list[Any]:
+def _kind(value: Any, part: Part) -> list[Any]:
     """["like", dtype] for a tensor with an element per element; ["value", ...] for one value of all."""
     if isinstance(value, Tensor):
-        if part is not None and value.shape == part.value.shape and value.dim() == 1:
+        if value.shape == part.value.shape:
             return ["like", _name(value.dtype)]
         if value.numel() != 1:
             raise CheckpointError(f"state of shape {tuple(value.shape)} belongs neither to elements nor to a parameter")
@@ -121,7 +122,7 @@ def _decoded(kind: Sequence[Any]) -> Any:
 
 def _fitting(value: Any, part: Part, name: str) -> Any:
     """What was loaded, cut to the part if it is for the whole parameter."""
-    if isinstance(value, Tensor) and name != "step" and value.dim() == 1 and value.numel() == part.stop - part.start:
+    if isinstance(value, Tensor) and name != "step" and value.shape == part.value.shape:
         return value
     return cut(value, part, name)
 

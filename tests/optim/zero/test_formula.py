@@ -154,6 +154,8 @@ def test_bytes_moved_per_step(ranks, passes):
         ((3, 7, 64), 4, 2),
         ((50257, 64), 8, 0),
         ((3, 5), 2, 0),
+        ((61, 8), 4, 1),  # below 16 rows each
+        ((65, 8), 4, 0),
     ],
 )
 def test_short_dimensions_are_not_sharded_where_another_can_be(shape, ranks, dim):

@@ -15,7 +15,7 @@ from colonnade.errors import GradientError
 from colonnade.optim.zero import fsdp_checks
 from colonnade.optim.zero.fsdp_checks import STEP, Event, RunOrder
 
-A, B = Event("gathers a"), Event("gathers b")
+A, B, C = Event("gathers a"), Event("gathers b"), Event("gathers c")
 
 
 class Other:
@@ -31,11 +31,12 @@ class Other:
             text = json.dumps(self.text).encode()
             row = torch.zeros_like(mine[0])
             row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            everyone.copy_(torch.stack([mine[0], row]))
+            come = torch.stack([mine[0], row])
         else:
             self.sent.append(mine[0].tolist())
-            everyone.copy_(torch.tensor([self.sent[-1], self.differ(self.sent[-1])]))
-        return SimpleNamespace(wait=lambda: None)
+            come = torch.tensor([self.sent[-1], self.differ(self.sent[-1])])
+        everyone.zero_()  # until somebody waits for it
+        return SimpleNamespace(wait=lambda: everyone.copy_(come))
 
 
 @pytest.fixture
@@ -99,6 +100,19 @@ def test_an_evaluation_between_two_steps_is_no_plan(other):
         assert other.sent == [[0, 0, 1]]
 
 
+def test_a_step_in_the_middle_of_the_plan_frees_those_who_keep_to_it(other, monkeypatch):
+    order, replayed, waited = order_of(), [], []
+    run(order, A, B, replayed=replayed)
+    order.step()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waited.append(1))
+    other.sent.clear()
+    run(order, A)
+    order.step()
+    assert other.sent == [[2, STEP.code, 1]]
+    assert (replayed, waited) == ([B], [1])
+
+
 def test_a_whole_step_without_a_step_was_dropped(other):
     order = order_of()
     run(order, A, B)
@@ -108,6 +122,44 @@ def test_a_whole_step_without_a_step_was_dropped(other):
     run(order, A, B)
     order.step()
     assert other.sent == [[0, 0, 1], [0, 0, 0]]
+    other.differ = lambda row: [row[0], row[1], 1 - row[2]]
+    run(order, A, B)
+    with pytest.raises(GradientError, match="another number of optimizer steps has been taken"):
+        run(order, A)  # what was said at the end of the plan is read before it begins again
+
+
+def test_what_was_said_in_a_backward_pass_is_read_at_its_end(other):
+    order = order_of()
+    run(order, A)
+    order.step()
+    other.differ = lambda row: [row[0], row[1], 1 - row[2]]
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: run(order, A))
+    with pytest.raises(GradientError, match="another number of optimizer steps has been taken"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("followed", [0, 2])
+def test_once_is_no_plan_and_twice_in_a_row_is_one_however_long_the_plan_was_kept(other, followed):
+    order, plan = order_of(), [A, B]
+    run(order, *plan)
+    order.step()
+
+    def steps(events: list[Event], count: int, sent: int) -> None:
+        for _ in range(count):
+            other.sent.clear()
+            run(order, *events)
+            order.step()
+            assert len(other.sent) == sent
+
+    for new in ([A, A], [A, C], [A, B]):
+        steps(plan, followed, 1)
+        steps(new, 1, 2)  # leaves the plan, and compares each one after that
+        steps(plan, 1 + followed, 1)  # is still the plan
+        steps(new, 2, 2)
+        steps(new, 1, 1)
+        plan = new
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -131,6 +183,152 @@ def test_a_rank_that_follows_the_plan_is_named_by_what_comes_next_in_it(other):
     other.text = [None, "None", True]
     with pytest.raises(GradientError, match=r"rank 4 gathers b; rank 6 gathers a\."):
         run(order, B)
+
+
+@pytest.mark.parametrize(
+    ("plan", "mine", "theirs", "told"),
+    [
+        ([A, B], [], [1, "gathers c", True], r"rank 4 gathers d; rank 6 gathers a\."),  # the first place counts
+        ([A, B], [A], [0, "gathers c", True], r"rank 4 gathers a; rank 6 gathers c\."),
+        ([A, B], [A, A], [3, "gathers c", False], r"rank 4 gathers d; rank 6 steps the optimizer\."),  # after the plan
+        ([A, B], [A], [1, "gathers c", False], r"rank 4 gathers d, after a step; rank 6 gathers c, without a step\."),
+    ],
+)
+def test_the_first_place_where_ranks_part_is_told(other, plan, mine, theirs, told):
+    order = order_of()
+    run(order, *plan)
+    order.step()
+    run(order, *mine)
+    other.differ = lambda row: [row[0], row[1] + 1, row[2]]
+    other.text = theirs
+    with pytest.raises(GradientError, match=told):
+        run(order, Event("gathers d"))
+
+
+def test_codes_are_numbers_that_torch_can_hold_and_nearly_as_large():
+    lengths = [Event(f"gathers {at}").code.bit_length() for at in range(40)]
+    assert 48 < max(lengths) <= 56
+
+
+def test_a_collective_is_announced_and_can_be_repeated_with_zeros(monkeypatch):
+    did: list[Any] = []
+    order: Any = SimpleNamespace(issue=lambda event, replay: did.append((event, replay)))
+
+    def noted(name: str) -> Any:
+        def run(output: Tensor, given: Tensor, **more: Any) -> str:
+            did.append((name, output.shape, output.dtype, given.tolist(), more))
+            return f"work of {name}"
+
+        return run
+
+    monkeypatch.setattr(fsdp_checks, "all_gather_flat", noted("gather"))
+    monkeypatch.setattr(fsdp_checks, "reduce_scatter_flat", noted("reduce"))
+    monkeypatch.setattr(fsdp_checks.dist, "all_reduce", lambda part, **more: did.append(("sum", part.shape, more)))
+    small, large = torch.ones(2).double(), torch.ones(4).double()
+    shapes = small.shape, large.shape
+    gather = fsdp_checks.WatchedGather(order, "a")
+    assert gather(large, small, "group", async_op=True) == "work of gather"  # type: ignore[arg-type]
+    (event, replay), real = did
+    assert event == A
+    assert real == ("gather", shapes[1], small.dtype, [1.0, 1.0], {"group": "group", "async_op": True})
+    did.clear()
+    replay()
+    assert did == [("gather", shapes[1], small.dtype, [0.0, 0.0], {"group": "group"})]
+    assert gather.allocate((2, 3), dtype=torch.float64, device=torch.device("cpu")).shape == (2, 3)
+    average, total = fsdp_checks.dist.ReduceOp.AVG, fsdp_checks.dist.ReduceOp.SUM
+    for op, replicas in ((average, None), (average, "others"), (total, "others"), ("scaled", "others")):
+        did.clear()
+        reduce = fsdp_checks.WatchedReduce(order, lambda: B, replicas)  # type: ignore[arg-type]
+        assert reduce(small, large, "group", op) == "work of reduce"  # type: ignore[arg-type]
+        (event, replay), real = did
+        assert event == B
+        assert real == ("reduce", shapes[0], small.dtype, [1.0] * 4, {"group": "group", "op": op, "async_op": False})
+        did.clear()
+        replay()
+        sums = [("sum", shapes[0], {"group": "others", "op": average if op is average else total})]
+        assert did == [
+            ("reduce", shapes[0], small.dtype, [0.0] * 4, {"group": "group", "op": op}),
+            *(sums if replicas else []),
+        ]
+
+
+class Root(torch.nn.Linear):
+    """As FSDP2's modules, which say what they gather and give back."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.did: list[str] = []
+        self.fails = ""
+
+    def unshard(self) -> None:
+        self.did.append("inference" if torch.is_inference_mode_enabled() else "gather")
+
+    def reshard(self) -> None:
+        self.did.append("give back")
+
+    def reset_iter_state(self) -> None:
+        self.did.append("forget")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.did.append("run")
+        if self.fails:
+            raise RuntimeError(self.fails)
+        return super().forward(x)
+
+
+def test_nothing_stays_gathered_that_no_backward_pass_gives_back():
+    root, x = Root(), torch.ones(1, 2)
+    guard = fsdp_checks.ForwardGuard(root, [root])
+    guard.give_back()
+    assert root.did == []  # nothing has run
+    with torch.inference_mode():
+        root(x)
+        root(x)
+    assert root.did == ["gather", "give back", *["run", "forget", "give back"] * 2]
+    root.did.clear()
+    root(x)
+    assert root.did == ["run"]  # a backward pass may follow
+    with torch.no_grad():
+        root(x)
+    guard.give_back()
+    assert root.did == ["run", "run", *["forget", "give back"] * 2]
+    for fails, notes in (("a mistake", 0), ("got a DTensor", 1)):
+        root.did.clear()
+        root.fails = fails
+        with pytest.raises(RuntimeError) as error:
+            root(x)
+        assert root.did == ["run", "forget", "give back"]
+        assert len(getattr(error.value, "__notes__", [])) == notes
+    root.fails = ""
+    root.did.clear()
+    root(x)
+    assert root.did == ["run"]
+    fresh = Root()
+    fsdp_checks.ForwardGuard(fresh, [fresh])
+    fresh(x)
+    assert fresh.did == ["run"]  # the first pass makes what it gathers into
+
+
+def test_an_optimizer_is_tried_on_two_rows_for_each_rank(monkeypatch):
+    tried: list[tuple[Any, ...]] = []
+
+    def distribute(tensor: Tensor, mesh: Any, specs: list[Any], src_data_rank: Any) -> Any:
+        tried.append((tuple(tensor.shape), [str(spec) for spec in specs], src_data_rank))
+        part: Any = tensor.clone()
+        part.to_local = lambda: part
+        return part
+
+    monkeypatch.setattr("torch.distributed.tensor.distribute_tensor", distribute)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    for shape, specs in (((3,), ["S(0)"]), ((5, 3), ["R", "S(0)"])):
+        tried.clear()
+        mesh: Any = SimpleNamespace(shape=shape, device_type="cpu")
+        fsdp_checks.check_optimizer(optimizer, mesh)
+        assert tried
+        assert all(one == ((6, 4), specs, None) for one in tried)
+    tried.clear()
+    fsdp_checks.check_optimizer(SimpleNamespace(), mesh)
+    assert tried == []
 
 
 def test_a_step_more_on_one_rank_is_told(other):

@@ -295,7 +295,11 @@ def _refusals() -> None:
     with launch({"zero": 1}, context=ParallelContext(), verbose=False) as gpc:
         model = nn.Linear(3, 3)
         model.bias.requires_grad_(False)
-        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), context=gpc)[0]
+        assert engine.optimizer.state_dict()["state"] == {}  # before the first step
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+        assert list(engine.optimizer.state_dict()["state"]) == [0]  # none of what is frozen
         model.bias.requires_grad_(True)
         engine.backward(engine(torch.ones(2, 3)).sum())
         with pytest.raises(ColonnadeError, match="'bias' was frozen"):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from colonnade.errors import CheckpointError
-from colonnade.optim.zero.inner import Part, cut
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.errors import CheckpointError, GradientError
+from colonnade.optim.zero import ZeroOptimizer
+from colonnade.optim.zero.inner import Part, cut, state_dtypes
 from colonnade.optim.zero.state import _decoded, _fitting, _kind
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
@@ -62,9 +68,109 @@ def test_kinds_of_state():
         found = _decoded(_kind(value, PART))
         assert found == value
         assert not isinstance(value, torch.Tensor) or (found.dtype, found.shape) == (value.dtype, value.shape)
-    for part in (PART, None):
-        with pytest.raises(CheckpointError) as error:
-            _kind(torch.zeros(2), part)
-        assert str(error.value).startswith("state of shape (2,) belongs neither to elements nor to a parameter")
-    with pytest.raises(CheckpointError):
-        _kind(torch.zeros(3), None)
+    with pytest.raises(CheckpointError, match=r"^state of shape \(2,\) belongs neither to elements nor to a parameter"):
+        _kind(torch.zeros(2), PART)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    [
+        (lambda p: torch.optim.AdamW(p, foreach=True), (torch.bfloat16, torch.bfloat16)),
+        (lambda p: torch.optim.SGD(p, lr=0.1), ()),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), (torch.bfloat16,)),
+        (torch.optim.LBFGS, ()),  # cannot be tried without a closure
+    ],
+)
+def test_the_dtypes_of_what_is_kept_of_each_element(make, dtypes):
+    assert state_dtypes(make([WHOLE]), torch.bfloat16) == dtypes
+
+
+# -- a sharded optimizer on the one rank there is -------------------------------------------------------------
+
+
+def layers(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    first, second, *rest = model.parameters()
+    return [{"params": [first, rest[1]], "lr": 0.05}, {"params": [second, rest[0]], "weight_decay": 0.0}]
+
+
+def passed(model: nn.Module, step: int, without: bool = False) -> Tensor:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+    return (model[1](model[0](x)) if without else model(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
+    config = {"zero": {"stage": stage, "bucket_mb": 0.0001}, "clip_grad_norm": 0.5}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        plain, masters = layers(dtype), dtype is torch.bfloat16
+        if masters:
+            plain.float()
+        truth = torch.optim.AdamW(groups(plain), lr=0.1)
+        model = layers(dtype)
+        engine = initialize(model, torch.optim.AdamW(groups(model), lr=0.1), context=gpc)[0]
+        optimizer = engine.optimizer
+        assert isinstance(optimizer, ZeroOptimizer)
+        assert bool(optimizer.masters) is masters
+        assert optimizer.numel == 4 * 3 + 4 + 2 * 4
+        for step in range(3):
+            engine.zero_grad()
+            truth.zero_grad()
+            engine.backward(passed(engine.model, step, step == 1))
+            engine._reduce()
+            slices = {id(p): (start, stop, grad) for p, start, stop, grad in optimizer.gradient_slices()}
+            for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+                if not one.requires_grad:
+                    assert not optimizer.shards(one)
+                    assert optimizer.flat_shard(one) is None
+                    continue
+                whole = optimizer.whole_gradient(one)
+                assert (whole is None) is (step == 1 and name == "2.weight"), name
+                start, stop, grad = slices[id(one)]
+                assert (start, stop) == (0, one.numel())
+                assert (grad is None) is (whole is None)
+                other.grad = None if whole is None else whole.to(other.dtype)
+                assert whole is None or (whole.shape == one.shape and torch.equal(grad, whole.flatten()))
+            engine._stepper.step()
+            engine._end_step()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            truth.step()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, other.to(dtype))
+        found, expected = optimizer.state_dict(), truth.state_dict()
+        assert list(found["state"]) == list(expected["state"]) == [0, 2, 3]
+        for number, state in expected["state"].items():
+            kept = dict(found["state"][number])
+            master = kept.pop("master", None) if masters else None
+            assert (master is not None) is masters
+            torch.testing.assert_close(kept, state)
+        assert [group["params"] for group in found["param_groups"]] == [[0, 1], [2, 3]]
+        assert [group["lr"] for group in found["param_groups"]] == [0.05, 0.1]
+        shard = optimizer.flat_shard(model[0].weight)
+        assert shard is not None
+        assert (shard.start, shard.stop) == (0, 12)
+        engine.close()
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        again = layers(dtype)
+        again.load_state_dict(model.state_dict())
+        engine = initialize(again, torch.optim.AdamW(groups(again), lr=0.7), context=gpc)[0]
+        engine.optimizer.load_state_dict(found)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.05, 0.1]
+        torch.testing.assert_close(engine.optimizer.state_dict(), found)
+        with pytest.raises(
+            GradientError, match=r"groups of \[1, 2\] parameters, but this optimizer has groups of \[2, 2\]"
+        ):
+            engine.optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}, {"params": [1, 2]}]})
+        for numbered in found["state"].values():
+            numbered.pop("master", None)
+        engine.optimizer.load_state_dict(found)  # masters are what the weights are
+        for mine in engine.optimizer.masters:
+            assert torch.equal(mine, mine.to(dtype).to(mine.dtype))
+        engine.close()

@@ -1,0 +1,259 @@
+"""How stage 3 chooses what is sharded over which ranks, and what it asks of FSDP2, in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.context import ParallelMode, build_layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ConfigError, PlacementError
+from colonnade.optim.zero import fsdp
+from colonnade.optim.zero.fsdp import (
+    Sharding,
+    ShardModes,
+    dtypes_of,
+    left_whole,
+    make_fp32,
+    replica_mode,
+    shard_modes_of,
+)
+from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.parallel.placement import Replicate, Shard, place, placement_of
+from tests.engine.gradient_handler.scenarios import MINE
+
+DATA, EXPERT_DATA = ParallelMode.DATA, ParallelMode.EXPERT_DATA
+AXIS = {"mine": {"size": 2, "mode": "scenario_mine"}}
+DENSE, SPARSE = ShardModes((DATA,), 4), ShardModes((EXPERT_DATA,), 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "axis", "mode", "expected"),
+    [
+        ({}, 1, None, None, None),
+        ({}, 2, None, None, ShardModes((DATA,), 2)),
+        ({"tensor": 2}, 2, None, None, None),  # one data rank: nothing to share with
+        ({"tensor": 2}, 4, None, None, ShardModes((DATA,), 2)),
+        ({"expert": 2}, 4, None, ParallelMode.EXPERT, ShardModes((EXPERT_DATA,), 4)),
+        ({"expert": 2}, 2, None, ParallelMode.EXPERT, None),
+        (AXIS, 4, MINE, None, ShardModes((MINE, DATA), 4)),
+        (AXIS, 4, None, None, ShardModes((DATA,), 2)),
+        (AXIS, 2, MINE, None, None),
+        ({"mine": {"size": 1, "mode": "scenario_mine"}}, 2, MINE, None, ShardModes((DATA,), 2)),
+    ],
+    ids=str,
+)
+def test_over_which_ranks_a_parameter_is_sharded(parallel, ranks, axis, mode, expected):
+    layout = build_layout({"parallel": parallel}, world_size=ranks)
+    parameter = nn.Parameter(torch.zeros(4))
+    if mode is not None:
+        place(parameter, {mode: Shard(0)})
+    assert shard_modes_of(parameter, layout, 0, axis) == expected
+    assert expected is None or expected.cut in (DATA, EXPERT_DATA)
+
+
+def test_shards_are_replicas_on_an_axis_beside_data_that_sees_distinct_data():
+    layout = build_layout({"parallel": {**AXIS, "tensor": 2}}, world_size=8)
+    assert replica_mode(layout, None) is None
+    assert replica_mode(layout, "mine") is MINE
+    for name in ("data", "tensor", "min"):
+        with pytest.raises(ConfigError, match=f"zero.replicate='{name}': no axis .* there are mine"):
+            replica_mode(layout, name)
+
+
+def test_the_root_is_sharded_over_data_or_else_as_most_elements_are():
+    root = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (3, 2, 4, 9, 1)])
+    small, _, large, left, scalar = root
+    other = ShardModes((MINE, DATA), 2)
+    modes: dict[int, ShardModes | None] = {id(p): SPARSE for p in root} | {id(left): None}
+    modes.pop(id(scalar))
+    assert fsdp._most(modes, root) is SPARSE
+    modes[id(small)] = other  # fewer elements, and a data mode last
+    assert fsdp._most(modes, root) is other
+    twin = ShardModes((ParallelMode.MOE_DATA,), 2)
+    modes[id(small)] = twin
+    assert fsdp._most(modes, root) is SPARSE
+    modes[id(large)] = twin
+    assert fsdp._most(modes, root) is twin
+    assert fsdp._most({id(left): None}, root) is None
+
+
+def test_the_largest_modules_that_are_sharded_otherwise_stand_apart():
+    experts, dense = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)
+    root = nn.Sequential(nn.Sequential(experts, dense), nn.Linear(1, 1))
+    modes: dict[int, ShardModes | None] = {id(p): DENSE for p in root.parameters()}
+    assert fsdp._separate(root, modes, DENSE) == []
+    modes |= {id(p): SPARSE for p in experts.parameters()}
+    modes[id(dense.bias)] = None
+    assert fsdp._separate(root, modes, DENSE) == [experts]
+    modes |= {id(p): SPARSE for p in root.parameters()}
+    assert fsdp._separate(root, modes, DENSE) == [root]
+    assert fsdp._separate(root, {id(p): None for p in root.parameters()}, DENSE) == []
+    assert fsdp._separate(root, {}, None) == []
+
+
+def test_a_group_of_shards_and_whole_parameters_is_stepped_on_one_by_one(monkeypatch):
+    shards, whole = [nn.Parameter(torch.zeros(1)) for _ in range(2)], nn.Parameter(torch.zeros(1))
+    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: any(one is p for p in shards))
+    groups = [{"params": shards}, {"params": [whole]}, {"params": [shards[0], whole]}, {"params": []}]
+    given: list[dict[str, Any]] = [{**group, "foreach": None, "lr": 1.0} for group in groups]
+    fsdp._step_kinds_apart(SimpleNamespace(param_groups=given))
+    assert [group["foreach"] for group in given] == [None, None, False, None]
+    assert all(set(group) == {"params", "foreach", "lr"} for group in given)
+
+
+def test_only_what_has_an_element_for_each_is_cut(monkeypatch):
+    old, new = nn.Parameter(torch.zeros(2, 3)), SimpleNamespace()
+    monkeypatch.setattr(fsdp, "is_dtensor", lambda one: one is new)
+    state = torch.zeros(2, 3)
+    for value, name, target in (
+        (3, "count", new),
+        (state, "step", new),
+        (torch.zeros(3), "row", new),
+        (state, "exp_avg", old),
+    ):
+        assert fsdp._cut(value, old, target, name) is value
+
+
+def test_parameters_that_are_gathered_together_are_alike():
+    one, other = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    frozen = nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)
+    modes: dict[int, ShardModes | None] = {id(p): DENSE for p in (one, other, frozen)}
+    fsdp._check_alike({"a": one, "b": other}, modes)
+    fsdp._check_alike({"a": one, "b": frozen}, modes)
+    with pytest.raises(PlacementError, match=r"a over DATA / 4; b over EXPERT_DATA / 4\."):
+        fsdp._check_alike({"a": one, "b": other}, {**modes, id(other): SPARSE})
+    other.data = other.data.double()
+    with pytest.raises(PlacementError, match=r"a is torch.float32; b is torch.float64\."):
+        fsdp._check_alike({"a": one, "b": other}, modes)
+
+
+def test_a_placement_on_other_modes_is_kept_and_data_is_final_where_a_twin_stands_for_it():
+    for modes, specs in (
+        (DENSE, {ParallelMode.TENSOR: Shard(0)}),
+        (None, {ParallelMode.TENSOR: Shard(0)}),
+        (ShardModes((MINE, DATA), 4), {ParallelMode.TENSOR: Shard(0)}),
+        (SPARSE, {ParallelMode.TENSOR: Shard(0), DATA: Replicate(owes="nothing")}),
+    ):
+        old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+        place(old, {ParallelMode.TENSOR: Shard(0)})
+        fsdp._keep_placement(old, new, modes)
+        assert dict(placement_of(new).modes) == specs
+    old, new = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    fsdp._keep_placement(old, new, DENSE)
+    assert dict(placement_of(new).modes) == {}
+
+
+def test_what_fsdp_cannot_shard_is_left_whole():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.bias = first.bias  # of two chunks
+    model = nn.ModuleList([first, second])
+    odd = {
+        "scalar": torch.tensor(1.0),
+        "empty": torch.zeros(0, 2),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "turned": torch.zeros(2, 3).t(),
+    }
+    for name, value in odd.items():
+        first.register_parameter(name, nn.Parameter(value))
+    first.rows, first.bags = nn.Embedding(2, 2, sparse=True), nn.EmbeddingBag(2, 2, sparse=True)
+    second.rows, second.bags = nn.Embedding(2, 2), nn.EmbeddingBag(2, 2)
+    names = {id(p): name for name, p in model.named_parameters()}
+    left = left_whole(model, [first, second])
+    assert {names[one] for one in left} == {"0.bias", "0.rows.weight", "0.bags.weight", *(f"0.{name}" for name in odd)}
+
+
+def test_a_parameter_is_shared_where_a_module_outside_has_it():
+    root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert not fsdp._shares(root[1], root, root[1].parameters())
+    root[2].bias = root[1][0].bias
+    assert fsdp._shares(root[1], root, root[1].parameters())
+    assert not fsdp._shares(root[0], root, root[0].parameters())
+
+
+def test_halves_become_fp32_with_their_gradients_and_stay_the_objects_they_are():
+    half, plain, double = (
+        nn.Parameter(torch.ones(2, dtype=kind)) for kind in (torch.bfloat16, torch.float16, torch.float64)
+    )
+    half.grad = torch.ones(2, dtype=torch.bfloat16)
+    make_fp32([half, plain, double])
+    assert [p.dtype for p in (half, plain, double)] == [torch.float32, torch.float32, torch.float64]
+    assert half.grad is not None
+    assert (half.grad.dtype, plain.grad) == (torch.float32, None)
+    assert dtypes_of(half) == (None, None)
+
+
+def test_an_optimizer_of_the_old_parameters_becomes_one_of_the_new():
+    old, other, new = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    optimizer = torch.optim.SGD([old, other], lr=0.1, momentum=0.9)
+    for parameter in (old, other):
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
+    kept = optimizer.state[other]
+    Sharding.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new), id(other)]
+    assert {id(p) for p in optimizer.state} == {id(new), id(other)}
+    assert optimizer.state[other] is kept
+    assert torch.equal(optimizer.state[new]["momentum_buffer"], torch.ones(2))
+
+
+def unit(
+    settings: ZeroSettings, divisor: int = 1, dtype: torch.dtype = torch.float32, keeps: bool = False
+) -> tuple[Any, Any]:
+    """A layer inside a root, sharded over the one rank there is: (FSDP2's state of the layer, of the root)."""
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(gpc.device, dtype)
+        root[0].keeps_gathered = keeps
+        modes = ShardModes((DATA,), divisor)
+        units = fsdp._Units(root, {id(p): modes for p in root.parameters()}, gpc, settings)
+        units.shard(root[0], root)
+        units.shard(root[0], root)  # once is enough
+        units.shard(root, root, modes)
+        assert list(units.done) == [root[0], root]
+        assert [names for _, names in units.done.values()] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+        assert len(units.meshes) == 1
+        return root[0]._get_fsdp_state(), root._get_fsdp_state()
+
+
+@pytest.mark.parametrize(("divisor", "is_set"), [(1, False), (4, True)])
+def test_another_divisor_than_the_number_of_ranks_is_told(divisor, is_set):
+    for state in unit(ZeroSettings(stage=3), divisor):
+        group = state._fsdp_param_group
+        assert group.gradient_divide_factor == (4 if is_set else None)
+        assert group.force_sum_reduction_for_comms is (is_set and not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize(
+    ("settings", "keeps", "given_back"),
+    [({}, False, True), ({"reshard": False}, False, False), ({}, True, False), ({"reshard": False}, True, False)],
+)
+def test_which_parameters_are_given_back_after_their_forward_pass(settings, keeps, given_back):
+    layer, _ = unit(ZeroSettings(stage=3, **settings), keeps=keeps)
+    assert layer._fsdp_param_group._reshard_after_forward is given_back
+    assert layer._mp_policy.cast_forward_inputs is False
+    assert type(layer._fsdp_param_group.offload_policy).__name__ == "OffloadPolicy"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "expected", "kept"),
+    [
+        (torch.float32, {}, (None, None), torch.float32),
+        (torch.float64, {}, (None, None), torch.float64),
+        (torch.bfloat16, {}, (torch.bfloat16, torch.float32), torch.float32),
+        (torch.bfloat16, {"master_weights": False}, (None, None), torch.bfloat16),
+        (torch.float32, {"gather_dtype": torch.bfloat16}, (torch.bfloat16, torch.float32), torch.float32),
+        (torch.float64, {"gather_dtype": torch.bfloat16}, (None, None), torch.float64),
+        (torch.float32, {"reduce_dtype": torch.bfloat16}, (None, torch.bfloat16), torch.float32),
+    ],
+    ids=str,
+)
+def test_what_is_gathered_and_reduced_in(dtype, settings, expected, kept):
+    layer, _ = unit(ZeroSettings(stage=3, **settings), dtype=dtype)
+    policy = layer._mp_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == expected
+    shards = [one.sharded_param for one in layer._fsdp_param_group.fsdp_params]
+    assert {shard.dtype for shard in shards} == {kept}
