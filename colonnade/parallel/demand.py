@@ -176,7 +176,8 @@ def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach
     if prod(_count(region) for _, region, _ in found) != _count(reach.whole):
         # The modes do not vary independently among the holders (an expert group across uneven cuts of data
         # and tensor, say): then it is one sum over all of them.
-        mode = _name(layout, placement, found[0][0], reach.whole, rank)
+        (first, *_), *_ = found
+        mode = _name(layout, placement, first, reach.whole, rank)
         found = [(mode, reach.whole, prod(divisor for _, _, divisor in found))]
     return tuple(
         (Owed(mode, _ranks(region, rank), divisor), region)
@@ -223,7 +224,7 @@ def _steps(layout: Layout, placement: Placement) -> list[_Step]:
         if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
             found.append(_Step(mode, 1, layout.groups(mode).digits))
     tied = placement.tied
-    if tied is not None and len(tied.stages) > 1:
+    if tied is not None:
         found.append(_Step(ParallelMode.PIPELINE, 1, (digits["pipeline"],), sorted(set(tied.stages))))
     return found
 
@@ -234,10 +235,8 @@ def _atoms(layout: Layout, placement: Placement, steps: list[_Step]) -> tuple[Di
     products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
     known = [product for product in products if product is not None]
     atoms = refine([axes.values(), *known], layout.world_size) if len(known) == len(products) else None
-    stages = axes.get("pipeline", (1, 1))
-    if atoms is None or (placement.tied is not None and stages[1] > 1 and stages not in atoms):
-        return None
-    return atoms
+    # The stages of a tie are values of one digit, which must not be cut.
+    return None if atoms and placement.tied is not None and axes["pipeline"] not in atoms else atoms
 
 
 def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
@@ -301,9 +300,9 @@ def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> 
 
 def _stages(layout: Layout, placement: Placement, rank: int) -> tuple[Digit, Sequence[int]]:
     """The pipeline's digit of a rank, and the stages that hold any part of the parameter: this one, or the tied ones."""
-    digit = layout.grid.digits.get("pipeline", (1, 1))
-    own, tied = rank // digit[0] % digit[1], placement.tied
-    if tied is None or digit[1] == 1:
+    digit = stride, size = layout.grid.digits["pipeline"]
+    own, tied = rank // stride % size, placement.tied
+    if tied is None:
         return digit, (own,)
     if own not in tied.stages:
         raise PlacementError(
@@ -323,9 +322,9 @@ def _check_modes(layout: Layout, placement: Placement) -> None:
                 code="C030",
             )
     tied = placement.tied
-    if tied is not None and max(tied.stages) >= layout.grid.sizes.get("pipeline", 1):
+    if tied is not None and max(tied.stages) >= layout.grid.sizes["pipeline"]:
         raise PlacementError(
             f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but the pipeline has stages "
-            f"0 to {layout.grid.sizes.get('pipeline', 1) - 1}",
+            f"0 to {layout.grid.sizes['pipeline'] - 1}",
             code="C030",
         )

@@ -78,6 +78,7 @@ def test_holders():
     [
         (Placement({M.PARALLEL_2D_ROW: Shard(0)}), "PARALLEL_2D_ROW, which has no groups here"),
         (Placement({M.PIPELINE: Tied((0, 5), "e")}), "the pipeline has stages 0 to 1"),
+        (Placement({M.PIPELINE: Tied((0, 2), "e")}), "the pipeline has stages 0 to 1"),
         (Placement({M.PIPELINE: Tied((1, 5), "e")}), "stages"),
     ],
 )

@@ -11,8 +11,10 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel import held
+from colonnade.parallel.checksum import words_of
+from colonnade.parallel.demand import Holding
 from colonnade.parallel.held import broadcast_shared, check_placements
-from colonnade.parallel.placement import Replicate, Shard, Tied, place
+from colonnade.parallel.placement import Placement, Replicate, Shard, Tied, place
 from colonnade.testing import run_world
 
 TENSOR, PIPELINE = ParallelMode.TENSOR, ParallelMode.PIPELINE
@@ -178,7 +180,20 @@ def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
 
 def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):
     monkeypatch.setattr(held, "_BROADCAST_BYTES", 16)
-    sizes = [1, 1, 1, 2, 1, 3, 1]
-    batches = list(held._batches([torch.zeros(size, dtype=torch.float64) for size in sizes]))
-    assert [[len(tensor) for tensor in batch] for batch in batches] == [[1, 1], [1], [2], [1], [3], [1]]
+    batches = list(held._batches([torch.zeros(size, dtype=torch.int8) for size in (8, 8, 1, 15, 1, 20, 3)]))
+    assert [[len(tensor) for tensor in batch] for batch in batches] == [[8, 8], [1, 15], [1], [20], [3]]
     assert list(held._batches([])) == []
+
+
+def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
+    tensors = [torch.tensor([-1]), torch.tensor([0.5, 2.0, -1.0, 7.0])]
+    bits = held._bits(tensors)
+    assert bits == [2**64 - 1, words_of(tensors[1]).sum().item() % 2**64]
+    entries = [held.Held(name, each, Placement(), Holding((0, 1), 0)) for name, each in zip("ab", tensors, strict=True)]
+    sums = {"a": "10", "b": "ff"}
+    assert held._shown(entries, sums) == {
+        "a": "[-1.0] ... (checksum 10)",
+        "b": "[0.5, 2.0, -1.0] ... (checksum ff)",
+    }
+    tied = Placement({PIPELINE: Tied((0, 1), "the tie")})
+    assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == ["w", "the tie"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colonnade.parallel.meta import counter
-from colonnade.parallel.meta.tape import Entry, Tape, covers_memory, memory_of
+from colonnade.parallel.meta.tape import Entry, Tape, covers_memory, is_expanded, memory_of
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FILLS = {
@@ -117,7 +117,7 @@ class Program:
 
     def copied(self, source: Tensor) -> Program | None:
         """That of a copy of `source`, all or some of the tensor's memory."""
-        if any(size > 1 and stride == 0 for size, stride in zip(source.size(), source.stride(), strict=True)):
+        if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory([source]):
             return self

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.errors import ScheduleError
+from colonnade.parallel.chain import has_hooks
 from colonnade.parallel.own_forward.calls import catch_calls
 from colonnade.parallel.own_forward.cuts import Part, parts_of, possible_cuts, why_no_cut
 from colonnade.parallel.own_forward.recorder import record
@@ -189,7 +190,7 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
             f"own stages.",
             code="C050",
         )
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+    if has_hooks(model):
         raise ScheduleError(
             f"{name} has hooks, which would see the parts of a pipeline stage; remove them, or hook its layers",
             code="C050",

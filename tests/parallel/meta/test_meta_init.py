@@ -11,8 +11,18 @@ from torch import Tensor, nn
 
 from colonnade.engine.materialise import read_recipes
 from colonnade.errors import PlacementError
-from colonnade.parallel.meta import counter, forget_start, give_source, keep_start, meta_init, source_of, start_of
+from colonnade.parallel.meta import (
+    _truncated_normal,
+    counter,
+    forget_start,
+    give_source,
+    keep_start,
+    meta_init,
+    source_of,
+    start_of,
+)
 from colonnade.parallel.meta.recipe import Recipe, recipes_of
+from colonnade.parallel.meta.tape import is_expanded
 
 
 def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
@@ -173,6 +183,26 @@ def test_what_is_computed_from_a_parameter_follows_its_values():
     assert torch.equal(of["pair"], of["pair_again"])
     torch.testing.assert_close(of["power"], 2 ** of["others"])
     assert torch.equal(of["whole"], of["whole"].trunc())
+
+
+def test_truncated_numbers_around_any_mean_are_those_of_torch():
+    torch.manual_seed(0)
+    found = _truncated_normal(torch.empty(40_000), 1.0, 0.5, 0.5, 3.0)
+    wanted = nn.init.trunc_normal_(torch.empty(40_000), 1.0, 0.5, 0.5, 3.0)
+    for measure in (torch.mean, torch.std, torch.amin, torch.median):
+        torch.testing.assert_close(measure(found), measure(wanted), rtol=0.01, atol=0.01)
+
+
+def test_elements_share_memory_where_a_stride_is_nothing():
+    memory = torch.zeros(8)
+    for size, stride, expected in (
+        ((2, 4), (0, 1), True),
+        ((4, 3), (1, 0), True),
+        ((1, 4), (0, 1), False),
+        ((2, 4), (4, 1), False),
+        ((), (), False),
+    ):
+        assert is_expanded(memory.as_strided(size, stride)) == expected
 
 
 def test_a_model_of_deep_copies_alone_starts():
