@@ -67,6 +67,7 @@ parallel.collectives.reduce_scatter: dim=0
 parallel.collectives.gather: dim=-1
 parallel.collectives.scatter: dim=-1
 parallel.collectives.ring: shift=1
+parallel.collectives.split_sizes: unit=1
 parallel.placement.Replicate: owes='auto'
 parallel.placement.Shard: owes='auto'
 parallel.held.held_tensors: buffers=False

@@ -426,6 +426,9 @@ def test_a_comparison_leaves_buffers_takes_nans_and_says_who_failed() -> None:
     model.out.register_buffer("count", torch.zeros(()))
     assert len(split(model, num_stages=2, sample=x)) == 2
     assert model.out.count == 0
+    before = x.clone()
+    assert len(split(Twice(nn.ReLU(inplace=True), nn.Linear(4, 2)), num_stages=2, sample=x)) == 2
+    assert torch.equal(x.nan_to_num(), before.nan_to_num())
     with pytest.raises(ZeroDivisionError):
         split(Plain(broken), num_stages=2, sample=x)
     with pytest.raises(ScheduleError, match=r"give another result than its forward pass: they fail \(RuntimeError: mat1"):

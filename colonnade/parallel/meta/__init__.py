@@ -83,7 +83,7 @@ def meta_init() -> Iterator[None]:
     parameters: list[nn.Parameter] = []
 
     def keep(module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter is None or parameter.device.type != "meta":
+        if parameter.device.type != "meta":
             return
         if is_lazy(parameter):
             raise PlacementError(
