@@ -17,7 +17,26 @@ from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward import recorder
 from colonnade.parallel.own_forward.make import OwnForward
 from colonnade.parallel.split import find_ties, split
-from tests.parallel.own_forward.models import WIDTH, Block, Decoder, Net, Outer, Telling, Writing, ids, run_all
+from colonnade.parallel.own_forward.calls import _Caught
+from tests.parallel.own_forward.models import (
+    LENGTH,
+    WIDTH,
+    WORDS,
+    Around,
+    Aside,
+    Block,
+    Decoder,
+    Keyed,
+    Late,
+    Layer,
+    Net,
+    Outer,
+    Telling,
+    Twofold,
+    Writing,
+    ids,
+    run_all,
+)
 
 
 def gradients(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
@@ -46,6 +65,9 @@ def test_every_cut_of_a_decoder(tied: bool) -> None:
     model = Decoder(tied=tied).double()
     own = OwnForward(model, lambda run: run(ids()))
     assert [name for name, _ in own.layers] == ["words", "drop", *(f"blocks.{at}" for at in range(4)), "norm", "head"]
+    block = 2 * WIDTH + 2 * 12 * WIDTH + 12 + WIDTH
+    weights = [(WORDS + LENGTH) * WIDTH, 0, block, block, block, block, 2 * WIDTH, WORDS * WIDTH]
+    assert [weight for _, weight in own.layers] == weights
     padding = torch.tensor([[True, True, False], [True, True, True]])
     for count in (1, 7):
         for firsts in combinations(range(1, 8), count):
@@ -69,12 +91,100 @@ def test_what_a_stage_has_and_has_not() -> None:
     assert [block.kind for block in second.blocks] == ["full", "near", "full", "near"]
     assert second.get_submodule("blocks.3") is model.blocks[3]
     assert list(second.blocks)[2:] == list(model.blocks)[2:] == second.blocks[2:]
+    # what stands for the parameter of another stage is not saved
+    assert ["positions" in stage.state_dict() for stage in (first, second)] == [True, False]
+    assert second.positions.eq(0).all()
     # a buffer that nobody uses is kept in one place
     assert ["seen" in stage.state_dict() for stage in (first, second)] == [False, True]
     with pytest.raises(ScheduleError, match=r"'words' is in another pipeline stage"):
         second.words(ids())
     # the model is as it was, and runs
     assert model(ids()).shape == (3, 5, 11)
+
+
+@pytest.mark.parametrize("at", ["blocks.2", "blocks.3"])
+def test_what_comes_after_all_cuts_keeps_its_class(at: str) -> None:
+    model = Decoder(tied=False)
+    split(model, at=at, sample=ids())
+    caught = [name for name, module in model.named_modules() if isinstance(module, _Caught)]
+    assert caught == ["words", "drop", *(f"blocks.{index}" for index in range(4))]
+    assert [type(model.norm), type(model.head)] == [nn.LayerNorm, nn.Linear]
+
+
+def every_cut(model: nn.Module, names: list[str], x: Tensor) -> list[list[nn.Module]]:
+    """The stages by each possible cut, all of them right."""
+    own = OwnForward(model, lambda run: run(x))
+    assert [name for name, _ in own.layers] == names
+    found = [own.stages([0, *cuts]) for count in (1, 2) for cuts in combinations(range(1, len(names)), count)]
+    for stages in found:
+        assert_same(model, stages, x)
+    return found
+
+
+def test_what_a_layer_returns_beside_goes_along_to_the_one_that_is_given_it() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    for stages in every_cut(Aside().double(), ["first", "layers.0", "layers.1", "layers.2", "head"], x):
+        for name, layer in (("scale", "first"), ("shift", "layers.0")):
+            holders = [stage for stage in stages if name in dict(stage.named_parameters())]
+            assert [f"{layer}.inner.0.weight" in dict(stage.named_parameters()) for stage in holders] == [True]
+
+
+def test_what_is_made_before_a_cut_and_first_given_after_it_is_in_the_way() -> None:
+    own = OwnForward(Late(), lambda run: run(torch.randn(3, WIDTH)))
+    assert [name for name, _ in own.layers] == ["stem", "join", "layers.1"]
+    assert "'join' uses more of what comes before 'layers.0'" in own.why_not("layers.0")
+    assert own.why_not("join") == own.why_not("nowhere") == ""
+
+
+def test_a_layer_that_runs_twice_is_in_both_stages_and_saved_by_the_first() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(3, WIDTH, dtype=torch.float64), Twofold().double()
+    stages = every_cut(model, ["act", "act", "layers.1", "act", "layers.0", "act", "layers.1", "act"], x)[3]
+    layer = WIDTH * WIDTH + WIDTH
+    own = OwnForward(model, lambda run: run(x))
+    assert [weight for _, weight in own.layers] == [layer, WIDTH, layer, 0, layer, 0, layer, 0]
+    assert [sorted({name.rpartition(".")[2] for name in stage.state_dict()}) for stage in stages] == [
+        ["bias", "gain", "rate", "weight"],
+        ["bias", "gain", "weight"],
+    ]
+    assert find_ties(stages) == [
+        (("gain", 0), ("gain", 1)),
+        *(
+            ((f"layers.{at}.inner.0.{kind}", 0), (f"layers.{at}.inner.0.{kind}", 1))
+            for at in range(2)
+            for kind in ("weight", "bias")
+        ),
+    ]
+
+
+def test_a_model_around_a_model() -> None:
+    torch.manual_seed(0)
+    model = Around().double()
+    first, second = split(model, at="inner.blocks.2", sample=ids())
+    assert_same(model, [first, second], ids())
+    for name, at in (("inner.positions", 0), ("inner.seen", 1)):
+        assert [name in stage.state_dict() for stage in (first, second)] == [at == 0, at == 1]
+
+
+def test_layers_in_a_dict_and_a_layer_inside_others() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    model = Keyed().double()
+    every_cut(model, ["ends.first", "layers.0", "layers.1", "norm", "ends.last"], x)
+
+
+def test_a_buffer_of_a_layer_is_for_that_layer() -> None:
+    class Peeking(Decoder):
+        def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+            rate = self.layer.rate if hasattr(self, "layer") else self.gains.rates[0]
+            return super().forward(ids, padding) * rate
+
+    model = Peeking().double()
+    assert_same(model, split(model, num_stages=2, sample=ids()).stages, ids())  # a layer without parameters is everywhere
+    model.layer = Layer()
+    with pytest.raises(ScheduleError, match=r"forward pass of Peeking uses 'rate', a buffer of 'layer', which only one"):
+        split(model, num_stages=2, sample=ids())
 
 
 def test_balance_counts_embedding_and_head() -> None:
@@ -176,6 +286,7 @@ def test_on_the_meta_device_and_under_a_copy() -> None:
         model = Decoder().double()
     stages = split(model, num_stages=3, sample=ids())
     assert all(parameter.is_meta for stage in stages for parameter in stage.parameters())
+    assert stages[1].positions.device.type == "cpu"
     assert stages.ties == split(real, num_stages=3, sample=ids()).ties
     state = real.state_dict()
     for stage in stages:
