@@ -129,9 +129,9 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     if atoms is None:
         return _walk(layout, placement, rank, steps)
     split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
-    same_stage = _region(atoms, [stage]) if len(stages) == 1 else ()
-    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in split and atom not in same_stage}
-    if stage in holders:
+    fixed = {*split, *_region(atoms, [stage])}
+    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
+    if stage not in split:
         holders[stage] = stages
     reached = _join(_region(atoms, step.digits or (), step.values) for step in steps)
     return _Reach(steps, atoms, holders, _meet(reached, holders))
@@ -189,7 +189,7 @@ def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach
 def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
     reach = _reach(layout, placement, rank)
     factors = _factors(layout, placement, rank)
-    if reach.atoms is not None and all(_is_regular(layout, factor.mode, region, rank) for factor, region in factors):
+    if reach.atoms is not None:
         return _ranks(_join(region for factor, region in factors if factor.mode in wanted), rank)
     reached, frontier = {rank}, [rank]
     while frontier:
@@ -203,16 +203,6 @@ def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode]
                 frontier.extend(other for other in factor.ranks if other not in reached)
                 reached.update(factor.ranks)
     return tuple(sorted(reached))
-
-
-def _is_regular(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
-    """Whether `_name` gives a factor of this mode the same name on every rank."""
-    if mode is ParallelMode.PIPELINE:
-        return True
-    known = [other for other in layout.modes if layout.groups(other).digits is not None]
-    if mode in known and any(mode is axis.mode for axis in layout.axes) and _is_group(layout, mode, region, rank):
-        return True
-    return all(other in known for other in layout.modes if other.data == "distinct")
 
 
 def _steps(layout: Layout, placement: Placement) -> list[_Step]:

@@ -70,6 +70,7 @@ def test_holders():
     assert holding(grid, Placement({M.TENSOR: Shard(0)}), 1).ranks == (1, 5)
     assert holding(grid, Placement({M.PIPELINE: Tied((0, 1), "e")}), 1).ranks == tuple(range(8))
     assert holding(grid, Placement({M.PIPELINE: Tied((0, 1), "e")}), 3).index == 3
+    assert holding(grid, PLAIN, 4).count == 4
     assert holding(layout(4, expert=2), Placement({M.EXPERT: Shard(0)}), 1).ranks == (1, 3)
 
 

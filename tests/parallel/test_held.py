@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from colonnade._launch import launch
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -15,9 +19,10 @@ from colonnade.parallel.checksum import words_of
 from colonnade.parallel.demand import Holding
 from colonnade.parallel.held import broadcast_shared, check_placements
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied, place
+from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
 
-TENSOR, PIPELINE = ParallelMode.TENSOR, ParallelMode.PIPELINE
+TENSOR, PIPELINE, DATA = ParallelMode.TENSOR, ParallelMode.PIPELINE, ParallelMode.DATA
 
 
 class One(nn.Module):
@@ -176,6 +181,52 @@ def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
         assert "w is marked pipeline_shared_module_pg" in said["shared"]
         assert "ParallelMode.PIPELINE: Tied(" in said["shared"]
         assert ("on rank 0" in said["shared"]) == (rank == 1)
+
+
+@contextmanager
+def rank_of(world: int, rank: int, **parallel: object) -> Iterator[ParallelContext]:
+    """One rank of a world that is not there."""
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": parallel}), world, rank, context):
+        yield context
+
+
+SHARED_OUT: dict[str, tuple[dict, bool]] = {
+    "plain": ({}, False),
+    "split": ({TENSOR: Shard(0)}, True),
+    "owing": ({TENSOR: Replicate("sum")}, True),
+    "final": ({TENSOR: Replicate("nothing")}, False),
+    "elsewhere": ({DATA: Shard(0)}, False),
+    "both": ({DATA: Shard(0), TENSOR: Shard(0)}, True),
+    "the world": ({ParallelMode.GLOBAL: Shard(0)}, True),
+}
+
+
+def test_parameters_that_the_ranks_of_a_mode_do_not_share_out():
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in SHARED_OUT})
+    for name, (specs, _) in SHARED_OUT.items():
+        place(model[name], specs)
+    with rank_of(4, 1, tensor=2) as context:
+        found = held.whole_parameters(model, context, TENSOR)
+    assert found == {id(model[name]): name for name, (_, shared) in SHARED_OUT.items() if not shared}
+
+
+def test_weights_are_compared_among_holders_with_the_same_seed():
+    """Ranks of another data or pipeline coordinate draw other numbers; those of another tensor coordinate the same."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("plain", "split", "tied")})
+    model.register_buffer("count", torch.zeros(2))
+    place(model["split"], {TENSOR: Shard(0)})
+    place(model["tied"], {PIPELINE: Tied((0, 1), "tied")})
+    with rank_of(8, 5, tensor=2, pipeline=2) as context:  # rank = 4 * data + 2 * pipeline + tensor
+        entries = held.held_tensors(model, context, buffers=True)
+        found = held._seeded_alike(entries, context)
+    assert {entry.name: entry.holding.ranks for entry in entries} == {
+        "plain": (0, 1, 4, 5),
+        "split": (1, 5),
+        "tied": tuple(range(8)),
+        "count": (0, 1, 4, 5),
+    }
+    assert {ranks: [entry.name for entry in group] for ranks, group in found.items()} == {(4, 5): ["plain", "tied"]}
 
 
 def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):

@@ -194,7 +194,8 @@ class _Recorder(TorchDispatchMode):
         if oldest is None:
             return None
         self._alive.append(leaf)
-        made = max(self._made.get(id(leaf), self._time), self._written.get(_memory(leaf), -1))
+        made = self._made.get(id(leaf), self._time)
+        made = max(made, self._written.get(_memory(leaf), made))
         return Value(self._numbers.setdefault(id(leaf), len(self._numbers)), made, oldest)
 
     # -- calls ---------------------------------------------------------------------------------------------
