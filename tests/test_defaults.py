@@ -98,9 +98,15 @@ parallel.collectives.reduce_scatter: dim=0
 parallel.collectives.gather: dim=-1
 parallel.collectives.scatter: dim=-1
 parallel.collectives.ring: shift=1
+parallel.collectives.split_sizes: unit=1
 parallel.placement.Replicate: owes='auto'
 parallel.placement.Shard: owes='auto'
+parallel.held.held_tensors: buffers=False
+parallel.held.broadcast_shared: compare=False
+parallel.split.call_layer: one_value=False
 parallel.stages.Chunks.load_state_dict: strict=True assign=False
+parallel.stages.Chunks.named_modules: prefix='' remove_duplicate=True
+parallel.stages.Chunks.state_dict: prefix='' keep_vars=False
 reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
 reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
 reduce.records.Sum: between_stages=False

@@ -89,7 +89,7 @@ def cloned(sample: Any) -> Any:
 
 def runs_in_order(model: nn.Module) -> bool:
     """Whether there is nothing but the layers by construction: a Sequential's own forward(), or none at all."""
-    if _is_altered(model):
+    if is_altered(model):
         return False
     forward = type(model).forward
     return forward is nn.Module.forward or (forward is nn.Sequential.forward and not hasattr(model, "pipeline_layers"))
@@ -98,7 +98,7 @@ def runs_in_order(model: nn.Module) -> bool:
 def require_chain(model: nn.Module, layers: Layers) -> None:
     """Refuse a model that cannot be shown to call these layers one after another and nothing else, without running it."""
     altered = "it has hooks, or a forward() of its own instance, which no stage would have"
-    why = altered if _is_altered(model) else _between(model, layers)
+    why = altered if is_altered(model) else _between(model, layers)
     if why:
         raise ScheduleError(
             f"the forward pass of {type(model).__name__} cannot be shown to be its layers one after another: {why}. Put what "
@@ -108,9 +108,16 @@ def require_chain(model: nn.Module, layers: Layers) -> None:
         )
 
 
-def _is_altered(model: nn.Module) -> bool:
-    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
-    return bool(hooks) or "forward" in vars(model)
+def is_altered(module: nn.Module) -> bool:
+    """Whether someone has put hooks or a forward() on this one instance."""
+    return has_hooks(module) or "forward" in vars(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything watches or changes its calls, or their backward passes."""
+    return any(
+        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    )
 
 
 class _Tracer(Tracer):
@@ -151,7 +158,8 @@ def _between(model: nn.Module, layers: Layers) -> str:
 def _source(call: Node) -> Any:
     """The one value that a layer is called with: alone, or a tuple's items by position, or a dict's by keyword."""
     if len(call.args) == 1 and not call.kwargs:
-        return call.args[0]
+        (value,) = call.args
+        return value
     given = [*enumerate(call.args), *call.kwargs.items()]
     found = {_whole_of(value, key) for key, value in given}
     return found.pop() if len(found) == 1 and not (call.args and call.kwargs) else None

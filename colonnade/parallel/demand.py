@@ -129,9 +129,9 @@ def _find_reach(layout: Layout, placement: Placement, rank: int) -> _Reach:
     if atoms is None:
         return _walk(layout, placement, rank, steps)
     split = _region(atoms, [digit for mode in placement.shards for digit in layout.groups(mode).digits or ()])
-    same_stage = _region(atoms, [stage]) if len(stages) == 1 else ()
-    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in split and atom not in same_stage}
-    if stage in holders:
+    fixed = {*split, *_region(atoms, [stage])}
+    holders: Region = {atom: range(atom[1]) for atom in atoms if atom not in fixed}
+    if stage not in split:
         holders[stage] = stages
     reached = _join(_region(atoms, step.digits or (), step.values) for step in steps)
     return _Reach(steps, atoms, holders, _meet(reached, holders))
@@ -176,7 +176,8 @@ def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach
     if prod(_count(region) for _, region, _ in found) != _count(reach.whole):
         # The modes do not vary independently among the holders (an expert group across uneven cuts of data
         # and tensor, say): then it is one sum over all of them.
-        mode = _name(layout, placement, found[0][0], reach.whole, rank)
+        (first, *_), *_ = found
+        mode = _name(layout, placement, first, reach.whole, rank)
         found = [(mode, reach.whole, prod(divisor for _, _, divisor in found))]
     return tuple(
         (Owed(mode, _ranks(region, rank), divisor), region)
@@ -188,7 +189,7 @@ def _find_factors(layout: Layout, placement: Placement, rank: int, reach: _Reach
 def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode], rank: int) -> tuple[int, ...]:
     reach = _reach(layout, placement, rank)
     factors = _factors(layout, placement, rank)
-    if reach.atoms is not None and all(_is_regular(layout, factor.mode, region, rank) for factor, region in factors):
+    if reach.atoms is not None:
         return _ranks(_join(region for factor, region in factors if factor.mode in wanted), rank)
     reached, frontier = {rank}, [rank]
     while frontier:
@@ -204,16 +205,6 @@ def _joint(layout: Layout, placement: Placement, wanted: frozenset[ParallelMode]
     return tuple(sorted(reached))
 
 
-def _is_regular(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> bool:
-    """Whether `_name` gives a factor of this mode the same name on every rank."""
-    if mode is ParallelMode.PIPELINE:
-        return True
-    known = [other for other in layout.modes if layout.groups(other).digits is not None]
-    if mode in known and any(mode is axis.mode for axis in layout.axes) and _is_group(layout, mode, region, rank):
-        return True
-    return all(other in known for other in layout.modes if other.data == "distinct")
-
-
 def _steps(layout: Layout, placement: Placement) -> list[_Step]:
     """Every mode over which a sum or a mean is owed."""
     digits = layout.grid.digits
@@ -223,7 +214,7 @@ def _steps(layout: Layout, placement: Placement) -> list[_Step]:
         if isinstance(spec, Replicate) and spec.owes == "sum" and mode not in distinct:
             found.append(_Step(mode, 1, layout.groups(mode).digits))
     tied = placement.tied
-    if tied is not None and len(tied.stages) > 1:
+    if tied is not None:
         found.append(_Step(ParallelMode.PIPELINE, 1, (digits["pipeline"],), sorted(set(tied.stages))))
     return found
 
@@ -234,10 +225,8 @@ def _atoms(layout: Layout, placement: Placement, steps: list[_Step]) -> tuple[Di
     products = [step.digits for step in steps] + [layout.groups(mode).digits for mode in placement.shards]
     known = [product for product in products if product is not None]
     atoms = refine([axes.values(), *known], layout.world_size) if len(known) == len(products) else None
-    stages = axes.get("pipeline", (1, 1))
-    if atoms is None or (placement.tied is not None and stages[1] > 1 and stages not in atoms):
-        return None
-    return atoms
+    # The stages of a tie are values of one digit, which must not be cut.
+    return None if atoms and placement.tied is not None and axes["pipeline"] not in atoms else atoms
 
 
 def _region(atoms: tuple[Digit, ...], digits: Sequence[Digit], values: Sequence[int] | None = None) -> Region:
@@ -301,9 +290,9 @@ def _is_group(layout: Layout, mode: ParallelMode, region: Region, rank: int) -> 
 
 def _stages(layout: Layout, placement: Placement, rank: int) -> tuple[Digit, Sequence[int]]:
     """The pipeline's digit of a rank, and the stages that hold any part of the parameter: this one, or the tied ones."""
-    digit = layout.grid.digits.get("pipeline", (1, 1))
-    own, tied = rank // digit[0] % digit[1], placement.tied
-    if tied is None or digit[1] == 1:
+    digit = stride, size = layout.grid.digits["pipeline"]
+    own, tied = rank // stride % size, placement.tied
+    if tied is None:
         return digit, (own,)
     if own not in tied.stages:
         raise PlacementError(
@@ -323,9 +312,9 @@ def _check_modes(layout: Layout, placement: Placement) -> None:
                 code="C030",
             )
     tied = placement.tied
-    if tied is not None and max(tied.stages) >= layout.grid.sizes.get("pipeline", 1):
+    if tied is not None and max(tied.stages) >= layout.grid.sizes["pipeline"]:
         raise PlacementError(
             f"parameter {tied.key!r} is tied at stages {list(tied.stages)}, but the pipeline has stages "
-            f"0 to {layout.grid.sizes.get('pipeline', 1) - 1}",
+            f"0 to {layout.grid.sizes['pipeline'] - 1}",
             code="C030",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,13 +41,8 @@ class FlatLayout:
         self.dtype, self.device = _common(tensors)
         # Shapes and strides only: the tensors themselves would keep memory that they are about to leave.
         self._shapes = [(tensor.shape, _dense_stride(tensor)) for tensor in tensors]
-        step = max(1, ALIGN_BYTES // self.dtype.itemsize)
-        self.spans: list[Span] = []
-        end = 0
-        for tensor in tensors:
-            self.spans.append(Span(end, tensor.numel()))
-            end += -(-tensor.numel() // step) * step
-        self.numel = end
+        *starts, self.numel = accumulate((padded(tensor.numel(), self.dtype) for tensor in tensors), initial=0)
+        self.spans = [Span(start, tensor.numel()) for start, tensor in zip(starts, tensors, strict=True)]
 
     def allocate(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
         """A zeroed flat buffer of this layout."""
@@ -72,7 +68,7 @@ class FlatLayout:
 
 def padded(stop: int, dtype: torch.dtype) -> int:
     """Where the padding after a span of elements ends."""
-    step = max(1, ALIGN_BYTES // dtype.itemsize)
+    step = ALIGN_BYTES // dtype.itemsize
     return -(-stop // step) * step
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, message_device
+from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, digest_of, message_device
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
@@ -23,7 +22,6 @@ from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
 
 _BROADCAST_BYTES = 32 << 20
-_LARGE_PRIME = 2**61 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +96,8 @@ def check_placements(model: nn.Module, context: ParallelContext) -> None:
     with agreed_errors(context.device, parts=[context.pipeline_parallel_size]) as agreement:
         placements = Placements(model, context)
         agreement.require(placements.alike())
-    placements.check(agreement.sizes[0])
+    (counts,) = agreement.sizes
+    placements.check(counts)
 
 
 class Placements:
@@ -138,7 +137,7 @@ class Placements:
             # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
             stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
             share = local_part(entry.tensor).numel() / entry.holding.count
-            rows[at] = torch.tensor([share * stages, prod(shape) / ranks_of_stage], dtype=torch.float64)
+            rows[at] = torch.tensor([share * stages, math.prod(shape) / ranks_of_stage], dtype=torch.float64)
         rows = rows.to(message_device(self._context.device))
         dist.all_reduce(rows)
         problems = []
@@ -146,7 +145,7 @@ class Placements:
             here = start <= at < start + len(self._held)
             name = self._held[at - start].name if here else f"a parameter of another stage (number {at})"
             placement = self._held[at - start].placement if here else "?"
-            if abs(found - expected) > 1e-6 * max(1.0, expected):
+            if not math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6):
                 problems.append(f"{name}: {found:g} elements found, {expected:g} expected; placed as {placement}")
         if problems:
             raise PlacementError(
@@ -173,9 +172,12 @@ def broadcast_shared(model: nn.Module, context: ParallelContext, compare: bool =
     problems = [_compare_weights(ranks, entries, context) for ranks, entries in twins.items()]
     with torch.no_grad():
         for (ranks, _), entries in batches.items():
-            flat: Tensor | None = None
-            for tensors in _batches([local_part(entry.tensor) for entry in entries]):
-                flat = _broadcast(tensors, ranks, context, flat)
+            pieces = list(_batches([local_part(entry.tensor) for entry in entries]))
+            layouts = [FlatLayout(tensors) for tensors in pieces]
+            # One piece of memory for all: the backend lets go of it late.
+            memory = max(layouts, key=lambda layout: layout.numel).allocate()
+            for tensors, layout in zip(pieces, layouts, strict=True):
+                _broadcast(tensors, layout, memory[: layout.numel], ranks, context)
     return next((problem for problem in problems if problem is not None), None)
 
 
@@ -199,8 +201,7 @@ def _compare_weights(ranks: tuple[int, ...], entries: list[Held], context: Paral
     group = context.group_of_ranks(ranks)
     bits = _bits([local_part(entry.tensor) for entry in entries])
     sums = {entry.name: f"{each:x}" for entry, each in zip(entries, bits, strict=True)}
-    digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
-    numbers = [torch.initial_seed() % _LARGE_PRIME, digest]
+    numbers = [digest_of(str(torch.initial_seed())), digest_of(repr(sums))]
     seeded_alike, equal = are_same_everywhere(numbers, context.device, group)
     if equal or not seeded_alike:
         return None
@@ -251,15 +252,12 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _broadcast(
-    tensors: Sequence[Tensor], ranks: tuple[int, ...], context: ParallelContext, used: Tensor | None
-) -> Tensor:
-    """By way of `used`, where that is large enough, else of new memory; returns it. The backend lets go of it late."""
-    layout = FlatLayout(tensors)
-    flat = used[: layout.numel] if used is not None and used.numel() >= layout.numel else layout.allocate()
+    tensors: Sequence[Tensor], layout: FlatLayout, flat: Tensor, ranks: tuple[int, ...], context: ParallelContext
+) -> None:
+    """By way of `flat`."""
     views = layout.views(flat)
     for view, tensor in zip(views, tensors, strict=True):
         view.copy_(tensor)
     dist.broadcast(flat, src=ranks[0], group=context.group_of_ranks(ranks))
     for view, tensor in zip(views, tensors, strict=True):
         tensor.copy_(view)
-    return flat if used is None or used.numel() < flat.numel() else used

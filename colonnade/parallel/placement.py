@@ -145,13 +145,11 @@ def place_module(module: nn.Module, rules: Mapping[Rule, Mapping[ParallelMode, S
     fits nothing is an error: a slip in a pattern would leave parameters replicated without a word.
     """
     named = dict(module.named_parameters())
-    unused = dict.fromkeys(rules)
     for name, parameter in named.items():
         rule = next((rule for rule in rules if _fits(rule, name, parameter)), None)
         if rule is not None:
-            unused.pop(rule, None)
             place(parameter, rules[rule])
-    for rule in unused:
+    for rule in rules:
         if not any(_fits(rule, name, parameter) for name, parameter in named.items()):
             raise PlacementError(
                 f"the rule {rule!r} fits no parameter; the names are {listed(list(named)[:20])}"
@@ -234,8 +232,8 @@ def _checked(spec: object, mode: ParallelMode, parameter: Tensor) -> Spec:
 
 def _sections(spec: Shard, mode: ParallelMode, parameter: Tensor) -> tuple[int, ...]:
     sections = tuple(int(length) for length in spec.sections)
-    here = parameter.shape[spec.dim] if sections else 0
-    if min(sections, default=1) < 1 or (sections and (here == 0 or sum(sections) % here)):
+    here = parameter.shape[spec.dim]
+    if sections and (min(sections) < 1 or here == 0 or sum(sections) % here):
         raise PlacementError(
             f"{_spec_text(spec)} on {mode}: a part of {here} elements along dimension {spec.dim} is no even share of sections "
             f"of {listed(sections)}; give the whole length of each section, which the ranks of the mode divide",

@@ -25,6 +25,7 @@ from colonnade.parallel.chain import (
     compare_with_stages,
     evaluating,
     in_modes,
+    is_altered,
     require_chain,
     runs_in_order,
 )
@@ -74,7 +75,7 @@ class Split:
     stages: list[nn.Module]
     ties: list[Tie] = field(default_factory=list)
     """Parameters held by more than one stage; their gradients must be summed over these stages."""
-    whole: nn.Module | None = field(default=None, compare=False)
+    whole: nn.Module | None = None
     """The model that was cut; None where the stages were made by hand."""
 
     generate = no_generate
@@ -119,10 +120,10 @@ def split(
                 code="C050",
             )
         return Split(stages, find_ties(stages))
-    if not isinstance(model, nn.Sequential) and not hasattr(model, "pipeline_layers"):
-        return _split_by_forward(model, at, num_stages, balance, sample)
     one_value = not hasattr(model, "pipeline_layers")
-    layers = list(_flat(model, "")) if isinstance(model, nn.Sequential) and one_value else _declared_layers(model)
+    if one_value and not isinstance(model, nn.Sequential):
+        return _split_by_forward(model, at, num_stages, balance, sample)
+    layers = list(_flat(model, "")) if one_value else _declared_layers(model)
     _check_covered(model, layers)
     in_order = runs_in_order(model)
     if sample is None and not in_order:
@@ -172,7 +173,7 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
     """The parameters that more than one stage holds: the same object, or the same memory."""
     places: dict[Any, dict[int, str]] = {}
     for stage, module in enumerate(stages):
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters():
             memory = (parameter.data_ptr(), parameter.shape) if parameter.data_ptr() else id(parameter)
             places.setdefault(memory, {}).setdefault(stage, name)
     return [tuple((name, stage) for stage, name in held.items()) for held in places.values() if len(held) > 1]
@@ -181,32 +182,30 @@ def find_ties(stages: Sequence[nn.Module]) -> list[Tie]:
 # -- layers -----------------------------------------------------------------------------------------------
 
 
-def _flat(model: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _flat(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a Sequential, with those of plain Sequentials inside it, unless something hooks on to one."""
     for name, layer in model._modules.items():
         assert layer is not None
-        hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer)
-        if type(layer) is nn.Sequential and not hooked and len(layer):
+        if type(layer) is nn.Sequential and len(layer) and not is_altered(layer):
             yield from _flat(layer, f"{prefix}{name}.")
         else:
             yield prefix + name, layer
 
 
 def _declared_layers(model: nn.Module) -> Layers:
-    names: dict[int, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), name)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    del modules[""]  # the model itself is no layer
+    names = {id(module): name for name, module in reversed(modules.items())}
     layers: list[tuple[str, nn.Module]] = []
     for layer in model.pipeline_layers():  # type: ignore[operator]
         name = layer if isinstance(layer, str) else names.get(id(layer), "")
-        known = set(names.values())
-        if name not in known or not name:
-            told = f"no layer {name!r}.{did_you_mean(name, known)}" if isinstance(layer, str) else f"not {layer}"
+        if name not in modules:
+            told = f"no layer {name!r}.{did_you_mean(name, modules)}" if isinstance(layer, str) else f"not {layer}"
             raise ScheduleError(
                 f"pipeline_layers() of {type(model).__name__} returns layers of the model, or their names: {told}",
                 code="C050",
             )
-        layers.append((name, model.get_submodule(name)))
+        layers.append((name, modules[name]))
     inside = [(a, b) for a, _ in layers for b, _ in layers if b.startswith(f"{a}.")]
     if inside:
         raise ScheduleError(
@@ -222,9 +221,9 @@ def _check_covered(model: nn.Module, layers: Layers) -> None:
     kept = {f"{name}.{key}" for name, layer in layers for key in _tensor_names(layer)}
     lost = [key for key in _tensor_names(model) if key not in kept]
     if lost:
-        shown = listed(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise ScheduleError(
-            f"the layers of {type(model).__name__} do not hold {shown}; put each parameter and buffer into one of them",
+            f"the layers of {type(model).__name__} do not hold {listed(lost[:5])}{', ...' if len(lost) > 5 else ''}; put each "
+            f"parameter and buffer into one of them",
             code="C050",
         )
 
@@ -294,7 +293,9 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     @cache
     def heaviest(start: int, parts: int) -> float:
         """The lightest that the heaviest of so many parts can be, of the items from `start` on."""
-        return min(max(own, heaviest(stop, parts - 1) if parts > 1 else 0.0) for own, stop in options(start, parts))
+        if parts == 0:
+            return 0.0
+        return min(max(own, heaviest(stop, parts - 1)) for own, stop in options(start, parts))
 
     @cache
     def evenest(start: int, parts: int) -> tuple[float, tuple[int, ...]]:
@@ -343,21 +344,22 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _seconds(layer: nn.Module, value: Any, one_value: bool) -> float:
-    _synchronize(value)
-    start = time.perf_counter()
-    output = call_layer(layer, tree_map(lambda leaf: leaf * 1 if _needs_grad(leaf) else leaf, value), one_value)
+    start = _now()
+    # A copy of each leaf, which a layer may change in place.
+    output = call_layer(layer, tree_map(lambda leaf: leaf.clone() if _needs_grad(leaf) else leaf, value), one_value)
     roots = [leaf for leaf in tree_leaves(output) if _needs_grad(leaf)]
     leaves = [leaf for leaf in [*layer.parameters(), *tree_leaves(value)] if _needs_grad(leaf)]
-    if roots and leaves:
+    if roots:
         torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
-    _synchronize(value)
-    return time.perf_counter() - start
+    return _now() - start
 
 
 def _needs_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _synchronize(value: Any) -> None:
-    if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(value)):
+def _now() -> float:
+    """The time at which all that was asked of a GPU so far is done."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+    return time.perf_counter()

@@ -52,7 +52,8 @@ class Chunks(nn.ModuleList):
             module.load_state_dict({key: value for key, value in state_dict.items() if key in keys}, strict, assign)
             for module, keys in zip(self, known, strict=True)
         ]
-        return type(found[0])([key for each in found for key in each.missing_keys], extra)
+        first, *_ = found
+        return first._replace(missing_keys=[key for each in found for key in each.missing_keys], unexpected_keys=extra)
 
 
 def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
@@ -72,10 +73,11 @@ def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Modul
         homes = sorted({stage_ranks[stage] for _, stage in tie})
         here = [(name, stage) for name, stage in tie if stage in mine]
         if len(homes) > 1 and here:
-            name, stage = here[0]
+            (name, stage), *_ = here
             parameter = split[stage].get_parameter(name)
             before = placement_of(parameter)
-            tied = Tied(tuple(homes), tie[0][0])
+            (key, _), *_ = tie
+            tied = Tied(tuple(homes), key)
             place(parameter, {**before.modes, ParallelMode.PIPELINE: tied}, before.shape)
-    stages = [split[stage] for stage in mine]
-    return stages[0] if len(stages) == 1 else Chunks(stages)
+    first, *others = (split[stage] for stage in mine)
+    return Chunks([first, *others]) if others else first

@@ -44,6 +44,10 @@ def test_where_a_tensor_lies_does_not_matter():
     assert words_of(torch.ones(3)).shape == (2,)
 
 
+def test_on_other_devices_it_is_two_numbers_too():
+    assert checksum(torch.zeros(5, device="meta")).shape == (2,)
+
+
 @pytest.mark.parametrize(("start", "count"), [(0, 16), (8, 8), (9, 8), (1, 7), (3, 5), (0, 0)])
 def test_words_are_the_bytes_wherever_they_begin(start, count):
     raw = torch.arange(1, 33, dtype=torch.uint8)[start : start + count]

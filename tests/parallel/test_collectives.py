@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel import collectives
+from colonnade.parallel.collectives import wire
 from colonnade.parallel.collectives.wire import Members, numbers_of_all
 from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
@@ -253,9 +255,119 @@ def test_calls_are_recorded_with_the_bytes_that_arrive():
     assert list(run_world(2, _recorded).values) == [expected] * 2
 
 
-def test_in_a_plan_the_others_say_the_same():
+@contextmanager
+def plan(rank: int, size: int = 4) -> Iterator[tuple[ParallelContext, Members]]:
+    """A rank of a world that is not there: what is sent comes back."""
     context = ParallelContext()
-    with fake_rank(load_config({"parallel": {"tensor": {"size": 4, "mode": "1d"}}}), 4, 1, context):
-        members = Members(MODE, context.get_group(MODE), (0, 1, 2, 3), 1)
+    with fake_rank(load_config({"parallel": {"tensor": {"size": size, "mode": "1d"}}}), size, rank, context):
+        members = wire.members_of(MODE, context)
+        assert members is not None
+        yield context, members
+
+
+def test_every_call_is_recorded_with_the_bytes_that_arrive_in_a_larger_group():
+    x, sizes = torch.zeros(5, 6, dtype=torch.float64), (2, 5, 0, 1)
+    with plan(1) as (_, members), collectives.recorded() as outer, collectives.recorded() as calls:
+        assert wire.all_reduce(x, members).shape == x.shape
+        assert wire.begin_all_reduce(x, members)() is x
+        assert wire.all_gather(x, members, 0, sizes).shape == (8, 6)
+        assert wire.all_gather(torch.zeros(3, 5, 2), members, 1, sizes).shape == (3, 8, 2)
+        assert wire.reduce_scatter(torch.zeros(8, 3), members, 0, sizes).shape == (5, 3)
+        assert wire.reduce_scatter(torch.zeros(8, 8), members, 1, sizes).shape == (8, 5)
+        assert wire.all_to_all(x, members, (1, 1, 2, 1), sizes).shape == (8, 6)
+        assert wire.ring(x, members, 1, (7, 2)).shape == (7, 2)
+        assert wire.broadcast(x, members, 1, (5, 6)) is x
+        assert wire.broadcast(x, members, 2, (5, 3)).shape == (5, 3)
+        assert wire.reduce_to(x, members, 3) is x
+    assert [(call.op, call.received) for call in calls] == [
+        ("all_reduce", 2 * 240 * 3 // 4),
+        ("all_reduce", 2 * 240 * 3 // 4),
+        ("all_gather", 3 * 6 * 8),
+        ("all_gather", 3 * (3 * 2) * 4),
+        ("reduce_scatter", 3 * 5 * 3 * 4),
+        ("reduce_scatter", 3 * 5 * 8 * 4),
+        ("all_to_all", 3 * 6 * 8),
+        ("ring", 14 * 8),
+        ("broadcast", 240 * 3 // 4),
+        ("broadcast", 240 * 3 // 4),
+        ("reduce", 240 * 3 // 4),
+    ]
+    assert outer == calls
+    assert wire._recorders == []
+
+
+def test_a_rank_with_an_empty_part_is_sent_those_of_the_others():
+    with plan(2) as (_, members), collectives.recorded() as calls:
+        assert wire.all_gather(torch.zeros(0, 6), members, 0, (2, 5, 0, 1)).shape == (8, 6)
+    assert [call.received for call in calls] == [8 * 6 * 4]
+
+
+def test_equal_parts_are_joined_without_a_copy():
+    with plan(1) as (_, members):
+        assert wire.all_gather(torch.zeros(2, 3), members, 0, (2,) * 4)._is_view()
+        assert wire.all_gather(torch.zeros(1, 2, 3), members, 1, (2,) * 4)._is_view()
+        assert not wire.all_gather(torch.zeros(2, 2, 3), members, 1, (2,) * 4)._is_view()
+
+
+def test_parts_are_padded_to_the_longest():
+    x = torch.ones(2, 3)
+    assert wire._padded(x, 0, 2) is x
+    for length in (3, 4):
+        padded = wire._padded(x, 0, length)
+        assert padded.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * (length - 2)
+    assert wire._padded(x, 1, 4).tolist() == [[1.0, 1.0, 1.0, 0.0]] * 2
+
+
+def test_a_group_of_one_is_none():
+    with plan(0, 2) as (context, _):
+        assert wire.members_of(ParallelMode.DATA, context) is None
+        assert wire.members_of(ParallelMode.PARALLEL_2D_ROW, context) is None
+        assert wire.members_of("1d", context) == wire.members_of(MODE, context)
+
+
+def test_what_came_by_way_of_the_host_is_brought_to_its_place():
+    swap = object.__new__(wire.Swap)
+    there, swap._works, swap._landing = torch.zeros(2), [], torch.ones(2)
+    swap._arriving = there
+    assert swap.wait() is there
+    assert there.tolist() == [1.0, 1.0]
+    with plan(1) as (_, members):
+        assert wire.backends_of(members.group)["cpu"] == "fake"
+        swap = wire.Swap(torch.ones(2), there, 2, 0, members.group)
+    assert swap._landing is there
+
+
+def test_lengths_are_cut_in_multiples_of_a_unit_the_first_ones_longer():
+    with plan(0) as (context, _):
+        assert collectives.split_sizes(10, MODE, context=context) == (3, 3, 2, 2)
+        assert collectives.split_sizes(18, MODE, 3, context=context) == (6, 6, 3, 3)
+        with pytest.raises(PlacementError, match="10 cannot be cut in multiples of 4"):
+            collectives.split_sizes(10, MODE, 4, context=context)
+
+
+def test_lengths_that_are_given_must_fit():
+    members, x = Members(MODE, None, (4, 5, 6), 1), torch.zeros(5, 3)
+    assert collectives._counted([0, 3, 2.0], members) == (0, 3, 2)
+    for sizes in ([1, 2], [1, 2, 3, 4], [4, 2, -1]):
+        with pytest.raises(PlacementError, match="has 3 ranks, so give that many lengths"):
+            collectives._counted(sizes, members)
+    assert collectives._lengths(x, 1, [7, 3, 1], members) == (7, 3, 1)
+    with pytest.raises(PlacementError, match="give this rank 7 along dimension 1"):
+        collectives._lengths(x, 1, [3, 7, 1], members)
+    assert collectives._shares(x, 0, None, members) == (2, 2, 1)
+    assert collectives._shares(x, 0, [0, 5, 0], members) == (0, 5, 0)
+    with pytest.raises(PlacementError, match="add up to 6"):
+        collectives._shares(x, 0, [0, 5, 1], members)
+    assert collectives._arrivals(x, (2, 2, 1), None, None, members) == (2, 2, 1)
+    assert collectives._arrivals(x, (2, 2, 1), (2, 2, 1), [9, 0, 1], members) == (9, 0, 1)
+    assert [collectives._dimension(x, dim) for dim in (-2, -1, 0, 1)] == [0, 1, 0, 1]
+    for dim in (-3, 2):
+        with pytest.raises(PlacementError, match="it has 0 to 1"):
+            collectives._dimension(x, dim)
+
+
+def test_in_a_plan_the_others_say_the_same():
+    with plan(1) as (context, members):
+        assert members == Members(MODE, context.get_group(MODE), (0, 1, 2, 3), 1)
         said = numbers_of_all((5, -7), members, torch.device("cpu"))
         assert said == [[5, -7]] * 4

@@ -11,9 +11,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from colonnade._launch import launch
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.nn.layer import Arrangement, Linear, arrange, gather_output, partition_input
-from colonnade.parallel.collectives import recorded
+from colonnade.parallel.collectives import members_of, recorded
+from colonnade.parallel.collectives.linear import Way, row_linear
+from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
 
 ROWS, LENGTH, WIDTH, OUT = 3, 4, 6, 8
@@ -63,10 +67,10 @@ def _twice(split: str, bias: bool, sequence_split: bool, gpc: ParallelContext) -
     )
 
 
-def _parts(split: str, gpc: ParallelContext) -> None:
+def _parts(split: str, sequence_split: bool, gpc: ParallelContext) -> None:
     """The gradient of the input alone, and of the parameters alone, are those of the whole pass; nothing is sent twice."""
     plain, x = _whole(split, True)
-    here = arrange(gpc, False)
+    here = arrange(gpc, sequence_split)
     layer = Linear.from_module(plain, split=split, arrangement=here)  # type: ignore[arg-type]
     part = partition_input(x, side="outer" if split == "column" else "inner", arrangement=here).detach()
     start = part.requires_grad_() * 1.0
@@ -77,9 +81,14 @@ def _parts(split: str, gpc: ParallelContext) -> None:
         (of_input,) = torch.autograd.grad([y], [get_gradient_edge(start)], [gradient], retain_graph=True)
     assert layer.weight.grad is None
     with recorded() as for_weight:
-        y.backward(gradient, inputs=[layer.weight, layer.bias])  # type: ignore[list-item]
-    assert [call.op for call in for_input] == (["all_reduce"] if split == "column" else [])
-    assert for_weight == []
+        y.backward(gradient, inputs=[layer.weight, layer.bias], retain_graph=True)  # type: ignore[list-item]
+    sums, gathers = ("reduce_scatter", ["all_gather"]) if sequence_split else ("all_reduce", [])
+    assert [call.op for call in for_input] == ([sums] if split == "column" else gathers)
+    assert [call.op for call in for_weight] == ([] if split == "column" else gathers)
+    with recorded() as for_bias:
+        (of_bias,) = torch.autograd.grad(y, [layer.bias], gradient, retain_graph=True)
+    assert for_bias == []
+    torch.testing.assert_close(of_bias, wanted[2])
     torch.testing.assert_close((of_input, layer.weight.grad, layer.bias.grad), wanted)  # type: ignore[union-attr]
 
 
@@ -106,10 +115,25 @@ def _all() -> None:
             for bias in (True, False):
                 for sequence_split in (True, False):
                     _twice(split, bias, sequence_split, gpc)
-            _parts(split, gpc)
+            for sequence_split in (True, False):
+                _parts(split, sequence_split, gpc)
             _autocast(split, gpc)
         with pytest.raises(Exception, match="sequence of size 3 cannot be cut evenly"):
             Linear(2, 2, split="row", arrangement=arrange(gpc, True))(torch.zeros(1, 3, 1))
+
+
+def test_one_rank_adds_the_bias() -> None:
+    """In a world that is not there, where a sum is what this rank has given."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 3), torch.randn(2, 3), torch.randn(2)
+    for rank in range(3):
+        context = ParallelContext()
+        with fake_rank(load_config({"parallel": {"tensor": {"size": 3, "mode": "1d"}}}), 3, rank, context):
+            members = members_of(ParallelMode.PARALLEL_1D, context)
+            assert members is not None
+            way = Way(members, None, lambda x: x, lambda x: x)
+            torch.testing.assert_close(row_linear(x, weight, bias, way), F.linear(x, weight, None if rank else bias))
+            torch.testing.assert_close(row_linear(x, weight, None, way), F.linear(x, weight))
 
 
 def test_one_node_for_a_product_and_its_collectives() -> None:

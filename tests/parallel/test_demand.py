@@ -70,6 +70,7 @@ def test_holders():
     assert holding(grid, Placement({M.TENSOR: Shard(0)}), 1).ranks == (1, 5)
     assert holding(grid, Placement({M.PIPELINE: Tied((0, 1), "e")}), 1).ranks == tuple(range(8))
     assert holding(grid, Placement({M.PIPELINE: Tied((0, 1), "e")}), 3).index == 3
+    assert holding(grid, PLAIN, 4).count == 4
     assert holding(layout(4, expert=2), Placement({M.EXPERT: Shard(0)}), 1).ranks == (1, 3)
 
 
@@ -78,6 +79,7 @@ def test_holders():
     [
         (Placement({M.PARALLEL_2D_ROW: Shard(0)}), "PARALLEL_2D_ROW, which has no groups here"),
         (Placement({M.PIPELINE: Tied((0, 5), "e")}), "the pipeline has stages 0 to 1"),
+        (Placement({M.PIPELINE: Tied((0, 2), "e")}), "the pipeline has stages 0 to 1"),
         (Placement({M.PIPELINE: Tied((1, 5), "e")}), "stages"),
     ],
 )

@@ -98,6 +98,56 @@ def test_arithmetic_says_what_a_walk_over_all_ranks_says(data):
         assert _ask(demand, layout, placement, rank) == _ask(walking_demand, _tables(layout), placement, rank)
 
 
+def by_hand(world: int, groups: dict[M, list[list[int]]], **parallel: object) -> Layout:
+    layout = build_layout({"parallel": parallel}, world)
+    return Layout(layout.axes, {**{mode: layout.groups(mode) for mode in layout.modes}, **groups})
+
+
+def tie(*stages: int) -> dict[M, Tied]:
+    return {M.PIPELINE: Tied(stages, "tie")}
+
+
+TWELVE = by_hand(12, {}, tensor=4, expert=6)  # experts across the cuts of data and tensor
+EIGHT = by_hand(8, {LISTED: [[0, 3], [1, 2], [4, 7], [5, 6]], LISTED_DISTINCT: [[0, 4], [1, 5]]}, tensor=2, pipeline=2)
+UNEVEN = by_hand(4, {LISTED: [[0, 1, 2], [3]]})
+SOME = by_hand(4, {LISTED: [[0, 1]]}, tensor=2)
+STAGES = by_hand(8, {LISTED: [[0, 1], [2, 3], [4, 5], [6, 7]]}, pipeline=4)  # in pairs of stages
+ODD: list[tuple[Layout, dict]] = [
+    (TWELVE, {}),
+    (TWELVE, {M.EXPERT: Shard(0)}),
+    (TWELVE, {M.EXPERT: Shard(0), M.TENSOR: Replicate("sum")}),
+    (TWELVE, {M.EXPERT: Shard(0), M.TENSOR: Shard(0)}),
+    (TWELVE, {M.TENSOR: Replicate("sum")}),
+    (EIGHT, {}),
+    (EIGHT, {LISTED: Shard(0)}),
+    (EIGHT, {LISTED: Replicate("sum")}),
+    (EIGHT, {LISTED: Replicate("sum"), M.TENSOR: Replicate("sum")}),
+    (EIGHT, {M.TENSOR: Shard(0), M.DATA: Shard(0, owes="nothing")}),
+    (EIGHT, tie(0, 1)),
+    (EIGHT, {**tie(0, 1), LISTED: Replicate("sum")}),
+    (EIGHT, {**tie(0, 1), LISTED_DISTINCT: Replicate("sum"), M.TENSOR: Shard(0)}),
+    (UNEVEN, {LISTED: Shard(0)}),
+    (UNEVEN, {LISTED: Replicate("sum"), M.DATA: Replicate("nothing")}),
+    (SOME, {LISTED: Replicate("sum"), M.DATA: Replicate("nothing")}),
+    (STAGES, {}),
+    (STAGES, {LISTED: Shard(0)}),
+    (STAGES, {LISTED: Replicate("sum")}),
+    (STAGES, tie(0, 3)),
+    (STAGES, tie(0, 1, 2)),
+    (STAGES, {**tie(0, 3), LISTED: Replicate("sum")}),
+    (STAGES, {**tie(0, 1), LISTED: Shard(0)}),
+    (by_hand(4, {}, pipeline=1), {}),
+    (by_hand(1, {}), {}),
+]
+
+
+@pytest.mark.parametrize(("layout", "modes"), ODD, ids=[str(at) for at in range(len(ODD))])
+def test_so_it_does_for_groups_that_cross_each_other(layout, modes):
+    for rank in range(layout.world_size):
+        placement = Placement(modes)
+        assert _ask(demand, layout, placement, rank) == _ask(walking_demand, _tables(layout), placement, rank), rank
+
+
 @pytest.mark.slow
 @given(layout=worlds())
 @settings(max_examples=80, deadline=None)

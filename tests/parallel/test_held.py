@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 from colonnade._launch import launch
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel import held
+from colonnade.parallel.checksum import words_of
+from colonnade.parallel.demand import Holding
 from colonnade.parallel.held import broadcast_shared, check_placements
-from colonnade.parallel.placement import Replicate, Shard, Tied, place
+from colonnade.parallel.placement import Placement, Replicate, Shard, Tied, place
+from colonnade.planner.fake import fake_rank
 from colonnade.testing import run_world
 
-TENSOR, PIPELINE = ParallelMode.TENSOR, ParallelMode.PIPELINE
+TENSOR, PIPELINE, DATA = ParallelMode.TENSOR, ParallelMode.PIPELINE, ParallelMode.DATA
 
 
 class One(nn.Module):
@@ -176,9 +183,68 @@ def test_marks_of_the_ancestor_are_refused_by_name_on_every_rank():
         assert ("on rank 0" in said["shared"]) == (rank == 1)
 
 
+@contextmanager
+def rank_of(world: int, rank: int, **parallel: object) -> Iterator[ParallelContext]:
+    """One rank of a world that is not there."""
+    context = ParallelContext()
+    with fake_rank(load_config({"parallel": parallel}), world, rank, context):
+        yield context
+
+
+SHARED_OUT: dict[str, tuple[dict, bool]] = {
+    "plain": ({}, False),
+    "split": ({TENSOR: Shard(0)}, True),
+    "owing": ({TENSOR: Replicate("sum")}, True),
+    "final": ({TENSOR: Replicate("nothing")}, False),
+    "elsewhere": ({DATA: Shard(0)}, False),
+    "both": ({DATA: Shard(0), TENSOR: Shard(0)}, True),
+    "the world": ({ParallelMode.GLOBAL: Shard(0)}, True),
+}
+
+
+def test_parameters_that_the_ranks_of_a_mode_do_not_share_out():
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in SHARED_OUT})
+    for name, (specs, _) in SHARED_OUT.items():
+        place(model[name], specs)
+    with rank_of(4, 1, tensor=2) as context:
+        found = held.whole_parameters(model, context, TENSOR)
+    assert found == {id(model[name]): name for name, (_, shared) in SHARED_OUT.items() if not shared}
+
+
+def test_weights_are_compared_among_holders_with_the_same_seed():
+    """Ranks of another data or pipeline coordinate draw other numbers; those of another tensor coordinate the same."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("plain", "split", "tied")})
+    model.register_buffer("count", torch.zeros(2))
+    place(model["split"], {TENSOR: Shard(0)})
+    place(model["tied"], {PIPELINE: Tied((0, 1), "tied")})
+    with rank_of(8, 5, tensor=2, pipeline=2) as context:  # rank = 4 * data + 2 * pipeline + tensor
+        entries = held.held_tensors(model, context, buffers=True)
+        found = held._seeded_alike(entries, context)
+    assert {entry.name: entry.holding.ranks for entry in entries} == {
+        "plain": (0, 1, 4, 5),
+        "split": (1, 5),
+        "tied": tuple(range(8)),
+        "count": (0, 1, 4, 5),
+    }
+    assert {ranks: [entry.name for entry in group] for ranks, group in found.items()} == {(4, 5): ["plain", "tied"]}
+
+
 def test_what_is_broadcast_at_once_takes_little_memory(monkeypatch):
     monkeypatch.setattr(held, "_BROADCAST_BYTES", 16)
-    sizes = [1, 1, 1, 2, 1, 3, 1]
-    batches = list(held._batches([torch.zeros(size, dtype=torch.float64) for size in sizes]))
-    assert [[len(tensor) for tensor in batch] for batch in batches] == [[1, 1], [1], [2], [1], [3], [1]]
+    batches = list(held._batches([torch.zeros(size, dtype=torch.int8) for size in (8, 8, 1, 15, 1, 20, 3)]))
+    assert [[len(tensor) for tensor in batch] for batch in batches] == [[8, 8], [1, 15], [1], [20], [3]]
     assert list(held._batches([])) == []
+
+
+def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
+    tensors = [torch.tensor([-1]), torch.tensor([0.5, 2.0, -1.0, 7.0])]
+    bits = held._bits(tensors)
+    assert bits == [2**64 - 1, words_of(tensors[1]).sum().item() % 2**64]
+    entries = [held.Held(name, each, Placement(), Holding((0, 1), 0)) for name, each in zip("ab", tensors, strict=True)]
+    sums = {"a": "10", "b": "ff"}
+    assert held._shown(entries, sums) == {
+        "a": "[-1.0] ... (checksum 10)",
+        "b": "[0.5, 2.0, -1.0] ... (checksum ff)",
+    }
+    tied = Placement({PIPELINE: Tied((0, 1), "the tie")})
+    assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == ["w", "the tie"]

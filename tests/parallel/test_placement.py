@@ -17,6 +17,7 @@ from colonnade.parallel.placement import (
     Shard,
     Tied,
     copy_placement,
+    is_dtensor,
     is_placed,
     logical_shape,
     place,
@@ -69,6 +70,18 @@ def test_bad_placements_are_refused(modes, shape, part):
     assert part in str(error.value)
 
 
+def test_one_rank_may_hold_all_of_an_uneven_whole():
+    assert placement_of(place(parameter(2, 3), {M.TENSOR: Shard(0)}, (2, 3))).shape == (2, 3)
+
+
+def test_a_dtensor_is_known_by_both_of_its_attributes():
+    for names in (["placements"], ["device_mesh"], ["device_mesh", "placements"]):
+        tensor = torch.zeros(2)
+        for name in names:
+            setattr(tensor, name, ())
+        assert is_dtensor(tensor) == (len(names) == 2)
+
+
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_single_number_has_nothing_to_cut(dim):
     with pytest.raises(PlacementError) as error:
@@ -110,6 +123,10 @@ def test_master_weights_take_the_placement_over():
     source, master = place(parameter(2), {M.TENSOR: Shard(0)}), torch.zeros(2)
     copy_placement(source, master)
     assert placement_of(master) == placement_of(source)
+    assert placement_of(master).tie_key == ""
+    loose = torch.zeros(2)
+    copy_placement(parameter(2), loose)
+    assert not is_placed(loose)
 
 
 def test_the_whole_shape_follows_from_the_local_one_or_is_declared():

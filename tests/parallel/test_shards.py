@@ -44,9 +44,12 @@ def test_sections_that_cannot_be_are_refused():
     assert str(placement_of(placed)) == "{TENSOR: Shard(0, sections=(6, 2))}"
     place(part, {M.TENSOR: Shard(0, sections=(8,))})
     assert placement_of(part).shards[M.TENSOR] == Shard(0)  # one section is none
-    for sections, said in (((6, 3), "is no even share"), ((8, 0), "is no even share")):
-        with pytest.raises(PlacementError, match=said):
-            place(part, {M.TENSOR: Shard(0, sections=sections)})
+    for shape, sections in (((4, 3), (6, 3)), ((4, 3), (8, 0)), ((0, 3), (6, 2))):
+        with pytest.raises(PlacementError, match="is no even share"):
+            place(torch.zeros(shape), {M.TENSOR: Shard(0, sections=sections)})
+    for shape, sections in (((4, 3), (3, 1)), ((1, 3), (2, 1))):
+        placed = placement_of(place(torch.zeros(shape), {M.TENSOR: Shard(0, sections=sections)}, (sum(sections), 3)))
+        assert placed.shards[M.TENSOR].sections == sections
     with pytest.raises(PlacementError, match="the sections are 8 elements along dimension 0, and the whole of shape"):
         place(part, {M.TENSOR: Shard(0, sections=(6, 2))}, shape=(16, 3))
     with pytest.raises(PlacementError, match="dimension 0 has sections, so only one mode can cut it"):

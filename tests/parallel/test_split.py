@@ -160,11 +160,22 @@ def test_cuts_may_name_a_nested_layer_or_the_container() -> None:
     assert layer_names(split(sequential(), at=["2.second"]).stages)[1][0] == "2.second"
 
 
-def test_a_hooked_container_is_not_taken_apart() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    model[1].register_forward_hook(lambda module, args, output: output + 1)
+ALTERED: dict[str, Any] = {
+    "forward hook": lambda module: module.register_forward_hook(lambda module, args, output: output + 1),
+    "forward pre hook": lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    "backward hook": lambda module: module.register_full_backward_hook(lambda module, one, two: None),
+    "backward pre hook": lambda module: module.register_full_backward_pre_hook(lambda module, gradient: None),
+    "forward of its own": lambda module: setattr(module, "forward", lambda x: x + 1),
+}
+
+
+@pytest.mark.parametrize("how", ALTERED)
+def test_a_hooked_container_is_not_taken_apart(how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential())
+    assert layer_names(split(model, num_stages=2).stages) == [("0",), ("1.0", "1.1", "2")]
+    ALTERED[how](model[1])
     parts = split(model, num_stages=2)
-    assert layer_names(parts.stages) == [("0",), ("1",)]
+    assert layer_names(parts.stages) == [("0",), ("1", "2")]
     x = torch.ones(1, 2)
     assert torch.equal(run_all(parts.stages, x), model(x))
 
@@ -188,7 +199,9 @@ def test_no_other_cut_is_better_balanced(weights: list[int], parts: int) -> None
         return max(sums), sum(each * each for each in sums)
 
     every = [(0, *cuts) for cuts in combinations(range(1, len(weights)), parts - 1)]
-    assert heaviest(balanced(weights, parts)) == min(map(heaviest, every))
+    starts = balanced(weights, parts)
+    assert tuple(starts) in every
+    assert heaviest(starts) == min(map(heaviest, every))
 
 
 class Slow(nn.Module):
@@ -223,6 +236,39 @@ def test_the_callers_sample_is_not_changed_while_layers_are_timed() -> None:
     split(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2)), num_stages=2, balance="time", sample=sample)
     assert torch.equal(sample, before)
     assert sample.grad is None
+
+
+class Delayed(torch.autograd.Function):
+    """Takes its time in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return gradient
+
+
+class SlowAtFirst(nn.Module):
+    """Of two arguments, with a parameter that it does not use; slow in its first call, or in each backward pass."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.unused, self.backward, self.calls = nn.Parameter(torch.ones(1)), backward, 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        time.sleep(0.05 if self.calls == 1 and not self.backward else 0)
+        return Delayed.apply(x + y) if self.backward else x + y
+
+
+@pytest.mark.parametrize(("backward", "first"), [(True, ("0",)), (False, ("0", "1"))])
+def test_backward_passes_count_and_what_is_slow_but_once_does_not(backward: bool, first: tuple[str, ...]) -> None:
+    model = nn.Sequential(SlowAtFirst(backward), Slow(0.02), Slow(0.02))
+    parts = split(model, num_stages=2, balance="time", sample=(torch.randn(3, 2), torch.randn(3, 2)))
+    assert layer_names(parts.stages)[0] == first
 
 
 def test_time_is_measured_for_layers_that_pass_dicts_and_integers() -> None:
@@ -309,6 +355,20 @@ def skipped(model: Plain, x: Tensor) -> Tensor:
     return model.out(model.embed(x))
 
 
+def crossed(model: Plain, x: Tensor) -> Tensor:
+    one, two = model.pair(model.embed(x)), model.pair(model.embed(x * 2))
+    return model.out(model.both(one[0], two[1]))
+
+
+def alike(model: Plain, x: Tensor) -> Tensor:
+    hidden = model.pair(model.embed(x))[0]
+    return model.out(model.both(model.embed(x), hidden))
+
+
+def constant(model: Plain, x: Tensor) -> Tensor:
+    return model.out(model.both(model.pair(model.embed(x))[0], 2.0))
+
+
 def entered(model: Plain, x: Tensor) -> Tensor:
     return as_declared(model, -x)
 
@@ -325,6 +385,9 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
         swapped: "before 'both' it has several values, not the result of 'pair'",
         residual: "as its result it has 'add', not the result of 'out'",
         skipped: "before 'out' it has 'embed', not the result of 'both'",
+        crossed: "before 'both' it has several values, not the result of 'pair'",
+        alike: "before 'both' it has several values, not the result of 'pair'",
+        constant: "before 'both' it has several values, not the result of 'pair'",
         entered: "'embed' does not get what the model gets",
     }.items():
         with pytest.raises(ScheduleError, match=f"Plain cannot be shown to be its layers.*{why}.*sample="):
@@ -340,6 +403,41 @@ def test_a_forward_pass_that_does_more_than_call_its_layers_is_refused() -> None
     for options in ({}, {"sample": x}):
         assert len(split(Plain(as_declared), num_stages=2, **options)) == 2
     assert len(split(Plain(unseen), num_stages=2, sample=x)) == 2
+
+
+def counted(model: Plain, x: Tensor) -> Tensor:
+    model.out.count.add_(1)
+    return as_declared(model, x)
+
+
+def broken(model: Plain, x: Tensor) -> Tensor:
+    raise ZeroDivisionError
+
+
+class Disordered(Plain):
+    def pipeline_layers(self) -> list[nn.Module]:
+        return [self.out, self.pair, self.both, self.embed]
+
+
+def test_a_comparison_leaves_buffers_takes_nans_and_says_who_failed() -> None:
+    x = torch.randn(3, 4)
+    x[1, 2] = torch.nan
+    model = Plain(counted)
+    model.out.register_buffer("count", torch.zeros(()))
+    assert len(split(model, num_stages=2, sample=x)) == 2
+    assert model.out.count == 0
+    before = x.clone()
+    assert len(split(Twice(nn.ReLU(inplace=True), nn.Linear(4, 2)), num_stages=2, sample=x)) == 2
+    assert torch.equal(x.nan_to_num(), before.nan_to_num())
+    with pytest.raises(ZeroDivisionError):
+        split(Plain(broken), num_stages=2, sample=x)
+    with pytest.raises(ScheduleError, match=r"give another result than its forward pass: they fail \(RuntimeError: mat1"):
+        split(Disordered(as_declared), num_stages=2, sample=x)
+
+
+class Reversed(nn.Sequential):
+    def pipeline_layers(self) -> list[str]:
+        return ["1", "0"]
 
 
 class Declared(nn.Module):
@@ -372,6 +470,8 @@ def test_a_sequential_with_a_forward_pass_or_hooks_of_its_own_is_looked_at_too()
     hooked.register_forward_hook(lambda module, args, output: output + 1)
     patched.forward = lambda x: x + 1  # type: ignore[method-assign]
     assert len(split(Declared(Plain(None)), num_stages=2, sample=torch.ones(1, 4))) == 2
+    with pytest.raises(ScheduleError, match="as its result it has '_1', not the result of '0'"):
+        split(Reversed(*layers), num_stages=2)
     for model in (hooked, patched):
         with pytest.raises(ScheduleError, match="hooks, or a forward"):
             split(model, num_stages=2)
@@ -383,6 +483,35 @@ class Lost(Language):
     def __init__(self) -> None:
         super().__init__()
         self.position = nn.Parameter(torch.zeros(4))
+
+
+class Alias(Language):
+    """Has a tensor of a layer under a second name, outside of all layers."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.alias = nn.Module()
+        if buffer:
+            self.alias.register_buffer("value", self.blocks[0].count)
+        else:
+            self.alias.value = self.head.out.weight
+
+
+class Again(nn.Module):
+    """One layer under two names, called by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(2, 2)
+
+    def pipeline_layers(self) -> list[str]:
+        return ["first", "second"]
+
+
+def test_a_layer_may_be_called_by_each_of_its_names() -> None:
+    parts = split(Again(), num_stages=2)
+    assert layer_names(parts.stages) == [("first",), ("second",)]
+    assert parts.ties == [(("first.weight", 0), ("second.weight", 1)), (("first.bias", 0), ("second.bias", 1))]
 
 
 class Misnamed(Language):
@@ -423,6 +552,8 @@ class Empty(Language):
         (sequential(), {"num_stages": 2, "balance": "time"}, "pass sample="),
         (nn.Linear(2, 2), {"num_stages": 1}, "a Linear does not say in which order its layers run"),
         (Lost(), {"num_stages": 2}, "do not hold position"),
+        (Alias(buffer=False), {"num_stages": 2}, "do not hold alias.value;"),
+        (Alias(buffer=True), {"num_stages": 2}, "do not hold alias.value;"),
         (Misnamed(), {"num_stages": 2}, "no layer 'block.0'. Did you mean 'blocks.0'"),
         (Foreign(), {"num_stages": 1}, "not Linear"),
         (Nested(), {"num_stages": 2}, "'blocks.0' and, inside it, 'blocks.0.up'"),

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.parallel.placement import Shard, Tied, is_placed, place, placement_of
 from colonnade.parallel.split import split
 from colonnade.parallel.stages import Chunks, take_stages
 
@@ -39,3 +41,40 @@ def test_loading_tells_what_is_missing_and_unexpected_in_all_stages() -> None:
     assert chunks.state_dict()["0.weight"].eq(1).all()
     with pytest.raises(RuntimeError, match=r"unexpected keys for the stages here: 1\.bias"):
         chunks.load_state_dict(state)
+    whole = chunks.load_state_dict(chunks.state_dict())
+    assert (whole.missing_keys, whole.unexpected_keys) == ([], [])
+
+
+def test_a_module_of_two_stages_is_named_once() -> None:
+    layer = nn.Linear(2, 2)
+    chunks = Chunks([nn.ModuleDict({"a": layer}), nn.ModuleDict({"b": layer})])
+    assert [name for name, _ in chunks.named_modules()] == ["", "a", ""]
+    assert [name for name, _ in chunks.named_modules({layer})] == ["", ""]
+    assert [name for name, _ in chunks.named_parameters()] == ["a.weight", "a.bias"]
+
+
+def shared(*stages: int) -> tuple[nn.Module, nn.Parameter]:
+    """Four layers, those at `stages` with one weight."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    weight = place(model[stages[0]].weight, {ParallelMode.TENSOR: Shard(0)}, (4, 2))
+    for stage in stages:
+        model[stage].weight = weight
+    return model, weight
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_stages_of_several_ranks_share_is_tied_on_these(rank: int) -> None:
+    model, weight = shared(0, 1, 2)
+    taken = take_stages(split(model, num_stages=4), [0, 1, 0, 2], rank)
+    assert isinstance(taken, Chunks) == (rank == 0)
+    placed = placement_of(weight)
+    assert placed.tied == (Tied((0, 1), "0.weight") if rank < 2 else None)
+    assert (placed.shards, placed.shape) == ({ParallelMode.TENSOR: Shard(0)}, (4, 2))
+    assert not any(is_placed(layer.bias) for layer in model)
+
+
+def test_what_stages_of_one_rank_share_stays_one_parameter() -> None:
+    model, weight = shared(0, 2)
+    chunks = take_stages(split(model, num_stages=4), [0, 1, 0, 1], 0)
+    assert placement_of(weight).tied is None
+    assert len(list(chunks.parameters())) == 3

@@ -73,7 +73,7 @@ class _Column(Function):
         wants_x, wants_weight, wants_bias = _wants(ctx)
         summed = begin_sum(gradient.matmul(matrix)) if wants_x else None
         by_weight = _by_weight(gradient, whole) if wants_weight else None
-        by_bias = gradient.flatten(0, -2).sum(0) if wants_bias else None
+        by_bias = _rows(gradient).sum(0) if wants_bias else None
         return None if summed is None else summed(), by_weight, by_bias, None
 
 
@@ -95,14 +95,18 @@ class _Row(Function):
         if torch.is_grad_enabled():
             rows, matrix, enter = x.to(gradient.dtype), weight.to(gradient.dtype), ctx.way.enter
         wants_x, wants_weight, wants_bias = _wants(ctx)
-        by_bias = gradient.flatten(0, -2).sum(0) if wants_bias else None
+        by_bias = _rows(gradient).sum(0) if wants_bias else None
         whole = enter(gradient) if wants_x or wants_weight else gradient
         by_weight = _by_weight(whole, rows) if wants_weight else None
         return whole.matmul(matrix) if wants_x else None, by_weight, by_bias, None
 
 
 def _by_weight(gradient: Tensor, x: Tensor) -> Tensor:
-    return gradient.flatten(0, -2).t().mm(x.flatten(0, -2))
+    return _rows(gradient).t().mm(_rows(x))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
 
 
 def _wants(ctx: Any) -> list[bool]:

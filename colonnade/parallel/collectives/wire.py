@@ -6,6 +6,7 @@ tensors (gloo corrupts them in silence), uneven parts, old and new names. Each c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,24 +109,22 @@ def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> T
 
 def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part along `dim` of the sum of everybody's tensor."""
-    return begin_reduce_scatter(x, members, dim, sizes, async_op=False)()
+    return begin_reduce_scatter(x, members, dim, sizes)()
 
 
-def begin_reduce_scatter(
-    x: Tensor, members: Members, dim: int, sizes: Sequence[int], async_op: bool = True
-) -> Callable[[], Tensor]:
+def begin_reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
     """`reduce_scatter`, begun; the result waits for it."""
     longest, mine = max(sizes), sizes[members.at]
     _note("reduce_scatter", members, (members.size - 1) * mine * _bytes_per_slice(x, dim))
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
     in_order = min(sizes) == longest and x.shape[:dim].numel() == 1
-    total = x.new_empty(parts[0].shape)
+    first, *_ = parts
+    total = torch.empty_like(first, memory_format=torch.contiguous_format)
     stacked = x.reshape(members.size, *total.shape).flatten(0, 1) if in_order else torch.cat(parts)
-    work = reduce_scatter_flat(total, stacked, group=members.group, async_op=async_op)
+    work = reduce_scatter_flat(total, stacked, group=members.group, async_op=True)
 
     def wait() -> Tensor:
-        if work is not None:
-            work.wait()
+        work.wait()
         return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
 
     return wait
@@ -226,4 +225,4 @@ def _bytes(x: Tensor) -> int:
 
 
 def _bytes_per_slice(x: Tensor, dim: int) -> int:
-    return (x.numel() // x.shape[dim] if x.shape[dim] else 0) * x.element_size()
+    return math.prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()

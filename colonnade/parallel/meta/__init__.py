@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from colonnade.errors import PlacementError
-from colonnade.parallel.meta.tape import Tape, memory_of
+from colonnade.parallel.meta.tape import Tape, is_expanded, memory_of
 
 _ATTRIBUTE = "_colonnade_start"
 _SOURCE = "_colonnade_values"
@@ -83,7 +83,7 @@ def meta_init() -> Iterator[None]:
     parameters: list[nn.Parameter] = []
 
     def keep(module: nn.Module, name: str, parameter: Any) -> None:
-        if parameter is None or parameter.device.type != "meta":
+        if parameter.device.type != "meta":
             return
         if is_lazy(parameter):
             raise PlacementError(
@@ -91,7 +91,7 @@ def meta_init() -> Iterator[None]:
                 f"be known: use the layer that is given its sizes",
                 code="C034",
             )
-        if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+        if is_expanded(parameter):
             raise PlacementError(
                 f"{name} of {type(module).__name__} is an expanded tensor, of shape {tuple(parameter.shape)} and strides "
                 f"{parameter.stride()}: its elements share memory, so they cannot be trained apart. Give it memory of its own: "
@@ -155,7 +155,7 @@ _READS = {
 }
 
 
-class _Builder(TorchFunctionMode):
+class _Builder(_ValuesStay):
     """What torch's own meta device does otherwise: values that are given stay, and values can be read."""
 
     def __init__(self, tape: Tape) -> None:
@@ -163,14 +163,12 @@ class _Builder(TorchFunctionMode):
         self._tape = tape
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _WITH_VALUES and kwargs.get("device") is None:
-            return func(*args, **{**kwargs, "device": "cpu"})
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
             return False  # some of torch.nn.init does nothing to tensors of the meta device, where nothing is noted
-        if func in _READS and args[0].device.type == "meta":
-            return func(self._tape.read(args[0]), *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        if func in _READS:
+            (tensor,) = args
+            args = (self._tape.read(tensor) if tensor.device.type == "meta" else tensor,)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @torch.no_grad()

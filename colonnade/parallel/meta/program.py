@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colonnade.parallel.meta import counter
-from colonnade.parallel.meta.tape import Entry, Tape, covers_memory, memory_of
+from colonnade.parallel.meta.tape import Entry, Tape, covers_memory, is_expanded, memory_of
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _FILLS = {
@@ -117,11 +117,11 @@ class Program:
 
     def copied(self, source: Tensor) -> Program | None:
         """That of a copy of `source`, all or some of the tensor's memory."""
-        if any(size > 1 and stride == 0 for size, stride in zip(source.size(), source.stride(), strict=True)):
+        if is_expanded(source):
             return None
         if source.is_contiguous() and covers_memory([source]):
             return self
-        if self.has_regions and self.cut is not None:
+        if self.cut is not None:
             return None
         return Program(self.steps, Strided.of(source) if self.has_regions else None, moved=True)
 
@@ -139,33 +139,37 @@ def program_of(tape: Tape, tensor: Tensor) -> Program | None:
     known: dict[int, Program | None] = {}
     for at in tape.needed_for(tensor):
         entry = tape.entries[at]
-        memory = memory_of(entry.outputs[0])
-        known[memory] = _after(entry, known) if len(entry.outputs) == 1 else None
+        after = _after(entry, known) if len(entry.outputs) == 1 else None
+        known |= {memory_of(made): after for made in entry.outputs}
     program = known.get(memory_of(tensor), Program())
     return program.copied(tensor) if program is not None and not covers_memory([tensor]) else program
 
 
 def drawn(entry: Entry) -> Step | None:
     """The step of an operation that draws uniform or normal numbers."""
-    if entry.name not in _DRAWS or entry.outputs[0].is_complex():
+    if entry.name not in _DRAWS:
         return None
-    given = [*entry.args[1:], *(value for name, value in entry.kwargs.items() if name in ("from", "to", "mean", "std"))]
+    (made,) = entry.outputs
+    if made.is_complex():
+        return None
+    given = entry.args[1:]
     values = (*given, *(0.0, 1.0)[len(given) :]) if entry.name.endswith("_") else (0.0, 1.0)
-    return Step(_DRAWS[entry.name], values, source=memory_of(entry.outputs[0]))
+    return Step(_DRAWS[entry.name], values, source=memory_of(made))
 
 
 def _after(entry: Entry, known: dict[int, Program | None]) -> Program | None:
     """The program of what an operation gives, by those of what it takes."""
-    name, made, given = entry.name, entry.outputs[0], entry.inputs
+    name, (made,) = entry.name, entry.outputs
     before = known.get(memory_of(made), Program())
     if name in _EMPTY:
         return Program()
     if name in _COPIES:
         return _copied(entry, known)
     if name.rstrip("_") in _POINTWISE and isinstance(entry.args[0], Tensor):
-        taken = known.get(memory_of(given[0])) if len(given) == 1 else None
+        source, *others = entry.inputs
+        taken = None if others else known.get(memory_of(source))
         if taken is not None and not name.endswith("_"):
-            taken = taken.copied(given[0])
+            taken = taken.copied(source)
         return taken.then(_call(entry), made) if taken is not None else None
     step = drawn(entry)
     if name in _FILLS:
@@ -181,15 +185,16 @@ def _call(entry: Entry) -> Step:
 
 
 def _copied(entry: Entry, known: dict[int, Program | None]) -> Program | None:
-    made = entry.outputs[0]
+    (made,) = entry.outputs
     sources: Sequence[Tensor] = entry.inputs[1:] if entry.name == "copy_" else entry.inputs
     programs = [known.get(memory_of(source)) for source in sources]
-    first = programs[0].copied(sources[0]) if programs[0] is not None else None
+    (source, *others), (program, *_) = sources, programs
+    first = None if program is None else program.copied(source)
     if not made.dtype.is_floating_point:  # values are rounded here, and programs do not round
         return None
     if first is None or not covers_memory([made]) or made.numel() != sum(source.numel() for source in sources):
         return None
-    if len(sources) == 1:
+    if not others:
         return first
     # Parts that start alike, such as experts, are one: as long as none of them is there twice.
     apart = len({memory_of(source) for source in sources}) == len(sources)

@@ -76,7 +76,7 @@ class Recipe:
         def run(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not entry.is_random:
                 return entry.func(*args, **kwargs)
-            made, step = entry.outputs[0], drawn(entry)
+            (made, *_), step = entry.outputs, drawn(entry)
             memory = memory_of(made)
             key, owner = self._key(seed, memory), self.owners[memory]
             if not self.by_program.get(memory):  # what a program draws has no turns
@@ -90,7 +90,7 @@ class Recipe:
                     return entry.func(*args, **kwargs)
             result = args[0] if entry.name.endswith("_") else torch.empty(made.shape, dtype=made.dtype)
             places = counter.positions_in(torch.arange(made.numel()), *Strided.of(made))
-            return result.copy_(step.apply(torch.empty(0), places, key).view(made.shape))
+            return result.copy_(step.apply(places, places, key).view(made.shape))
 
         return run
 
@@ -150,7 +150,7 @@ def _sources(start: Start, name: str) -> set[int]:
             f"parameters are drawn only in initialize(). Build its module outside, or `with torch.device('cpu'):` inside.",
             code="C034",
         )
-    return {memory_of(entry.outputs[0]) for entry in entries if entry.is_random}
+    return {memory_of(made) for entry in entries if entry.is_random for made in entry.outputs}
 
 
 def _own_program(name: str, parameter: nn.Parameter, start: Start, users: Counter[int]) -> Program | None:

@@ -158,6 +158,11 @@ def covers_memory(tensors: Iterable[Tensor]) -> bool:
     return all(tensor.numel() == elements_in_memory(tensor) for tensor in tensors)
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its elements lie at one place in memory."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.to("meta")
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from torch.utils._pytree import TreeSpec
 
-from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward.recorder import Recording, Value
 
 
@@ -73,10 +72,7 @@ def _met_before(recording: Recording, at: int) -> Iterator[tuple[int, tuple[int,
 
 
 def parts_of(recording: Recording, firsts: Sequence[int]) -> list[Part]:
-    """The stages that begin with these calls."""
-    for at in firsts[1:]:
-        if why := why_no_cut(recording, at):
-            raise ScheduleError(f"no stage can begin with {recording.calls[at].name!r}: {why}", code="C050")
+    """The stages that begin with these calls, all of them possible cuts."""
     names = tuple(call.name for call in recording.calls)
     forms = tuple(call.form for call in recording.calls)
     taken = [tuple(dict.fromkeys(value.number for _, value in _needed(recording, at))) if at else () for at in firsts]

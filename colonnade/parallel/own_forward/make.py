@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from colonnade.errors import ScheduleError
+from colonnade.parallel.chain import has_hooks
 from colonnade.parallel.own_forward.calls import catch_calls
 from colonnade.parallel.own_forward.cuts import Part, parts_of, possible_cuts, why_no_cut
 from colonnade.parallel.own_forward.recorder import record
 from colonnade.parallel.own_forward.stage import Absent, result_of, stage_class, take_out
-from colonnade.parallel.own_forward.tree import copy_tree, outside, units_of
+from colonnade.parallel.own_forward.tree import copy_tree, has_parameters, outside, units_of
 
 Call = Callable[[Callable[..., Any]], Any]
 """Calls a function with the data of a batch, as the model would be called."""
@@ -50,7 +51,7 @@ class OwnForward:
     def _check_buffers(self) -> None:
         """Refuse a forward pass that looks into a layer which most stages will not have."""
         for name, unit in self._units.items():
-            if any(True for _ in unit.parameters()):
+            if has_parameters(unit):
                 for key, _ in unit.named_buffers():
                     if f"{name}.{key}" in self._recording.uses:
                         raise ScheduleError(
@@ -71,8 +72,8 @@ class OwnForward:
 
     def why_not(self, name: str) -> str:
         """Why no stage can begin with the layer of this name; empty where there is none of it."""
-        found = [at for at, call in enumerate(self._recording.calls) if call.name == name and at not in self._cuts]
-        return why_no_cut(self._recording, found[0]) if found else ""
+        calls = [at for at, call in enumerate(self._recording.calls) if call.name == name]
+        return next((why_no_cut(self._recording, at) for at in calls if at not in self._cuts), "")
 
     def stages(self, firsts: Sequence[int]) -> list[nn.Module]:
         """The stages that begin with these of the `layers`. They share the model's modules, which are not copied."""
@@ -90,11 +91,10 @@ class OwnForward:
     def _caught(self, last: Part) -> set[str]:
         """The units whose calls must be seen. Not those of one class that come after all others: a head stays an nn.Linear."""
         kinds = [type(self._units[name]) for name in last.names]
-        stop, seen = max([last.first, *last.reads]) + 1, 0
-        while stop > seen:
-            seen = stop
-            stop = max(at for at, kind in enumerate(kinds) if kind in kinds[:seen]) + 1
-        return set(last.names[:stop])
+        end = max([last.first, *last.reads])
+        while (further := max(at for at, kind in enumerate(kinds) if kind in kinds[: end + 1])) > end:
+            end = further
+        return set(last.names[: end + 1])
 
     def _placed(self, parts: Sequence[Part]) -> list[set[str]]:
         """The units that each stage has. One that was not called is where its weights are, if it shares them, else in the last."""
@@ -113,7 +113,7 @@ class OwnForward:
             if f"{name}.{key}" in self._recording.uses
         ]
         if not calls and not used:
-            return not any(True for _ in self._units[name].parameters())
+            return not has_parameters(self._units[name])
         here = any(part.first <= at < part.stop or part.forms[at] is None for at in calls)
         return here or any(self._has_tensor(part, key) for key in used)
 
@@ -190,7 +190,7 @@ def _check(model: nn.Module, units: dict[str, nn.Module]) -> None:
             f"own stages.",
             code="C050",
         )
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+    if has_hooks(model):
         raise ScheduleError(
             f"{name} has hooks, which would see the parts of a pipeline stage; remove them, or hook its layers",
             code="C050",

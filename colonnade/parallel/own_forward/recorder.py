@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from colonnade.comm.torch_versions import fake_mode
 from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward.calls import WATCHER, catch_calls
-from colonnade.parallel.own_forward.tree import copy_tree
+from colonnade.parallel.own_forward.tree import copy_tree, has_parameters
 
 _PLAIN = (type(None), bool, int, float, str)
 _BY_SHAPE_ALONE = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros"}
@@ -68,7 +68,7 @@ def record(model: nn.Module, units: dict[str, nn.Module], run: Callable[[nn.Modu
     recorder = _Recorder()
     memo: dict[int, nn.Module] = {}
     for unit in units.values():
-        if any(True for _ in unit.parameters()):
+        if has_parameters(unit):
             copy_tree(unit, memo, recorder.fake)
     twin = copy_tree(model, memo, recorder.stand_in)
     twins = {name: memo[id(unit)] for name, unit in units.items()}
@@ -194,7 +194,8 @@ class _Recorder(TorchDispatchMode):
         if oldest is None:
             return None
         self._alive.append(leaf)
-        made = max(self._made.get(id(leaf), self._time), self._written.get(_memory(leaf), -1))
+        made = self._made.get(id(leaf), self._time)
+        made = max(made, self._written.get(_memory(leaf), made))
         return Value(self._numbers.setdefault(id(leaf), len(self._numbers)), made, oldest)
 
     # -- calls ---------------------------------------------------------------------------------------------

@@ -56,7 +56,12 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+    return next(module.children(), None) is not None and has_parameters(module)
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether there is anything to train in it."""
+    return next(module.parameters(), None) is not None
 
 
 def outside(module: nn.Module, units: Container[int], name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -56,3 +56,10 @@ def test_positions_of_a_block_in_the_whole():
         found = counter.positions_in(torch.arange(block.numel()), block.shape, first, strides)
         assert torch.equal(found, block.flatten())
     assert counter.positions_in(torch.arange(1), (), 3, ()).tolist() == [3]
+    apart = whole.flatten().repeat(3).as_strided((2, 3, 4), (12, 50, 3), 7)  # the last fits into the first, not between
+    assert torch.equal(counter.positions_in(torch.arange(24), (2, 3, 4), 7, (12, 50, 3)) % 120, apart.flatten())
+
+
+def test_numbers_wrap_around_at_64_bits():
+    wraps = {5: 5, (1 << 63) - 1: (1 << 63) - 1, 1 << 63: -(1 << 63), (1 << 64) - 1: -1, (1 << 64) + 5: 5, -3: -3}
+    assert {number: counter._signed(number) for number in wraps} == wraps

@@ -11,8 +11,18 @@ from torch import Tensor, nn
 
 from colonnade.engine.materialise import read_recipes
 from colonnade.errors import PlacementError
-from colonnade.parallel.meta import counter, forget_start, give_source, keep_start, meta_init, source_of, start_of
+from colonnade.parallel.meta import (
+    _truncated_normal,
+    counter,
+    forget_start,
+    give_source,
+    keep_start,
+    meta_init,
+    source_of,
+    start_of,
+)
 from colonnade.parallel.meta.recipe import Recipe, recipes_of
+from colonnade.parallel.meta.tape import is_expanded
 
 
 def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
@@ -59,6 +69,7 @@ class Everything(nn.Module):
         self.ones = nn.Parameter(torch.ones(4))
         self.counted = nn.Parameter(torch.arange(4).float())
         self.given = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.drawn = nn.Parameter(torch.empty(2000).exponential_())
         self.lstm = nn.LSTM(4, 4)
         self.copied = nn.Linear(64, 48)
         self.turned = nn.Parameter(self.linear.weight.detach().t().contiguous())
@@ -105,7 +116,7 @@ def test_every_parameter_has_the_distribution_that_torch_gives_it(values):
         spread = float(plain.detach().std()) if numel > 1 else 0.0
         assert abs(found.mean() - plain.mean()) <= 6 * spread * (2 / numel) ** 0.5, name
         assert abs(found.std() - spread) <= 6 * spread * (1 / numel) ** 0.5 + 1e-6, name
-        if numel > 1000 and "scaled" not in name:  # the ends of a range are reached
+        if numel > 1000 and name not in ("scaled", "drawn"):  # the ends of a range are reached
             torch.testing.assert_close(found.max(), plain.max().detach(), rtol=0.05, atol=0.01)
 
 
@@ -173,6 +184,26 @@ def test_what_is_computed_from_a_parameter_follows_its_values():
     assert torch.equal(of["pair"], of["pair_again"])
     torch.testing.assert_close(of["power"], 2 ** of["others"])
     assert torch.equal(of["whole"], of["whole"].trunc())
+
+
+def test_truncated_numbers_around_any_mean_are_those_of_torch():
+    torch.manual_seed(0)
+    found = _truncated_normal(torch.empty(40_000), 1.0, 0.5, 0.5, 3.0)
+    wanted = nn.init.trunc_normal_(torch.empty(40_000), 1.0, 0.5, 0.5, 3.0)
+    for measure in (torch.mean, torch.std, torch.amin, torch.median):
+        torch.testing.assert_close(measure(found), measure(wanted), rtol=0.01, atol=0.01)
+
+
+def test_elements_share_memory_where_a_stride_is_nothing():
+    memory = torch.zeros(8)
+    for size, stride, expected in (
+        ((2, 4), (0, 1), True),
+        ((4, 3), (1, 0), True),
+        ((1, 4), (0, 1), False),
+        ((2, 4), (4, 1), False),
+        ((), (), False),
+    ):
+        assert is_expanded(memory.as_strided(size, stride)) == expected
 
 
 def test_a_model_of_deep_copies_alone_starts():
@@ -272,7 +303,7 @@ def test_what_cannot_be_done_later_is_named():
         read, bare = nn.Linear(2, 2), nn.Linear(2, 2)
         numbers = torch.randn(2)
         read.register_buffer("first", numbers.clone())
-        read.extra = nn.Parameter(numbers)
+        read.extra = nn.Parameter(numbers * 2)
         bare.tables = [torch.arange(3)]
         with pytest.raises(PlacementError, match=r"weight of LazyLinear gets its shape in the first forward pass"):
             nn.LazyLinear(2)
@@ -292,7 +323,56 @@ def test_what_cannot_be_done_later_is_named():
 def test_most_parameters_have_a_program_so_that_nobody_makes_the_whole(everything):
     whole = {recipe.name for recipe in recipes_of([everything]).values() if recipe.program is None}
     assert "orthogonal.weight" in whole
-    assert not whole & {"linear.weight", "linear.bias", "table.weight", "conv.weight", "truncated", "ones"}
+    assert {"orthogonal.weight", "drawn", "turned"} <= whole
+    by_program = {"linear.weight", "linear.bias", "table.weight", "conv.weight", "truncated", "ones", "stacked"}
+    assert not whole & by_program
+
+
+def test_numbers_that_two_parameters_have_are_the_same_where_they_lie_otherwise():
+    with meta_init():
+        numbers, others = torch.randn(3, 4), torch.randn(3, 4)
+        twice = nn.ParameterList([numbers.clone(), numbers.t().contiguous()])
+        stacked = nn.ParameterList([numbers, torch.stack([numbers, others])])
+    plain, turned = started(twice).values()
+    assert torch.equal(plain, turned.t())
+    plain, (first, second) = started(stacked).values()
+    assert torch.equal(plain, first)
+    assert not torch.equal(plain, second)
+
+
+def test_numbers_follow_the_name_of_the_parameter_that_they_were_drawn_for():
+    with meta_init():
+        plain, early = nn.Module(), nn.Module()
+        plain.linear = nn.Linear(4, 4)
+        early.linear = nn.Linear(4, 4)
+        early.copy = nn.Parameter(early.linear.weight.detach().clone())
+    found = started(early)
+    assert list(found)[0] == "copy"
+    assert torch.equal(found["linear.weight"], started(plain)["linear.weight"])
+    assert torch.equal(found["linear.weight"], found["copy"])
+
+
+def test_parts_that_are_drawn_without_a_program_are_told_apart_by_their_turn():
+    with meta_init():
+        module = nn.ParameterList([torch.empty(4).exponential_()])
+    (recipe,) = recipes_of([module]).values()
+    whole, part = torch.empty(4), torch.empty(4)
+    recipe.fill(whole, [0], (4,), [0], 5)
+    recipe.fill(part, [0], (8,), [0], 5)  # of a parameter twice as long
+    assert not torch.equal(whole, part)
+
+
+def test_values_that_are_kept_somewhere_are_read_from_there():
+    class File:
+        def read_into(self, target: Tensor, offset: list[int]) -> None:
+            target.copy_(torch.arange(10.0)[offset[0] : offset[0] + len(target)])
+
+    parameter = nn.Parameter(torch.empty(4, device="meta"))
+    give_source(parameter, File())
+    (reading,) = recipes_of([nn.ParameterList([parameter])]).values()
+    found = torch.empty(3)
+    reading.fill(found, [1], (4,), [1], 5)
+    assert found.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_names_are_those_of_the_whole_model_unless_stages_are_built_apart(everything):

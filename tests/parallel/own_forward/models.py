@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,3 +175,175 @@ def run_all(stages: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
 
 def ids(rows: int = 3, length: int = LENGTH) -> Tensor:
     return torch.arange(rows * length).view(rows, length) % WORDS
+
+
+class Layer(nn.Module):
+    """A block with a saved buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.register_buffer("rate", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.rate * self.inner(x)
+
+
+class Aside(nn.Module):
+    """Its first layer also returns what only its head is given; parameters of its own are used before and after layers."""
+
+    class First(Layer):
+        def forward(self, x: Tensor) -> tuple[Tensor, int, Tensor]:  # type: ignore[override]
+            return super().forward(x), 3, self.inner(x) * 2
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.join = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, aside: Tensor) -> Tensor:
+            return self.join(x, aside)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.full((WIDTH,), 1.5)), nn.Parameter(torch.ones(WIDTH))
+        self.first, self.layers = self.First(), nn.ModuleList(Layer() for _ in range(3))
+        self.head = self.Head()
+        self.kinds = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.register_module("nothing", None)
+        self.register_buffer("rate", torch.full((1,), 0.5))
+        self.register_buffer("again", self.rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, number, aside = self.first(x * self.scale * self.rate)
+        for at, layer in enumerate(self.layers):
+            x = layer(x) if at else layer(x) + self.shift
+        return self.head(x * number, aside)
+
+
+class Late(nn.Module):
+    """What is made between two layers goes into the second layer after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(2))
+        self.join = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        double = x * 2
+        x = self.layers[0](x)
+        return self.layers[1](self.join(x, double))
+
+
+class Twofold(nn.Module):
+    """Runs its layers twice, and one function with and without numbers that come from parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.layers, self.once_more = nn.Tanh(), nn.ModuleList(Layer() for _ in range(2)), False
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.act(x)
+        for layer in [*self.layers, *self.layers]:
+            x = self.act(layer(x)) * weight * self.gain
+            x = x * torch.full_like(x, 2.0) + x.new_zeros(x.shape)
+        return self.act(x) if self.once_more else x
+
+
+class Around(nn.Module):
+    """A model around a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Decoder(tied=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) * 2
+
+
+class Keyed(nn.Module):
+    """Layers in a dict, asked in every way that a dict can be; one norm stands beside them and in each."""
+
+    class Layer(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.ends = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "last": nn.Linear(WIDTH, 2)})
+        self.layers = nn.ModuleList(self.Layer(self.norm) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert "first" in self.ends
+        assert "middle" not in self.ends
+        assert list(self.ends) == list(self.ends.keys()) == [name for name, _ in self.ends.items()] == ["first", "last"]
+        assert len(self.ends) == len(list(self.ends.values())) == 2
+        assert self.ends["last"] is self.ends.last is dict(self.ends.items())["last"] is list(self.ends.values())[1]
+        x = self.ends["first"](x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.ends["last"](self.norm(x))
+
+
+class Gated(nn.Module):
+    """What a function of several results makes of the stem's is given to every layer; a plain object goes along."""
+
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, torch.ones(1, dtype=x.dtype)
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, gate: Tensor, notes: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * gate
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pair, self.layers = nn.Linear(WIDTH, WIDTH), self.Pair(), nn.ModuleList(self.Layer() for _ in range(3))
+
+    def notes(self, gate: Tensor) -> Any:
+        return SimpleNamespace(flag=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, one = self.pair(self.stem(x))
+        gate = gate * one
+        for layer in self.layers:
+            x = layer(x, gate, self.notes(gate))
+        return x
+
+
+class Residual(nn.Module):
+    """What goes past each layer is added to its result, outside of all layers."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x).add_(x) if self.in_place else layer(x) + x
+        return x
+
+
+class Borrowing(Outer):
+    """Uses the weight of a layer that it never calls, and that another layer has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.table(ids)
+        pair: tuple[Tensor, Tensor | None] = (first, None)
+        for layer in self.body["layers"]:
+            pair = layer(pair, first)
+        return F.linear(pair[0], self.head.weight)

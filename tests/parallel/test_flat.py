@@ -1,0 +1,74 @@
+"""Flat buffers: where each tensor lies, what lies between them, and which strides a view has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from colonnade.errors import GradientError
+from colonnade.parallel.flat import FlatLayout, Span, flattened, padded, view_like
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 16), (torch.bfloat16, 32), (torch.complex128, 4)])
+def test_every_tensor_starts_at_a_cache_line(dtype: torch.dtype, step: int) -> None:
+    layout = FlatLayout([torch.zeros(size, dtype=dtype) for size in (1, step, step + 1, 0)])
+    assert layout.spans == [Span(0, 1), Span(step, step), Span(2 * step, step + 1), Span(4 * step, 0)]
+    assert (layout.numel, len(layout)) == (4 * step, 4)
+    assert [padded(stop, dtype) for stop in (0, 1, step, step + 1)] == [0, step, step, 2 * step]
+
+
+def test_views_leave_the_padding_alone_wherever_the_buffer_begins() -> None:
+    tensors = [torch.randn(3, 2), torch.randn(16), torch.randn(2, 3).t()]
+    layout = FlatLayout(tensors)
+    memory = torch.full((5 + layout.numel,), 7.0)
+    buffer = memory[5:]
+    for view, tensor in zip(layout.views(buffer), tensors, strict=True):
+        assert (view.shape, view.stride()) == (tensor.shape, tensor.stride())
+        view.copy_(tensor)
+    assert torch.equal(buffer[16:32], tensors[1])
+    assert [(gap.storage_offset() - 5, len(gap)) for gap in layout.gaps(buffer)] == [(6, 10), (38, 10)]
+    assert all(gap.eq(7).all() for gap in layout.gaps(buffer))
+    assert memory[:5].eq(7).all()
+
+
+def test_a_buffer_is_zero_and_of_the_dtype_that_is_asked_for() -> None:
+    layout = FlatLayout([torch.ones(3)])
+    assert torch.equal(layout.allocate(), torch.zeros(16))
+    assert layout.allocate(torch.float64).dtype is torch.float64
+    assert layout.allocate(device=torch.device("meta")).is_meta
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "dense"),
+    [
+        ((2, 3), (3, 1), (3, 1)),
+        ((2, 3), (1, 2), (1, 2)),
+        ((2, 3, 4), (12, 1, 3), (12, 1, 3)),
+        ((3, 1, 2), (1, 50, 3), (1, 50, 3)),  # a stride along one element says nothing
+        ((2, 3), (1, 4), (3, 1)),  # a gap
+        ((2, 3), (2, 4), (3, 1)),
+        ((2, 3), (0, 1), (3, 1)),
+    ],
+)
+def test_strides_are_kept_where_the_elements_fill_their_memory(size, stride, dense) -> None:
+    tensor = torch.arange(60.0).as_strided(size, stride)
+    row = flattened(tensor)
+    assert row.dim() == 1
+    assert (row.data_ptr() == tensor.data_ptr() and row.is_contiguous()) == (stride == dense)
+    viewed = view_like(torch.arange(100.0)[40:], tensor)
+    assert (viewed.shape, viewed.stride(), viewed.storage_offset()) == (torch.Size(size), dense, 40)
+    if stride == dense:
+        assert torch.equal(view_like(row, tensor), tensor)
+
+
+def test_a_row_is_its_own_row() -> None:
+    row = torch.zeros(3)
+    assert flattened(row) is row
+    assert flattened(torch.zeros(())).shape == (1,)
+
+
+def test_one_buffer_has_one_dtype_on_one_device() -> None:
+    with pytest.raises(GradientError, match="not: no tensor at all"):
+        FlatLayout([])
+    with pytest.raises(GradientError, match=r"not: torch.float32 on cpu, torch.float64 on cpu"):
+        FlatLayout([torch.zeros(1), torch.zeros(1).double()])
