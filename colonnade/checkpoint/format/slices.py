@@ -47,7 +47,9 @@ class StoredTensor:
     def read(self, box: Box | None = None) -> Tensor:
         """The elements of a box, or all, as a new tensor."""
         box = whole_box(self.shape) if box is None else box
-        with torch._C.DisableTorchFunction():  # `in_double` would make it wider, which cannot take the bytes of the file
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # `in_double` would make it wider, which cannot take the bytes of the file
             target = torch.empty(box.shape, dtype=self.dtype)
         self.read_into(target, box)
         return target

@@ -146,7 +146,8 @@ def _is_data_parallel(model: nn.Module) -> bool:
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return dist.get_world_size(model.process_group) > 1
-    meshes = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
+    sharded: list[Any] = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
+    meshes = [parameter.device_mesh for parameter in sharded]
     return isinstance(model, FSDPModule) and all(mesh.ndim == 1 and mesh.size() > 1 for mesh in meshes)
 
 

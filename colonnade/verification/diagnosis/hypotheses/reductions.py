@@ -285,7 +285,8 @@ def with_another_parameter(case: GradientCase) -> Iterator[Claim]:
             _counterpart(case, part.rank, rank) for part in case.wrong for rank in case.groups.joint(modes, part.rank)
         }
         others = sorted(name for name in met if name is not None and name != case.name)
-        fitted = case.fit(candidate) if others and (candidate := _sum_by_number(case, modes)) else None
+        candidate = _sum_by_number(case, modes)
+        fitted = case.fit(candidate) if others else None
         if fitted is None:
             continue
         within = max(fitted[1], 1e-9)
