@@ -191,6 +191,18 @@ class Counted(nn.Linear):
         self.calls = state
 
 
+def test_any_name_of_a_parameter_is_taken(tmp_path):
+    model = nn.Module()
+    model.register_parameter("a/b", nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.get_parameter("a/b")] = {"count": 5}
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.load(model, other)
+    assert other.state[model.get_parameter("a/b")] == {"count": 5}
+
+
 def test_extra_state_of_modules_comes_back(tmp_path):
     model = nn.Sequential(Counted(), Counted())
     model[1].calls = {"n": 7}
@@ -436,13 +448,16 @@ def save_own_cursor(folder: Path) -> dict[str, Any]:
         untouched = [fresh[0].weight.item(), fresh[1].running_mean.item(), same.at]
         manager.load(fresh, extra={"cursor": cursor, "same": same})
         statistics = [fresh[0].weight.item(), fresh[1].running_mean.item(), fresh[1].running_var.item()]
-        return {"at": [cursor.at, same.at], "errors": errors, "untouched": untouched, "statistics": statistics}
+        seen = {"at": [cursor.at, same.at], "errors": errors, "untouched": untouched, "statistics": statistics}
+        return {**seen, "bias": [model[0].bias.item(), fresh[0].bias.item()]}
 
 
 def test_state_that_differs_by_rank_goes_back_to_its_rank_and_errors_to_every_rank(tmp_path, caplog):
     values = run_world(2, save_own_cursor, tmp_path).values
     assert [value["at"] for value in values] == [[10, 5], [11, 5]]
     assert [value["statistics"] for value in values] == [[3.0, 10.0, 1.0], [3.0, 11.0, 1.0]]
+    (first, found), (other, again) = (value["bias"] for value in values)
+    assert first == found == again != other, "a parameter is what the first rank had, on all"
     for value in values:
         assert value["untouched"] == [0.0, 87.0, 0]
         for error, expected in zip(value["errors"], ("shape or type", "no extra 'none'", "out of order"), strict=True):

@@ -16,7 +16,7 @@ from colonnade._launch import launch
 from colonnade.checkpoint import folders
 from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.slices import INDEX
-from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, save_full, save_pretrained
+from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, _limit, save_full, save_pretrained
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -135,6 +135,20 @@ def test_what_cannot_be_written_is_said(tmp_path, context):
 )
 def test_sizes_in_words(size, count):
     assert _bytes_of(size) == count
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "limit"),
+    [
+        (10, 4, 1 << 26),
+        ((1 << 28) - 3, 4, 1 << 26),
+        ((1 << 28) + 1, 4, (1 << 26) + 1),
+        (1 << 30, 4, 1 << 28),
+        (10**12, 4, 5 * 10**9),
+    ],
+)
+def test_every_rank_has_a_file_to_write_unless_they_are_small_or_very_large(total, ranks, limit):
+    assert _limit(total, ranks) == limit
 
 
 @pytest.mark.parametrize("size", [0, -1, True, False, "", "GB", "5 XB", "0.4", "1e9", None])

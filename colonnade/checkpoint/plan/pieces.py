@@ -34,7 +34,7 @@ class SavePlan:
     def copy_to_host(self) -> None:
         """Copy every tensor to the host now, so that training may go on while they are written."""
         copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.entries = [Entry.of(key, copy) for key, copy in copies]
 
@@ -70,7 +70,7 @@ class SavePlan:
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
     """What this rank gives of a weight or buffer; `value` is what it holds of it."""
     writes = tensor.holders[0] == plan.note.rank and value.numel() > 0
-    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
+    if writes or next(iter(tensor.sharers)) == plan.note.rank or tensor.placement.tied is not None:
         plan_pieces(plan, tensor, tensor.names, "", value, writes)
 
 
