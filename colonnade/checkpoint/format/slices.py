@@ -36,11 +36,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
     def __str__(self) -> str:
         return f"{self.key} in {self.file.name}"
 
@@ -78,10 +73,10 @@ class StoredTensor:
         pitch, rows = strides[cut - 1], box.shape[cut - 1]
         for number, outer in enumerate(itertools.product(*map(range, box.shape[: cut - 1]))):
             begin = first + sum(at * stride for at, stride in zip(outer, strides, strict=False))
-            part = memory[number * rows * run : (number + 1) * rows * run]
+            part = memory[number * rows * run :][: rows * run]
             if run >= _LONG_RUN:
                 for row in range(rows):
-                    self._fill(descriptor, part[row * run : (row + 1) * run], begin + row * pitch)
+                    self._fill(descriptor, part[row * run :][:run], begin + row * pitch)
             else:
                 self._fill_rows(descriptor, part, begin, run, pitch)
 
@@ -89,7 +84,7 @@ class StoredTensor:
         """Runs of bytes, one every `pitch` bytes: by way of memory for some of the rows."""
         rows, target = len(memory) // run, torch.frombuffer(memory, dtype=torch.uint8).view(-1, run)
         most = max(1, _SCRATCH // pitch)
-        scratch = torch.empty(min(most, rows) * pitch, dtype=torch.uint8)
+        scratch = torch.empty(most * pitch, dtype=torch.uint8)
         for row in range(0, rows, most):
             count = min(most, rows - row)
             self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)
@@ -120,11 +115,6 @@ class UnpickledTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self.value.numel() * self.value.element_size()
 
     def __str__(self) -> str:
         return f"{self.key} in {self.file.name}"

@@ -100,7 +100,7 @@ def test_a_pickle_is_read_only_where_it_is_trusted(tmp_path):
     found = tensors_in(tmp_path, trust=True)
     assert found.keys() == {"a"}
     stored = found["a"]
-    assert (stored.dtype, stored.shape, stored.size, str(stored)) == (torch.int16, (2, 3), 12, "a in pytorch_model.bin")
+    assert (stored.dtype, stored.shape, str(stored)) == (torch.int16, (2, 3), "a in pytorch_model.bin")
     assert stored.read().equal(value)
     assert stored.read(Box((0, 1), (2, 2))).equal(value[:, 1:])
     target = torch.zeros(1, 3)
