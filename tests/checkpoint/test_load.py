@@ -377,6 +377,32 @@ def test_a_load_that_fails_has_loaded_nothing(tmp_path, monkeypatch, what):
     manager.close()
 
 
+class Run:
+    """Takes all plain values at once, or refuses them."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.values = refuses, {"epoch": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+        if self.refuses and values["epoch"] > 0:
+            raise ValueError("of another run")
+
+
+def test_the_plain_values_are_taken_together_or_nothing_is(saved):
+    model, run = nn.Linear(3, 2), Run(refuses=False)
+    assert saved.load(model, rest=run).step == 2
+    assert run.values == {"name": "a", "epoch": 2}
+    nn.init.zeros_(model.weight)
+    run = Run(refuses=True)
+    with pytest.raises(CheckpointError, match=r"the run does not take its state: ValueError: of another run"):
+        saved.load(model, rest=run)
+    assert (run.values, model.weight.any().item()) == ({"epoch": 0}, False)
+
+
 def test_an_optimizer_that_was_not_saved_cannot_be_loaded(saved):
     model = nn.Linear(3, 2)
     saved.save(3, model)

@@ -218,7 +218,7 @@ def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) 
     if entry["dtype"] not in WIDTHS:
         raise ValueError(f"{key} has the type {entry['dtype']}, which is none of {', '.join(WIDTHS)}")
     right = stop - start == prod(shape) * WIDTHS[entry["dtype"]]
-    if min(shape, default=0) < 0 or not (0 <= start <= stop <= size - begin) or not right:
+    if any(dim < 0 for dim in shape) or not (0 <= start <= stop <= size - begin) or not right:
         raise ValueError(f"{key}, of {entry['dtype']} and shape {list(shape)}, is said to be bytes {start} to {stop}")
     return StoredTensor(file, key, dtype_named(entry["dtype"]), shape, begin + start)
 
