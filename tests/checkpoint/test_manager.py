@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.collective import before_save
 from colonnade.checkpoint.storage import folder as folder_module
+from colonnade.checkpoint.storage import writer
 from colonnade.checkpoint.storage.folder import check_space
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
@@ -215,6 +218,17 @@ def test_a_save_whose_other_ranks_are_gone_is_given_up(manager, monkeypatch):
     assert told == ["the other ranks are gone"]
 
 
+def test_ranks_of_a_world_say_in_which_call_they_wait(tmp_path):
+    manager = CheckpointManager(tmp_path, ParallelContext())
+    assert isinstance(manager._together(".save()"), nullcontext)
+    manager.close()
+    with (
+        launch({}, context=ParallelContext(), verbose=False) as context,
+        CheckpointManager(tmp_path, context) as manager,
+    ):
+        assert not isinstance(manager._together(".save()"), nullcontext)
+
+
 def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
     file = manager.folder / "told"
     for path in (file, manager.folder / "not there/told"):  # a launcher that is gone does no harm
@@ -304,7 +318,9 @@ def meet_errors(folder: Path) -> list[str]:
             "clash": lambda: manager.save(1, clash),
             "rows": lambda: manager.save(1, odd if stage == 0 else plain, optimizer if stage == 0 else None),
             "nothing": lambda: manager.load(plain),
+            "apart": lambda: CheckpointManager(folder / f"of rank {rank}", context).save(1, plain),
         }
+        writer._VISIBLE_WITHIN = 0.2
         told = []
         for attempt in attempts.values():
             try:
@@ -327,6 +343,7 @@ def test_every_rank_raises_when_one_does_and_can_go_on(tmp_path):
         "Two stages may use one name for different tensors",
         "only state of its own shape or of one element",
         "has no checkpoint",
+        "which rank 0 has made; checkpoints need a folder that all ranks share",
     ]
     for told in run_world(4, meet_errors, tmp_path).values:
         assert len(told) == len(expected)

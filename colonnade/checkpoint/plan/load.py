@@ -96,7 +96,7 @@ class LoadPlan:
 
     def _match(self, tensor: LocalTensor, record: TensorRecord) -> None:
         self._records[id(tensor)] = record
-        dtype = type_name(tensor.local, tensor.names[0])
+        dtype = type_name(tensor.local, listed(tensor.names))
         master = self._masters.get(record.label)
         if master is not None and (dtype, tensor.shape) == (master.dtype, master.shape):
             self._sources[id(tensor)] = master  # the weight itself, before it was rounded
