@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
+from colonnade.parallel.shards import MASTER
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, build, launched, truth_after
 
@@ -175,6 +178,41 @@ def test_moments_of_another_type_than_their_parameter_keep_it(tmp_path):
     assert model.bias not in other.state
     group = other.param_groups[0]
     assert (group["lr"], group["momentum"], group["foreach"]) == (0.1, 0.9, True)
+
+
+def test_moments_of_a_master_copy_are_rounded_where_none_is_kept(tmp_path, caplog):
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    master, moment = torch.tensor([[1.0, 2.001]]), torch.tensor([[0.1, 0.2]])
+    kept = {MASTER: master, "exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(3.0)}
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    state = ForeignState(
+        {"weight": Entry.of("", master.bfloat16())},
+        {"weight": {name: Entry.of("", value) for name, value in kept.items()}},
+        [(["weight"], options)],
+    )
+    write_checkpoint(state, tmp_path, 1)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.load(model, optimizer)
+    found = optimizer.state[model.weight]
+    assert found.keys() == {"exp_avg", "exp_avg_sq", "step"}
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name], moment.bfloat16())
+    assert found["step"] == 3
+    assert "2 of them were rounded to the types of their parameters" in caplog.text
+
+
+def test_a_count_that_was_a_number_may_be_a_tensor_here(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": 5, "exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2)}
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        other = torch.optim.AdamW(model.parameters())
+        manager.load(model, other)
+    assert isinstance(other.state[model.weight]["step"], torch.Tensor)
+    assert other.state[model.weight]["step"] == 5
 
 
 class Counted(nn.Linear):
@@ -420,7 +458,10 @@ def test_groups_that_are_cut_otherwise_are_refused(tmp_path):
             manager.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
         swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
         manager.load(model, swapped)
+        fewer = torch.optim.SGD([{"params": [model.weight]}, {"params": []}], lr=9.0)  # as on a stage without any
+        manager.load(model, fewer)
     assert [group["lr"] for group in swapped.param_groups] == [2.0, 1.0]
+    assert [group["lr"] for group in fewer.param_groups] == [1.0, 2.0]
 
 
 def test_an_empty_folder_has_nothing_to_load(tmp_path):

@@ -248,12 +248,12 @@ class OptimizerLoader:
             )
         return found
 
-    def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any]:
+    def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any] | None:
         shard = None
         if isinstance(optimizer, ShardedOptimizer):
             shard = optimizer.flat_shard(parameter.tensor)
             if shard is None:  # all of it is other ranks'
-                return {}
+                return None
         weight = self._plan.record_of(parameter)
         state: dict[str, Any] = {}
         records = self._records.get(weight.label, ())

@@ -94,10 +94,10 @@ def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]
     if not kept.like_parameter:
         if first:
             box = whole_box(value.shape)
-            plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, box.numel > 0)
+            plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, writes=True)
     elif kept.shard is None:
         holder = next(at for at in stepped if at in parameter.holders)
-        writes = holder == plan.note.rank and value.numel() > 0
+        writes = holder == plan.note.rank
         if writes or first:
             plan_pieces(plan, parameter, (), kept.name, value, writes)
     elif next(iter(parameter.holders)) in kept.shard.ranks:  # the team of the first of all that hold the parameter

@@ -194,14 +194,33 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
         for start, stop in pairwise(cuts):
             for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
                 by_ranges[box.slices_in(whole_box(whole.shape))] = view
-        plan_shard(plans[at], tensor, FlatShard(0, flat.numel(), (0,), {}), "moment", flat)
+            plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
         plans[at].close()
     assert torch.equal(by_pieces, whole)
     assert torch.equal(by_ranges, whole)
     (record,), _ = merge_tensors([plan.note for plan in plans])  # refuses what does not tile
     assert record.shape == tuple(whole.shape)
+    assert all(entry.read().shape == entry.shape for plan in plans for entry in plan.entries)
     written = torch.cat([entry.read() for plan in plans for entry in plan.entries])
     assert torch.equal(written.sort().values, whole.flatten())
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "places"),
+    [
+        (0, 6, [(0, 5, 3), (10, 8, 3)]),
+        (3, 2, [(10, 5, 2)]),
+        (2, 3, [(2, 5, 1), (10, 6, 2)]),
+        (0, 3, [(0, 5, 3)]),
+        (6, 0, [(6, 5, 0)]),
+    ],
+)
+def test_what_is_cut_out_of_a_packed_part_lies_in_its_sections(start, length, places):
+    """A rank has [0, 3) and [10, 13) of the whole, one after the other, and of that the elements from `start` on."""
+    place = (Box((4, start), (1, length)), Box((0, 5), (1, length)))
+    assert _in_sections(place, 1, [(0, 3), (10, 3)]) == [
+        (Box((4, there), (1, size)), Box((0, here), (1, size))) for there, here, size in places
+    ]
 
 
 def uneven(label: str, index: int, count: int) -> Any:
