@@ -130,9 +130,8 @@ def _limit(total: int, ranks: int) -> int:
 
 def _bytes_of(size: int | str) -> int:
     """A number of bytes, or a text such as "5GB" or "512MiB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size).lower())
-    found = float(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(size, bool) else 0
-    if found < 1:
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", str(size).lower())
+    if match is None or (found := float(match[1]) * _UNITS[match[2]]) < 1:
         raise CheckpointError(f"max_shard_size is a number of bytes or a text such as '5GB' or '512MiB', not {size!r}")
     return int(found)
 

@@ -125,8 +125,9 @@ class SavedValues:
 
     def _mine(self, name: str) -> ItemRecord | None:
         found = self._items[name]
-        if len(found) == 1 and name != RANDOM and not name.startswith(BUFFER):
-            return found[0]
+        first, *others = found
+        if not others and name != RANDOM and not name.startswith(BUFFER):
+            return first
         rank = self._context.get_global_rank()
         return next((item for item in found if self.same_layout and rank in item.ranks), None)
 
