@@ -57,11 +57,14 @@ def test_what_is_a_checkpoint_and_what_is_not(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000007").write_text("a file")
     (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000010")
+    (tmp_path / ".tmp-8-0123abcd").symlink_to(tmp_path / "step-00000010")
+    (tmp_path / ".tmp-9-0123abcd").write_text("a file")
     assert steps(tmp_path) == [(2, 0), (10, 0), (10, 1)]
     assert step_of(tmp_path / "step-00000010.r1") == 10
     assert step_of(tmp_path / "other") is None
     clean(tmp_path)
-    assert not (tmp_path / ".tmp-4-0123abcd").exists()
+    assert sorted(path.name for path in tmp_path.glob(".tmp*")) == [".tmp-8-0123abcd", ".tmp-9-0123abcd"]
+    assert steps(tmp_path) == [(2, 0), (10, 0), (10, 1)]
     assert (tmp_path / "step-1").exists()
     assert published(tmp_path / "nowhere") == []
     with pytest.raises(CheckpointError, match="is a file"):
