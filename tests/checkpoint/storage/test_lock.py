@@ -142,7 +142,7 @@ def test_a_holder_that_has_not_said_its_name_is_one_too(tmp_path, text):
     lock = RunLock(tmp_path)
     (tmp_path / LOCK_FILE).write_text(text)
     with pytest.raises(
-        CheckpointError, match="another run writes checkpoints to .*: a process that has not said its name"
+        CheckpointError, match=r"another run writes checkpoints to .*: a process that has not said its name"
     ):
         RunLock(tmp_path)
     lock.release()
