@@ -206,6 +206,32 @@ def test_after_an_error_inside_the_folder_is_given_back_once_nothing_is_written(
     CheckpointManager(tmp_path, ParallelContext()).close()
 
 
+@pytest.mark.parametrize("call", ["save", "load", "wait", "close", "leave"])
+def test_every_next_call_waits_for_a_save_in_the_background_and_raises_its_error(tmp_path, call):
+    told: list[str] = []
+    manager, model = CheckpointManager(tmp_path, ParallelContext()), nn.Linear(1, 1)
+    manager.save(1, model)
+    manager._pending = SimpleNamespace(  # type: ignore[assignment]
+        part_error=lambda: None,
+        join=lambda: told.append("joined"),
+        error=CheckpointError("late"),
+        writer=SimpleNamespace(drop=lambda: told.append("dropped")),
+    )
+    calls = {
+        "save": lambda: manager.save(2, model),
+        "load": lambda: manager.load(model),
+        "wait": manager.wait,
+        "close": manager.close,
+        "leave": lambda: manager.__exit__(None, None, None),
+    }
+    with pytest.raises(CheckpointError, match="late"):
+        calls[call]()
+    assert told == ["joined", "dropped"]
+    if call not in ("close", "leave"):
+        manager.close()
+    CheckpointManager(tmp_path, ParallelContext()).close()  # the folder is given back
+
+
 def test_a_save_whose_other_ranks_are_gone_is_given_up(manager, monkeypatch):
     def gone(*_: object) -> list[Any]:
         raise RuntimeError("connection closed")

@@ -135,6 +135,7 @@ class SavedValues:
         """The same on every rank and in every repetition; another one for another step."""
         digest = hashlib.sha256()
         first = next(iter(self._items.get(RANDOM, ())), None)
-        for at in range(first.tensors) if first is not None else ():
-            digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
+        if first is not None:
+            for at in range(first.tensors):
+                digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
         return derive_seed(self._manifest.step, digest.hexdigest())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from colonnade.checkpoint.format import slices
-from colonnade.checkpoint.format.boxes import Box
+from colonnade.checkpoint.format.boxes import Box, whole_box
 from colonnade.checkpoint.format.slices import INDEX, stored_tensors, tensors_in
 from colonnade.errors import CheckpointError
 
@@ -31,6 +31,29 @@ def file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("slices") / "x.safetensors"
     save_file(TENSORS, path)
     return path
+
+
+@pytest.mark.parametrize("long_run", [1, 1 << 16])
+@pytest.mark.parametrize("scratch", [100, 1 << 23])
+def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
+    monkeypatch.setattr(slices, "_LONG_RUN", long_run)
+    monkeypatch.setattr(slices, "_SCRATCH", scratch)
+    for key, start, shape in (
+        ("four", (0, 0, 0, 0), (7, 5, 6, 3)),
+        ("four", (1, 0, 0, 0), (3, 5, 6, 3)),
+        ("four", (0, 2, 0, 0), (7, 2, 6, 3)),
+        ("four", (2, 1, 3, 1), (3, 3, 2, 1)),
+        ("four", (6, 4, 5, 2), (1, 1, 1, 1)),
+        ("rows", (3, 5), (30, 10)),
+        ("scalar", (), ()),
+    ):
+        box = Box(start, shape)
+        expected = TENSORS[key][box.slices_in(whole_box(TENSORS[key].shape))]
+        stored = stored_tensors(file)[key]
+        assert stored.read(box).equal(expected)
+        for target in (torch.zeros(shape, dtype=torch.float64), torch.zeros_like(expected).flatten().repeat(2)[::2]):
+            stored.read_into(target.view(shape), box)
+            assert target.view(shape).equal(expected.to(target.dtype))
 
 
 @given(st.data())
