@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.format.values import encode
 from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState
 from colonnade.checkpoint.plan.pieces import SavePlan
-from colonnade.checkpoint.plan.save import plan_save
+from colonnade.checkpoint.plan.save import LocalState, plan_save
 from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.parallel.placement import Placement
 from colonnade.parallel.shards import FlatShard
 
@@ -57,6 +60,13 @@ def test_of_a_buffer_that_has_drifted_what_the_first_has_not_is_written_once(dig
     for rank in RANKS:
         plan = planned(rank, buffers=[(parameter(), encode(torch.ones(1), "it"))], notes=notes)
         assert told_items(plan) == ([("buffer/w", written[rank])] if rank in written else [])
+
+
+def test_only_buffers_that_several_ranks_hold_may_drift():
+    buffer, weight = parameter((0, 1)), replace(parameter((0, 1)), label="p", tensor=nn.Parameter(torch.ones(2, 3)))
+    state = LocalState([weight, buffer], nn.Module(), None, None, ParallelContext())
+    assert [one.label for one, _ in state.buffers] == ["w"]
+    assert state.groups is None
 
 
 def test_of_a_value_every_form_is_written_once():

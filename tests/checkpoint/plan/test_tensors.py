@@ -21,16 +21,19 @@ from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
 from colonnade.checkpoint.plan.pieces import SavePlan, plan_shard
 from colonnade.checkpoint.plan.tensors import (
     LocalTensor,
+    _alone,
     _in_sections,
     _uneven_offset,
+    _uneven_sizes,
     boxes_in_memory,
     extra_states,
     locate_tensors,
 )
+from colonnade.context import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.parallel.placement import Placement
+from colonnade.parallel.placement import Placement, Shard, Tied, place
 from colonnade.parallel.shards import FlatShard, section_runs
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
@@ -226,6 +229,21 @@ def test_what_is_cut_out_of_a_packed_part_lies_in_its_sections(start, length, pl
 def uneven(label: str, index: int, count: int) -> Any:
     """Rank's part `index` of `count` along dimension 0, as it is known before the others have told theirs."""
     return SimpleNamespace(label=label, names=(label,), placement="placed", by_hand={0: (index, count)})
+
+
+def test_what_a_rank_of_a_layout_sees_of_a_tensor_alone():
+    layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2}}, 4)
+    context: Any = SimpleNamespace(layout=layout, get_global_rank=lambda: 1)
+    plain = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)})
+    declared = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)}, shape=(5, 3))
+    whole = place(nn.Parameter(torch.ones(2, 3)), {}, shape=(2, 3))
+    tied = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.PIPELINE: Tied((0, 1), "wte")})
+    found = [_alone((name,), one, context) for name, one in zip("abcd", (plain, declared, whole, tied), strict=True)]
+    assert [one.label for one in found] == ["a", "b", "c", "tie:wte"]
+    assert [one.holders for one in found] == [(1,), (1,), (0, 1), (0, 1, 2, 3)]
+    assert [one.sharers for one in found] == [(0, 1), (0, 1), (0, 1), (0, 1, 2, 3)]
+    assert [one.may_be_uneven for one in found] == [False, True, False, False]
+    assert _uneven_sizes(found) == {"b": {"0": [1, 2]}}
 
 
 def test_uneven_parts_begin_where_those_before_them_end():
