@@ -34,7 +34,7 @@ def file(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("long_run", [1, 1 << 16])
-@pytest.mark.parametrize("scratch", [100, 1 << 23])
+@pytest.mark.parametrize("scratch", [100, 200, 1 << 23])
 def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
     monkeypatch.setattr(slices, "_LONG_RUN", long_run)
     monkeypatch.setattr(slices, "_SCRATCH", scratch)
@@ -43,6 +43,7 @@ def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
         ("four", (1, 0, 0, 0), (3, 5, 6, 3)),
         ("four", (0, 2, 0, 0), (7, 2, 6, 3)),
         ("four", (2, 1, 3, 1), (3, 3, 2, 1)),
+        ("four", (0, 0, 1, 0), (7, 5, 4, 3)),
         ("four", (6, 4, 5, 2), (1, 1, 1, 1)),
         ("rows", (3, 5), (30, 10)),
         ("scalar", (), ()),
