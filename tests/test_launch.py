@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -54,6 +55,7 @@ def test_the_global_context_is_the_one_that_is_filled_where_none_is_given():
     with launch({}, verbose=False) as gpc:
         assert gpc is global_context
         assert gpc.is_launched
+        assert logging.getLogger("colonnade").handlers  # records go to stderr now
 
 
 class Strict(ParallelContext):

@@ -69,7 +69,7 @@ def save_pretrained(
     content = [(_file_name(record, main), record) for record in whole.records]
     total = sum(_size(record, dtype) for _, record in content)
     if limit is None:
-        limit = min(LARGEST, max(_SMALLEST, ceil(total / context.world_size)))
+        limit = _limit(total, context.world_size)
     files = files_of(((key, _size(record, dtype)) for key, record in content), limit)
     records = dict(content)
     first = context.get_global_rank() == 0
@@ -109,7 +109,7 @@ def _is_fsdp(kind: type) -> bool:
 
 def _config_of(model: Any) -> Any:
     config = getattr(model, "config", None)
-    if config is None or not callable(getattr(config, "save_pretrained", None)):
+    if not callable(getattr(config, "save_pretrained", None)):
         raise CheckpointError(
             f"{type(model).__name__} has no config of transformers, so there is no config.json to write: "
             f"engine.full_state_dict('weights.safetensors') writes the weights of any model"
@@ -123,11 +123,15 @@ def _file_name(record: TensorRecord, model: Any) -> str:
     return next((name for name in record.names if name not in tied), record.names[0])
 
 
+def _limit(total: int, ranks: int) -> int:
+    """Bytes of a file where nobody says: so many that every rank has one to write, unless they are small or very large."""
+    return min(LARGEST, max(_SMALLEST, ceil(total / ranks)))
+
+
 def _bytes_of(size: int | str) -> int:
     """A number of bytes, or a text such as "5GB" or "512MiB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size).lower())
-    found = float(match[1]) * _UNITS.get(match[2], 0) if match and not isinstance(size, bool) else 0
-    if found < 1:
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*", str(size).lower())
+    if match is None or (found := float(match[1]) * _UNITS[match[2]]) < 1:
         raise CheckpointError(f"max_shard_size is a number of bytes or a text such as '5GB' or '512MiB', not {size!r}")
     return int(found)
 

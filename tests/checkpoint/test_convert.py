@@ -113,10 +113,19 @@ def test_what_came_from_elsewhere_goes_there_again(tmp_path):
     assert _state_of(write_checkpoint(ForeignState(state.weights), tmp_path / "alone", 0), True).groups is None
 
 
-def test_extra_values_are_not_taken_for_an_optimizers(tmp_path):
+def test_an_optimizers_state_goes_by_the_first_name_and_extra_values_do_not(tmp_path):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model[0].weight] = {"momentum_buffer": torch.ones(1, 1), "count": 3}
     with CheckpointManager(tmp_path, ParallelContext()) as manager:
-        manager.save(1, nn.Linear(1, 1), extra={"mine/weight": 5})
-    assert _state_of(tmp_path / "step-00000001", under_all_names=False).optimizer == {}
+        manager.save(1, model, optimizer, extra={"mine/0.weight": 5})
+    for under_all_names, names in ((True, {"0.weight", "1.weight"}), (False, {"0.weight"})):
+        found = _state_of(tmp_path / "step-00000001", under_all_names)
+        assert found.weights.keys() == names
+        ((label, kept),) = found.optimizer.items()
+        assert (label, kept.keys(), kept["count"]) == ("0.weight", {"momentum_buffer", "count"}, 3)
+        assert [names for names, _ in found.groups or ()] == [["0.weight"]]
 
 
 def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from colonnade.checkpoint import CheckpointManager, export_checkpoint, import_checkpoint
 from colonnade.checkpoint.dcp import read_dcp
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -108,6 +109,7 @@ ONE = torch.ones(1)
     ("content", "names"),
     [
         ({"model": {"a": ONE, "b": {"c": ONE}}, "other": ONE}, ["a", "b.c"]),
+        ({"model": {"a": ONE}}, ["a"]),
         ({"model.a": ONE, "b": ONE, "optim.x": ONE}, ["a"]),  # flat, beside an optimizer
         ({"model.a": ONE, "b": ONE}, ["b", "model.a"]),  # weights whose own names begin so
         ({"a": ONE, "optimizers": {"x": ONE}, "train_state": {"step": ONE}, "epoch": ONE}, ["a"]),
@@ -148,6 +150,7 @@ def test_the_optimizer_of_a_folder(tmp_path: Path) -> None:
         (one, other) = (options for _, options in found.groups or ())
         assert (one["lr"], one["betas"], one["tags"], one["two"].tolist()) == (0.5, (0.8, 0.9), [1.0, 2.0], [1, 1])
         assert other == {"lr": 0.1}
+        assert isinstance(one["lr"], float)
 
     named = {f"optim.param_groups.{label}.lr": rate for label, rate in (("a", 0.1), ("b.c", 0.2), ("lost", 0.3))}
     dcp.save({"model": weights, **named}, checkpoint_id=tmp_path / "named", no_dist=True)
@@ -158,12 +161,17 @@ def test_one_process_writes_one_file_without_a_word(tmp_path: Path) -> None:
     model, optimizer = trained()
     with CheckpointManager(tmp_path / "run", ParallelContext()) as manager:
         manager.save(1, model, optimizer)
+    (tmp_path / "out").mkdir()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         out = export_checkpoint(tmp_path / "run", tmp_path / "out", "dcp")
         import_checkpoint(out, tmp_path / "again", "dcp", trust=True)
     assert [str(one.message) for one in warned if "torch.distributed is disabled" in str(one.message)] == []
     assert sorted(path.name for path in out.iterdir()) == [".metadata", "__0_0.distcp"]
+    kept = read_dcp(out, trust=True).optimizer["embed.weight"]
+    assert {name: type(value) for name, value in kept.items()} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq", "step"), Entry
+    )
 
 
 def alone(folder: Path) -> None:

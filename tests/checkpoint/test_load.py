@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
+from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
+from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.manifest import MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
+from colonnade.parallel.shards import MASTER
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, build, launched, truth_after
 
@@ -177,6 +180,41 @@ def test_moments_of_another_type_than_their_parameter_keep_it(tmp_path):
     assert (group["lr"], group["momentum"], group["foreach"]) == (0.1, 0.9, True)
 
 
+def test_moments_of_a_master_copy_are_rounded_where_none_is_kept(tmp_path, caplog):
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    master, moment = torch.tensor([[1.0, 2.001]]), torch.tensor([[0.1, 0.2]])
+    kept = {MASTER: master, "exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(3.0)}
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    state = ForeignState(
+        {"weight": Entry.of("", master.bfloat16())},
+        {"weight": {name: Entry.of("", value) for name, value in kept.items()}},
+        [(["weight"], options)],
+    )
+    write_checkpoint(state, tmp_path, 1)
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.load(model, optimizer)
+    found = optimizer.state[model.weight]
+    assert found.keys() == {"exp_avg", "exp_avg_sq", "step"}
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name], moment.bfloat16())
+    assert found["step"] == 3
+    assert "2 of them were rounded to the types of their parameters" in caplog.text
+
+
+def test_a_count_that_was_a_number_may_be_a_tensor_here(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": 5, "exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2)}
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        other = torch.optim.AdamW(model.parameters())
+        manager.load(model, other)
+    assert isinstance(other.state[model.weight]["step"], torch.Tensor)
+    assert other.state[model.weight]["step"] == 5
+
+
 class Counted(nn.Linear):
     """A module with state that is no tensor."""
 
@@ -189,6 +227,18 @@ class Counted(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         self.calls = state
+
+
+def test_any_name_of_a_parameter_is_taken(tmp_path):
+    model = nn.Module()
+    model.register_parameter("a/b", nn.Parameter(torch.ones(1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.get_parameter("a/b")] = {"count": 5}
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.load(model, other)
+    assert other.state[model.get_parameter("a/b")] == {"count": 5}
 
 
 def test_extra_state_of_modules_comes_back(tmp_path):
@@ -365,6 +415,32 @@ def test_a_load_that_fails_has_loaded_nothing(tmp_path, monkeypatch, what):
     manager.close()
 
 
+class Run:
+    """Takes all plain values at once, or refuses them."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.values = refuses, {"epoch": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = values
+        if self.refuses and values["epoch"] > 0:
+            raise ValueError("of another run")
+
+
+def test_the_plain_values_are_taken_together_or_nothing_is(saved):
+    model, run = nn.Linear(3, 2), Run(refuses=False)
+    assert saved.load(model, rest=run).step == 2
+    assert run.values == {"name": "a", "epoch": 2}
+    nn.init.zeros_(model.weight)
+    run = Run(refuses=True)
+    with pytest.raises(CheckpointError, match=r"the run does not take its state: ValueError: of another run"):
+        saved.load(model, rest=run)
+    assert (run.values, model.weight.any().item()) == ({"epoch": 0}, False)
+
+
 def test_an_optimizer_that_was_not_saved_cannot_be_loaded(saved):
     model = nn.Linear(3, 2)
     saved.save(3, model)
@@ -382,7 +458,10 @@ def test_groups_that_are_cut_otherwise_are_refused(tmp_path):
             manager.load(model, torch.optim.SGD(model.parameters(), lr=1.0))
         swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=9.0)
         manager.load(model, swapped)
+        fewer = torch.optim.SGD([{"params": [model.weight]}, {"params": []}], lr=9.0)  # as on a stage without any
+        manager.load(model, fewer)
     assert [group["lr"] for group in swapped.param_groups] == [2.0, 1.0]
+    assert [group["lr"] for group in fewer.param_groups] == [1.0, 2.0]
 
 
 def test_an_empty_folder_has_nothing_to_load(tmp_path):
@@ -436,13 +515,16 @@ def save_own_cursor(folder: Path) -> dict[str, Any]:
         untouched = [fresh[0].weight.item(), fresh[1].running_mean.item(), same.at]
         manager.load(fresh, extra={"cursor": cursor, "same": same})
         statistics = [fresh[0].weight.item(), fresh[1].running_mean.item(), fresh[1].running_var.item()]
-        return {"at": [cursor.at, same.at], "errors": errors, "untouched": untouched, "statistics": statistics}
+        seen = {"at": [cursor.at, same.at], "errors": errors, "untouched": untouched, "statistics": statistics}
+        return {**seen, "bias": [model[0].bias.item(), fresh[0].bias.item()]}
 
 
 def test_state_that_differs_by_rank_goes_back_to_its_rank_and_errors_to_every_rank(tmp_path, caplog):
     values = run_world(2, save_own_cursor, tmp_path).values
     assert [value["at"] for value in values] == [[10, 5], [11, 5]]
     assert [value["statistics"] for value in values] == [[3.0, 10.0, 1.0], [3.0, 11.0, 1.0]]
+    (first, found), (other, again) = (value["bias"] for value in values)
+    assert first == found == again != other, "a parameter is what the first rank had, on all"
     for value in values:
         assert value["untouched"] == [0.0, 87.0, 0]
         for error, expected in zip(value["errors"], ("shape or type", "no extra 'none'", "out of order"), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.collective import before_save
 from colonnade.checkpoint.storage import folder as folder_module
+from colonnade.checkpoint.storage import writer
 from colonnade.checkpoint.storage.folder import check_space
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
@@ -203,6 +206,32 @@ def test_after_an_error_inside_the_folder_is_given_back_once_nothing_is_written(
     CheckpointManager(tmp_path, ParallelContext()).close()
 
 
+@pytest.mark.parametrize("call", ["save", "load", "wait", "close", "leave"])
+def test_every_next_call_waits_for_a_save_in_the_background_and_raises_its_error(tmp_path, call):
+    told: list[str] = []
+    manager, model = CheckpointManager(tmp_path, ParallelContext()), nn.Linear(1, 1)
+    manager.save(1, model)
+    manager._pending = SimpleNamespace(  # type: ignore[assignment]
+        part_error=lambda: None,
+        join=lambda: told.append("joined"),
+        error=CheckpointError("late"),
+        writer=SimpleNamespace(drop=lambda: told.append("dropped")),
+    )
+    calls = {
+        "save": lambda: manager.save(2, model),
+        "load": lambda: manager.load(model),
+        "wait": manager.wait,
+        "close": manager.close,
+        "leave": lambda: manager.__exit__(None, None, None),
+    }
+    with pytest.raises(CheckpointError, match="late"):
+        calls[call]()
+    assert told == ["joined", "dropped"]
+    if call not in ("close", "leave"):
+        manager.close()
+    CheckpointManager(tmp_path, ParallelContext()).close()  # the folder is given back
+
+
 def test_a_save_whose_other_ranks_are_gone_is_given_up(manager, monkeypatch):
     def gone(*_: object) -> list[Any]:
         raise RuntimeError("connection closed")
@@ -213,6 +242,17 @@ def test_a_save_whose_other_ranks_are_gone_is_given_up(manager, monkeypatch):
     with pytest.raises(RuntimeError, match="connection closed"):
         manager.wait()
     assert told == ["the other ranks are gone"]
+
+
+def test_ranks_of_a_world_say_in_which_call_they_wait(tmp_path):
+    manager = CheckpointManager(tmp_path, ParallelContext())
+    assert isinstance(manager._together(".save()"), nullcontext)
+    manager.close()
+    with (
+        launch({}, context=ParallelContext(), verbose=False) as context,
+        CheckpointManager(tmp_path, context) as manager,
+    ):
+        assert not isinstance(manager._together(".save()"), nullcontext)
 
 
 def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
@@ -304,7 +344,9 @@ def meet_errors(folder: Path) -> list[str]:
             "clash": lambda: manager.save(1, clash),
             "rows": lambda: manager.save(1, odd if stage == 0 else plain, optimizer if stage == 0 else None),
             "nothing": lambda: manager.load(plain),
+            "apart": lambda: CheckpointManager(folder / f"of rank {rank}", context).save(1, plain),
         }
+        writer._VISIBLE_WITHIN = 0.2
         told = []
         for attempt in attempts.values():
             try:
@@ -327,6 +369,7 @@ def test_every_rank_raises_when_one_does_and_can_go_on(tmp_path):
         "Two stages may use one name for different tensors",
         "only state of its own shape or of one element",
         "has no checkpoint",
+        "which rank 0 has made; checkpoints need a folder that all ranks share",
     ]
     for told in run_world(4, meet_errors, tmp_path).values:
         assert len(told) == len(expected)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import folders
+from colonnade.checkpoint import fault, folders
 from colonnade.checkpoint.format.entries import Entry
 from colonnade.checkpoint.format.slices import INDEX
-from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, save_full, save_pretrained
+from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, _limit, save_full, save_pretrained
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
@@ -106,6 +106,33 @@ def test_one_file_has_each_weight_under_all_its_names(tmp_path, context):
     assert found["seen"].dtype == torch.int64
 
 
+def test_of_several_stages_the_first_has_the_config(tmp_path, context):
+    stages = nn.ModuleList([Model(), nn.Linear(1, 1)])
+    save_pretrained(stages, tmp_path / "out", context)
+    assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["Model"]
+
+
+def test_what_is_written_appears_when_it_is_whole(tmp_path, context, monkeypatch):
+    (tmp_path / "all.safetensors").write_text("old")
+    whole = WholeTensors(Model(), context)
+
+    def save(folder: Path) -> None:
+        save_full(whole, folder / "all.safetensors", context)
+
+    def fail(point: str) -> None:
+        if point == "file written":
+            raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fault, "hook", fail)
+        for write in (save, lambda folder: save_pretrained(Model(), folder / "out", context)):
+            with pytest.raises(CheckpointError, match="the disk is gone"):
+                write(tmp_path)
+            assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("all.safetensors", "old")]
+    save(tmp_path / "new/and/newer")
+    assert tensors(tmp_path / "new/and/newer").keys() == Model().state_dict().keys()
+
+
 def test_what_cannot_be_written_is_said(tmp_path, context):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="file is a file; give the name of a folder"):
@@ -135,6 +162,20 @@ def test_what_cannot_be_written_is_said(tmp_path, context):
 )
 def test_sizes_in_words(size, count):
     assert _bytes_of(size) == count
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "limit"),
+    [
+        (10, 4, 1 << 26),
+        ((1 << 28) - 3, 4, 1 << 26),
+        ((1 << 28) + 1, 4, (1 << 26) + 1),
+        (1 << 30, 4, 1 << 28),
+        (10**12, 4, 5 * 10**9),
+    ],
+)
+def test_every_rank_has_a_file_to_write_unless_they_are_small_or_very_large(total, ranks, limit):
+    assert _limit(total, ranks) == limit
 
 
 @pytest.mark.parametrize("size", [0, -1, True, False, "", "GB", "5 XB", "0.4", "1e9", None])

@@ -117,7 +117,7 @@ def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
     first, last = -(-start // inner), stop // inner
     if first > last:  # inside one row
         return _boxes_in_row(last, start - last * inner, stop - last * inner, shape)
-    found = _boxes_in_row(first - 1, start - (first - 1) * inner, inner, shape) if start < first * inner else []
+    found = _boxes_in_row(first - 1, start - (first - 1) * inner, inner, shape)
     if first < last:
         found.append(Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
     return [*found, *_boxes_in_row(last, 0, stop - last * inner, shape)]

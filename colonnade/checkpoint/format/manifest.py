@@ -211,7 +211,7 @@ class Manifest:
         cut = self.cuts[part.cut]
         if part.order is None:
             first = box.offset[0] - part.offset[0] if box.offset else 0
-            for file, start, stop in cut.pieces(first, first + (box.shape[0] if box.shape else 1)):
+            for file, start, stop in cut.pieces(first, first + prod(box.shape[:1])):
                 rows = part.rows(start, stop)
                 yield StoredBox(self.files[file].name, part.key, rows.shape, rows)
             return

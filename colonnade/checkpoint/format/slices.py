@@ -36,11 +36,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
     def __str__(self) -> str:
         return f"{self.key} in {self.file.name}"
 
@@ -81,10 +76,10 @@ class StoredTensor:
         pitch, rows = strides[cut - 1], box.shape[cut - 1]
         for number, outer in enumerate(itertools.product(*map(range, box.shape[: cut - 1]))):
             begin = first + sum(at * stride for at, stride in zip(outer, strides, strict=False))
-            part = memory[number * rows * run : (number + 1) * rows * run]
+            part = memory[number * rows * run :][: rows * run]
             if run >= _LONG_RUN:
                 for row in range(rows):
-                    self._fill(descriptor, part[row * run : (row + 1) * run], begin + row * pitch)
+                    self._fill(descriptor, part[row * run :][:run], begin + row * pitch)
             else:
                 self._fill_rows(descriptor, part, begin, run, pitch)
 
@@ -92,7 +87,7 @@ class StoredTensor:
         """Runs of bytes, one every `pitch` bytes: by way of memory for some of the rows."""
         rows, target = len(memory) // run, torch.frombuffer(memory, dtype=torch.uint8).view(-1, run)
         most = max(1, _SCRATCH // pitch)
-        scratch = torch.empty(min(most, rows) * pitch, dtype=torch.uint8)
+        scratch = torch.empty(most * pitch, dtype=torch.uint8)
         for row in range(0, rows, most):
             count = min(most, rows - row)
             self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)
@@ -123,11 +118,6 @@ class UnpickledTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.value.shape)
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return self.value.numel() * self.value.element_size()
 
     def __str__(self) -> str:
         return f"{self.key} in {self.file.name}"
@@ -231,7 +221,7 @@ def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) 
     if entry["dtype"] not in WIDTHS:
         raise ValueError(f"{key} has the type {entry['dtype']}, which is none of {', '.join(WIDTHS)}")
     right = stop - start == prod(shape) * WIDTHS[entry["dtype"]]
-    if min(shape, default=0) < 0 or not (0 <= start <= stop <= size - begin) or not right:
+    if any(dim < 0 for dim in shape) or not (0 <= start <= stop <= size - begin) or not right:
         raise ValueError(f"{key}, of {entry['dtype']} and shape {list(shape)}, is said to be bytes {start} to {stop}")
     return StoredTensor(file, key, dtype_named(entry["dtype"]), shape, begin + start)
 

@@ -37,10 +37,8 @@ class LoadPlan:
         for tensor in tensors:
             found = [known[name] for name in (*tensor.names, tensor.label) if name in known]
             if found:
-                self._match(tensor, found[0])
-                self._others[id(tensor)] = [
-                    other for other in {id(r): r for r in found[1:]}.values() if other is not found[0]
-                ]
+                first, *self._others[id(tensor)] = {id(record): record for record in found}.values()
+                self._match(tensor, first)
             else:
                 self._missing.append(tensor.names[0])
 
@@ -98,7 +96,7 @@ class LoadPlan:
 
     def _match(self, tensor: LocalTensor, record: TensorRecord) -> None:
         self._records[id(tensor)] = record
-        dtype = type_name(tensor.local, tensor.names[0])
+        dtype = type_name(tensor.local, listed(tensor.names))
         master = self._masters.get(record.label)
         if master is not None and (dtype, tensor.shape) == (master.dtype, master.shape):
             self._sources[id(tensor)] = master  # the weight itself, before it was rounded

@@ -165,7 +165,7 @@ def _runs(pieces: Pieces) -> list[tuple[Sequence[int], Sequence[int], Sequence[i
 
 def _merged(label: str, state_name: str, told: Sequence[tuple[Outline, Pieces]], cuts: _Cuts) -> TensorRecord:
     """One tensor from what the ranks said of it."""
-    first, first_pieces = told[0]
+    (first, first_pieces), *_ = told
     (_, dtype), *_ = first.states
     for outline, pieces in told:
         (_, other), *_ = outline.states

@@ -216,7 +216,7 @@ class OptimizerLoader:
                 f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were.",
                 code="C083",
             )
-        options = found[0] if found else _options(group)
+        options = next(iter(found), _options(group))
         unknown = [key for key in _options(group) if key not in options and key not in _IMPLEMENTATION]
         if unknown:
             raise CheckpointError(
@@ -224,10 +224,11 @@ class OptimizerLoader:
                 f"another kind of optimizer. Load with that kind, or with optimizer=None.",
                 code="C083",
             )
-        saved = next((record.optimizer for record in records if record.optimizer not in (None, lineage[0])), None)
+        kind, *_ = lineage
+        saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
         if saved is not None and saved not in lineage:
             raise CheckpointError(
-                f"the checkpoint has the state of {saved}, and this is {lineage[0]}, which would step on it in another way. "
+                f"the checkpoint has the state of {saved}, and this is {kind}, which would step on it in another way. "
                 f"Load with {saved}, or with optimizer=None to begin with fresh state.",
                 code="C083",
             )
@@ -247,12 +248,12 @@ class OptimizerLoader:
             )
         return found
 
-    def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any]:
+    def _state_of(self, parameter: LocalTensor, optimizer: Any) -> dict[str, Any] | None:
         shard = None
         if isinstance(optimizer, ShardedOptimizer):
             shard = optimizer.flat_shard(parameter.tensor)
             if shard is None:  # all of it is other ranks'
-                return {}
+                return None
         weight = self._plan.record_of(parameter)
         state: dict[str, Any] = {}
         records = self._records.get(weight.label, ())

@@ -34,14 +34,14 @@ class SavePlan:
     def copy_to_host(self) -> None:
         """Copy every tensor to the host now, so that training may go on while they are written."""
         copies = [(entry.key, _host_copy(entry.read())) for entry in self.entries]
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.entries = [Entry.of(key, copy) for key, copy in copies]
 
     def add_box(self, outline: Outline, box: Box, state_name: str, value: Tensor, writes: bool) -> None:
-        """A tensor that the rank knows of, and the box of it that it writes: some rows of the outline's."""
+        """A tensor that the rank knows of, and the box of it that it writes, if any: some rows of the outline's."""
         start, stop = (box.offset[0], box.stop[0]) if box.shape else (0, 1)
-        self.add(outline, start, stop if writes else start, state_name, value)
+        self.add(outline, start, stop if writes and box.numel else start, state_name, value)
 
     def add(self, outline: Outline, start: int, stop: int, state_name: str, value: Tensor) -> None:
         """What the rank writes of a tensor, from `start` to `stop` of its outline. A `state_name` is the optimizer's."""
@@ -69,8 +69,8 @@ class SavePlan:
 
 def plan_weight(plan: SavePlan, tensor: LocalTensor, value: Tensor) -> None:
     """What this rank gives of a weight or buffer; `value` is what it holds of it."""
-    writes = tensor.holders[0] == plan.note.rank and value.numel() > 0
-    if writes or tensor.sharers[0] == plan.note.rank or tensor.placement.tied is not None:
+    writes = tensor.holders[0] == plan.note.rank
+    if writes or next(iter(tensor.sharers)) == plan.note.rank or tensor.placement.tied is not None:
         plan_pieces(plan, tensor, tensor.names, "", value, writes)
 
 

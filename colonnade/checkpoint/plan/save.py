@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from colonnade.checkpoint.format.boxes import whole_box
-from colonnade.checkpoint.format.entries import type_name
 from colonnade.checkpoint.format.manifest import GroupRecord
 from colonnade.checkpoint.format.values import Encoded, encode, is_stateful
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
@@ -33,8 +32,6 @@ class LocalState:
         context: ParallelContext,
     ) -> None:
         self.tensors = tensors
-        for tensor in tensors:
-            type_name(tensor.local, tensor.names[0])
         self.buffers = [
             (tensor, encode(tensor.local, tensor.label))
             for tensor in tensors
@@ -71,7 +68,7 @@ def plan_save(state: LocalState, notes: Sequence[Mapping[str, Any]], rank: int) 
         _plan_buffer(plan, tensor, item, [note["items"].get(f"{BUFFER}{tensor.label}") for note in notes])
     for name, item in state.items.items():
         ranks = [at for at, note in enumerate(notes) if note["items"].get(name) == notes[rank]["items"][name]]
-        if ranks[0] == rank:
+        if next(iter(ranks)) == rank:
             plan.note.items.append(plan.add_item(name, tuple(ranks), item))
     plan.close()
     return plan
@@ -81,30 +78,29 @@ def _plan_buffer(plan: SavePlan, tensor: LocalTensor, item: Encoded, digests: Se
     """Of a buffer that has drifted apart, what `plan_weight` leaves out: each value that the first holder has not."""
     rank, name = plan.note.rank, f"{BUFFER}{tensor.label}"
     ranks = [at for at in tensor.holders if digests[at] == digests[rank]]
-    if ranks[0] == rank != tensor.holders[0]:
+    if next(iter(ranks)) == rank != tensor.holders[0]:
         plan.note.items.append(plan.add_item(name, tuple(ranks), item))
 
 
 def _plan_optimizer(plan: SavePlan, kept: ParameterState, stepped: Sequence[int]) -> None:
     """`stepped` are the ranks that keep state for the parameter."""
-    parameter, first = kept.parameter, stepped[0] == plan.note.rank
+    parameter, first = kept.parameter, next(iter(stepped)) == plan.note.rank
     if not isinstance(kept.value, Tensor):
         if first:
             key = entry_key(parameter.label, kept.name)
             plan.note.items.append(plan.add_item(key, (plan.note.rank,), encode(kept.value, str(kept))))
         return
     value = local_part(kept.value).detach()
-    type_name(value, str(kept))
     if not kept.like_parameter:
         if first:
             box = whole_box(value.shape)
-            plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, box.numel > 0)
+            plan.add_box(Outline.of_rows(parameter.label, (), box.shape, box), box, kept.name, value, writes=True)
     elif kept.shard is None:
         holder = next(at for at in stepped if at in parameter.holders)
-        writes = holder == plan.note.rank and value.numel() > 0
+        writes = holder == plan.note.rank
         if writes or first:
             plan_pieces(plan, parameter, (), kept.name, value, writes)
-    elif parameter.holders[0] in kept.shard.ranks:  # the team of the first of all that hold the parameter
+    elif next(iter(parameter.holders)) in kept.shard.ranks:  # the team of the first of all that hold the parameter
         plan_shard(plan, parameter, kept.shard, kept.name, value)
 
 

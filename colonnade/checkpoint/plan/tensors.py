@@ -74,8 +74,7 @@ def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> li
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules add to the model's state by `get_extra_state`, by key."""
-    state = model.state_dict(keep_vars=True)
-    return {key: value for key, value in state.items() if _is_extra_state(key)}
+    return {key: value for key, value in model.state_dict().items() if _is_extra_state(key)}
 
 
 def memory_order(local: Tensor) -> tuple[int, ...]:
@@ -185,7 +184,7 @@ def _in_sections(place: tuple[Box, Box], dim: int, runs: Sequence[tuple[int, int
                 )
             )
         before += length
-    return found or [(_along(box, dim, 0, 0), _along(here, dim, 0, 0))]
+    return found or [(_along(box, dim, box.offset[dim], 0), _along(here, dim, here.offset[dim], 0))]
 
 
 def _along(box: Box, dim: int, start: int, length: int) -> Box:

@@ -125,15 +125,17 @@ class SavedValues:
 
     def _mine(self, name: str) -> ItemRecord | None:
         found = self._items[name]
-        if len(found) == 1 and name != RANDOM and not name.startswith(BUFFER):
-            return found[0]
+        first, *others = found
+        if not others and name != RANDOM and not name.startswith(BUFFER):
+            return first
         rank = self._context.get_global_rank()
         return next((item for item in found if self.same_layout and rank in item.ranks), None)
 
     def _derived_seed(self) -> int:
         """The same on every rank and in every repetition; another one for another step."""
         digest = hashlib.sha256()
-        for first in self._items.get(RANDOM, [])[:1]:
+        first = next(iter(self._items.get(RANDOM, ())), None)
+        if first is not None:
             for at in range(first.tensors):
                 digest.update(raw_bytes(self._reader.entry(first.file or "", first.entry(at))))
         return derive_seed(self._manifest.step, digest.hexdigest())

@@ -73,8 +73,8 @@ def staging_name(step: int) -> str:
 def clean(folder: Path) -> None:
     """Delete what interrupted saves and deletions have left; what cannot be deleted is left for the next time."""
     for entry in _entries(folder):
-        if _STAGED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(folder / entry.name, ignore_errors=True)
+        if _STAGED.fullmatch(entry.name):
+            shutil.rmtree(folder / entry.name, ignore_errors=True)  # which takes no link and no file
 
 
 def write_manifest(staged: Path, manifest: Manifest) -> None:

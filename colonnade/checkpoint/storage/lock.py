@@ -44,8 +44,8 @@ class RunLock:
         os.ftruncate(self._descriptor, len(text))
         _closed_in_children().add(self)
 
-    def _lock(self) -> dict[str, Any]:
-        """Take the lock, or refuse; returns who had it and never gave it back."""
+    def _lock(self) -> dict[str, Any] | None:
+        """Take the lock, or refuse; returns who had it and never gave it back, as far as is known."""
         error = None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +62,7 @@ class RunLock:
             f"the file system of {self.path} locks no files ({error.strerror}): see to it that no other run writes "
             f"here{last}"
         )
-        return {}
+        return None
 
     def release(self) -> None:
         """Let another run have the folder. Safe to call twice."""

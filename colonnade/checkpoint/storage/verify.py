@@ -81,7 +81,7 @@ def _plain_size(path: Path) -> int:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         while size := file.readinto(buffer):
             digest.update(buffer[:size])
     return digest.hexdigest()

@@ -13,6 +13,7 @@ from colonnade.checkpoint.format.boxes import (
     Box,
     boxes_in_order,
     boxes_of_range,
+    moved,
     places_of,
     range_in_order,
     tiles,
@@ -63,6 +64,16 @@ def test_two_halves_twice_do_not_make_a_whole():
     half = Box((0,), (2,))
     assert not tiles([half, half], (4,))
     assert tiles([half, Box((2,), (2,))], (4,))
+
+
+@pytest.mark.parametrize("box", [Box((1,), (2,)), Box((-1,), (2,)), Box((0, 0), (2, 1)), Box((), ())], ids=str)
+def test_a_box_that_is_not_inside_tiles_nothing(box):
+    assert not tiles([box], (2,))
+    assert tiles([Box((0,), (2,))], (2,))
+
+
+def test_a_box_moves_with_what_it_lies_in():
+    assert moved(Box((3, 1), (2, 1)), Box((2, 0), (5, 2)), Box((10, 7), (5, 2))) == Box((11, 8), (2, 1))
 
 
 @pytest.mark.parametrize("rank", [2, 4])

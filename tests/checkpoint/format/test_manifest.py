@@ -61,6 +61,11 @@ def test_a_manifest_comes_back():
     assert parse(replace(GOOD, groups=None).dump()).groups is None
 
 
+def test_what_is_no_json_is_not_written():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        replace(GOOD, time=float("nan")).dump()
+
+
 def test_the_numbers_of_the_format():
     assert FORMAT == 2
     assert tensors_file(7) == "rank-00007.safetensors"
@@ -210,6 +215,8 @@ def test_where_rows_and_elements_lie():
         StoredBox(name[0], "w", (3, 3), Box((0, 0), (3, 3))),
         StoredBox(name[1], "w", (1, 3), Box((3, 0), (1, 3))),
     ]
+    (only,) = GOOD.stored_boxes(ROWS, Box((2, 0), (1, 3)))  # the last row of the first file
+    assert only.file == name[0]
     assert list(GOOD.stored_boxes(SCALAR, Box((), ()))) == [StoredBox(name[0], "s", (), Box((), ()))]
     by_columns = Part((2, 0), (2, 2), (1, 0), "w", 0)
     assert by_columns.length == 4

@@ -43,6 +43,7 @@ def test_the_name_of_a_state_is_called_slot_on_disk():
         ("at", float("inf"), "it: at is 'inf', not a number"),
         ("sizes", [1, -1], r"it: sizes is '\[1, -1\]', not a list of whole numbers"),
         ("sizes", [1 << 62], "not a list of whole numbers"),
+        ("sizes", [1, 1 << 62], "not a list of whole numbers"),
         ("sizes", [1, True], r"it: sizes is '\[1, True\]', not a list of whole numbers"),
         ("sizes", [1, "2"], "not a list of whole numbers"),
         ("sizes", "12", "it: sizes is '12', not a list"),

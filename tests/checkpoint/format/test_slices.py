@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from colonnade.checkpoint.format import slices
-from colonnade.checkpoint.format.boxes import Box
+from colonnade.checkpoint.format.boxes import Box, whole_box
 from colonnade.checkpoint.format.slices import INDEX, stored_tensors, tensors_in
 from colonnade.errors import CheckpointError
 from colonnade.testing import in_double
@@ -39,6 +41,30 @@ def test_a_file_is_read_as_it_is_where_new_tensors_become_double(file):
     assert found.equal(TENSORS["four"])
 
 
+@pytest.mark.parametrize("long_run", [1, 1 << 16])
+@pytest.mark.parametrize("scratch", [100, 200, 1 << 23])
+def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
+    monkeypatch.setattr(slices, "_LONG_RUN", long_run)
+    monkeypatch.setattr(slices, "_SCRATCH", scratch)
+    for key, start, shape in (
+        ("four", (0, 0, 0, 0), (7, 5, 6, 3)),
+        ("four", (1, 0, 0, 0), (3, 5, 6, 3)),
+        ("four", (0, 2, 0, 0), (7, 2, 6, 3)),
+        ("four", (2, 1, 3, 1), (3, 3, 2, 1)),
+        ("four", (0, 0, 1, 0), (7, 5, 4, 3)),
+        ("four", (6, 4, 5, 2), (1, 1, 1, 1)),
+        ("rows", (3, 5), (30, 10)),
+        ("scalar", (), ()),
+    ):
+        box = Box(start, shape)
+        expected = TENSORS[key][box.slices_in(whole_box(TENSORS[key].shape))]
+        stored = stored_tensors(file)[key]
+        assert stored.read(box).equal(expected)
+        for target in (torch.zeros(shape, dtype=torch.float64), torch.zeros_like(expected).flatten().repeat(2)[::2]):
+            stored.read_into(target.view(shape), box)
+            assert target.view(shape).equal(expected.to(target.dtype))
+
+
 @given(st.data())
 def test_any_box_is_read(file, data):
     """Whatever lies together: in one piece, by rows, or by way of scratch memory."""
@@ -58,6 +84,15 @@ def test_any_box_is_read(file, data):
         assert wide.equal(expected.double())
 
 
+def test_a_file_system_may_give_less_than_was_asked_for(file, monkeypatch):
+    def few(descriptor, memories, start, preadv=os.preadv):
+        return preadv(descriptor, [memory[:100] for memory in memories], start)
+
+    monkeypatch.setattr(os, "preadv", few)
+    for key, stored in stored_tensors(file).items():
+        assert stored.read().equal(TENSORS[key])
+
+
 def test_what_was_read_is_let_go(file, opened):
     for stored in stored_tensors(file).values():
         stored.read()
@@ -72,7 +107,9 @@ def test_what_was_read_is_let_go(file, opened):
             r"a, of F32 and shape \[2\], is said to be bytes 0",
         ),
         ({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}, "bytes 0 to 12"),
-        ({"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}, "shape"),
+        ({"a": {"dtype": "F32", "shape": [-1, -1, 2], "data_offsets": [0, 8]}}, "shape"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-1, 7]}}, "bytes -1 to 7"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}, "bytes 1 to 9"),
         ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "has the type F99"),
         ({"a": {"dtype": "F32"}}, "shape"),
         ([], "cannot be read"),
@@ -93,7 +130,9 @@ def test_what_is_no_folder_of_weights_is_refused(tmp_path, file):
     (tmp_path / "x.safetensors").write_bytes(b"\xff" * 16)
     with pytest.raises(CheckpointError, match="a table of 18446744073709551615 bytes in a file of 16"):
         tensors_in(tmp_path)
-    for names, said in (("x", "is no index of weights"), ({"a": "../x.safetensors"}, "which is no file beside it")):
+    beside = r"names '.*', which is no file beside it"
+    elsewhere = {"a": f"../{tmp_path.name}/x.safetensors"}
+    for names, said in (("x", "is no index of weights"), (elsewhere, beside), ({"a": "y.safetensors"}, beside)):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
         with pytest.raises(CheckpointError, match=said):
             tensors_in(tmp_path)
@@ -108,12 +147,26 @@ def test_a_pickle_is_read_only_where_it_is_trusted(tmp_path):
     found = tensors_in(tmp_path, trust=True)
     assert found.keys() == {"a"}
     stored = found["a"]
-    assert (stored.dtype, stored.shape, stored.size, str(stored)) == (torch.int16, (2, 3), 12, "a in pytorch_model.bin")
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()  # its bytes are read when they are asked for
+    assert (stored.dtype, stored.shape, str(stored)) == (torch.int16, (2, 3), "a in pytorch_model.bin")
     assert stored.read().equal(value)
     assert stored.read(Box((0, 1), (2, 2))).equal(value[:, 1:])
     target = torch.zeros(1, 3)
     stored.read_into(target, Box((1, 0), (1, 3)))
     assert target.equal(value[1:].float())
+
+
+class Explodes:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("it was unpickled",)
+
+
+def test_even_a_trusted_pickle_runs_no_code(tmp_path):
+    torch.save({"a": torch.ones(2), "b": Explodes()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        tensors_in(tmp_path, trust=True)
 
 
 def test_of_several_kinds_of_files_the_whole_one_is_taken_and_what_was_interrupted_is_said(tmp_path, file):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from colonnade.checkpoint.format import tensors as module
 from colonnade.checkpoint.format.boxes import Box, whole_box
 from colonnade.checkpoint.format.entries import _NAMES, Entry, raw_bytes
 from colonnade.checkpoint.format.manifest import (
@@ -60,6 +61,11 @@ def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
         assert bytes(raw_bytes(found[key])) == bytes(raw_bytes(value)), key
 
 
+def test_all_of_a_file_is_on_disk_when_it_is_written(tmp_path, synced):
+    record = write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2))])
+    assert synced == [("x.safetensors", record.size)]
+
+
 def test_elements_are_aligned(tmp_path):
     tensors = [
         Entry.of("a", some(torch.uint8, 3)),
@@ -74,6 +80,29 @@ def test_elements_are_aligned(tmp_path):
     assert table.pop("__metadata__") == {"format": "pt"}  # which transformers asks for
     for place in table.values():
         assert place["data_offsets"][0] % WIDTHS[place["dtype"]] == 0
+
+
+def test_a_thread_may_rest_after_each_chunk(tmp_path, monkeypatch):
+    rests: list[int] = []
+    entries = [Entry.of("a", some(torch.uint8, 200)), Entry.of("b", some(torch.uint8, 300))]
+    for chunk, pieces in ((1 << 20, 3), (100, 2 + 2 + 3)):  # of a header of 152 bytes, and of each
+        monkeypatch.setattr(module, "_CHUNK", chunk)
+        file = tmp_path / f"{chunk}.safetensors"
+        write_tensors(file, entries, lambda: rests.append(1))
+        assert len(rests) == pieces
+        rests.clear()
+        assert bytes(raw_bytes(load_file(file)["b"])) == bytes(raw_bytes(entries[1].read()))
+
+
+def test_a_table_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
+    entries = [Entry.of("a", torch.ones(2))]
+    write_tensors(tmp_path / "a", entries)
+    length = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
+    monkeypatch.setattr(module, "_LONGEST_HEADER", length)
+    write_tensors(tmp_path / "b", entries)
+    monkeypatch.setattr(module, "_LONGEST_HEADER", length - 1)
+    with pytest.raises(CheckpointError, match=f"the table of 1 tensors takes {length} bytes; {length - 1} can be read"):
+        write_tensors(tmp_path / "c", entries)
 
 
 def manifest_of(tensors: list[TensorRecord], cuts: list[Cut], names: list[str]) -> Manifest:

@@ -10,7 +10,7 @@ from enum import Enum
 import pytest
 import torch
 
-from colonnade.checkpoint.format.values import decode, encode
+from colonnade.checkpoint.format.values import decode, encode, is_stateful
 from colonnade.errors import CheckpointError
 
 
@@ -38,6 +38,7 @@ def through_json(value):
         [1, [2, (3, ("x",))]],
         {"a": {"b": [None]}},
         {1: "one", (2, 3): "pair", None: 0},
+        {"a": 1, 2: "two"},
         {"$tensor": 1, "$tuple": [2]},
         Counter({30: 1, 80: 2}),
         OrderedDict(a=1),
@@ -51,6 +52,13 @@ def test_values_come_back_with_their_types(value):
     found = through_json(value)
     assert found == value
     assert type(found) is (dict if isinstance(value, OrderedDict) else type(value))
+
+
+def test_what_json_has_is_itself_and_the_rest_is_marked():
+    assert encode({"a": [1, "x", None]}, "it").value == {"a": [1, "x", None]}
+    assert encode({"$a": 1}, "it").value == {"$dict": [["$a", 1]]}
+    assert encode(Counter(a=2), "it").value == {"$counter": [["a", 2]]}
+    assert encode((math.inf, torch.ones(1)), "it").value == {"$tuple": [{"$float": "inf"}, {"$tensor": 0}]}
 
 
 def test_nan_and_tensors_come_back():
@@ -93,3 +101,10 @@ def test_a_digest_tells_values_apart_by_their_bits():
 def test_what_a_checkpoint_cannot_hold_is_named(value, message):
     with pytest.raises(CheckpointError, match=message):
         encode(value, "it")
+
+
+def test_who_gives_a_state_must_take_it_too():
+    gives, takes = {"state_dict": dict}, {"load_state_dict": print}
+    kinds = [type("Kind", (), methods) for methods in ({}, gives, takes, {**gives, **takes})]
+    assert [is_stateful(kind()) for kind in kinds] == [False, False, False, True]
+    assert not is_stateful(type("Kind", (), {**gives, "load_state_dict": 3})())

@@ -36,7 +36,7 @@ def test_every_name_of_either_side_finds_the_other():
 
 
 def test_what_does_not_fit_is_listed_from_all_ranks():
-    tensors = [here("a", shape=(3,)), here("b", dtype=torch.float64), here("c"), here("d", "e")]
+    tensors = [here("a", shape=(3,)), here("b", dtype=torch.float64), here("c"), here("d", "e", "e2")]
     made = plan(tensors, record("a"), record("b"), record("left", "f", "g"), record("alone"))
     note = made.note()
     assert note == {

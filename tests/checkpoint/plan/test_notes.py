@@ -21,7 +21,7 @@ from colonnade.checkpoint.format.manifest import (
 )
 from colonnade.checkpoint.format.records import to_json
 from colonnade.checkpoint.format.values import encode
-from colonnade.checkpoint.plan.notes import Outline, RankNote, merge_tensors
+from colonnade.checkpoint.plan.notes import Outline, RankNote, merge_groups, merge_tensors
 from colonnade.checkpoint.random_state import random_state
 from colonnade.checkpoint.storage.verify import read_manifest
 from colonnade.checkpoint.storage.writer import StorageWriter
@@ -141,6 +141,25 @@ def test_what_is_cut_alike_shares_one_cut():
     assert cuts[1].files == (0, 2)
     assert [part.cut for record in moments for part in record.parts] == [1, 1]
     assert weight.parts[0].order is None
+
+
+def test_rows_that_follow_each_other_are_one_part_whoever_tells_first():
+    pieces = [(ROWS, 4, 6), (ROWS, 0, 1), (ROWS, 1, 4)]
+    (record,), cuts = merge_tensors([note(rank, piece) for rank, piece in enumerate(pieces)])
+    assert [(part.offset, part.shape, part.cut) for part in record.parts] == [((0, 0), (6, 4), 0)]
+    assert [(cut.stops, cut.files) for cut in cuts] == [((1, 4, 6), (1, 2, 0))]
+
+
+def test_groups_of_all_ranks_are_joined_by_their_place_and_options():
+    def group(index: int, *names: str) -> GroupRecord:
+        return GroupRecord(index, names, ItemRecord("options", (0,), {"lr": index}, 0, None, "options"), "SGD")
+
+    none, left, right = RankNote(0, None), RankNote(1, []), RankNote(2, [])
+    left.groups = [("x", group(1, "c")), ("x", group(0, "a", "b"))]
+    right.groups = [("x", group(0, "b", "d")), ("y", group(0, "e"))]
+    assert merge_groups([none, left, right]) == (group(0, "a", "b", "d"), group(0, "e"), group(1, "c"))
+    assert merge_groups([none, RankNote(1, [])]) == ()
+    assert merge_groups([none, none]) is None
 
 
 def test_rows_with_another_grid_below_are_parts_of_their_own():

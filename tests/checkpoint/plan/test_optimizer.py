@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
 from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
 from colonnade.testing import run_world
@@ -144,6 +146,31 @@ def test_an_optimizer_of_ones_own_shares_its_state_through_checkpoints_to_the_bi
 def test_what_format_1_has_saved_still_loads_to_the_bit():
     """Written by `save` above when a manifest had a record for every block."""
     assert load(Path(__file__).parent.parent / "format/format_1", "one", False) == []
+
+
+@pytest.mark.slow  # importing DTensors alone takes two seconds
+def test_state_that_does_not_lie_as_its_parameter_is_refused(tmp_path):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with (
+        launch({}, context=ParallelContext(), verbose=False) as context,
+        CheckpointManager(tmp_path, context) as manager,
+    ):
+        mesh = context.device_mesh(ParallelMode.DATA)
+        model = nn.Module()
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for value, lies in ((torch.ones(2, 3), Replicate()), (torch.ones(2), Shard(0))):
+            optimizer.state[model.weight]["odd"] = distribute_tensor(value, mesh, [lies])
+            with pytest.raises(
+                CheckpointError, match="the optimizer's odd of weight is a DTensor that does not lie as"
+            ):
+                manager.save(1, model, optimizer)
+        optimizer.state[model.weight]["odd"] = distribute_tensor(torch.full((2, 3), 5.0), mesh, [Shard(0)])
+        manager.save(1, model, optimizer)
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager.load(model, other)
+        assert other.state[model.weight]["odd"].to_local().unique().tolist() == [5]
 
 
 class Counting(torch.optim.AdamW):

@@ -21,16 +21,19 @@ from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
 from colonnade.checkpoint.plan.pieces import SavePlan, plan_shard
 from colonnade.checkpoint.plan.tensors import (
     LocalTensor,
+    _alone,
     _in_sections,
     _uneven_offset,
+    _uneven_sizes,
     boxes_in_memory,
     extra_states,
     locate_tensors,
 )
+from colonnade.context import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.parallel.placement import Placement
+from colonnade.parallel.placement import Placement, Shard, Tied, place
 from colonnade.parallel.shards import FlatShard, section_runs
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
@@ -194,19 +197,53 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
         for start, stop in pairwise(cuts):
             for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
                 by_ranges[box.slices_in(whole_box(whole.shape))] = view
-        plan_shard(plans[at], tensor, FlatShard(0, flat.numel(), (0,), {}), "moment", flat)
+            plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
         plans[at].close()
     assert torch.equal(by_pieces, whole)
     assert torch.equal(by_ranges, whole)
     (record,), _ = merge_tensors([plan.note for plan in plans])  # refuses what does not tile
     assert record.shape == tuple(whole.shape)
+    assert all(entry.read().shape == entry.shape for plan in plans for entry in plan.entries)
     written = torch.cat([entry.read() for plan in plans for entry in plan.entries])
     assert torch.equal(written.sort().values, whole.flatten())
+
+
+@pytest.mark.parametrize(
+    ("start", "length", "places"),
+    [
+        (0, 6, [(0, 5, 3), (10, 8, 3)]),
+        (3, 2, [(10, 5, 2)]),
+        (2, 3, [(2, 5, 1), (10, 6, 2)]),
+        (0, 3, [(0, 5, 3)]),
+        (6, 0, [(6, 5, 0)]),
+    ],
+)
+def test_what_is_cut_out_of_a_packed_part_lies_in_its_sections(start, length, places):
+    """A rank has [0, 3) and [10, 13) of the whole, one after the other, and of that the elements from `start` on."""
+    place = (Box((4, start), (1, length)), Box((0, 5), (1, length)))
+    assert _in_sections(place, 1, [(0, 3), (10, 3)]) == [
+        (Box((4, there), (1, size)), Box((0, here), (1, size))) for there, here, size in places
+    ]
 
 
 def uneven(label: str, index: int, count: int) -> Any:
     """Rank's part `index` of `count` along dimension 0, as it is known before the others have told theirs."""
     return SimpleNamespace(label=label, names=(label,), placement="placed", by_hand={0: (index, count)})
+
+
+def test_what_a_rank_of_a_layout_sees_of_a_tensor_alone():
+    layout = build_layout({"parallel": {"pipeline": 2, "tensor": 2}}, 4)
+    context: Any = SimpleNamespace(layout=layout, get_global_rank=lambda: 1)
+    plain = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)})
+    declared = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.TENSOR: Shard(0)}, shape=(5, 3))
+    whole = place(nn.Parameter(torch.ones(2, 3)), {}, shape=(2, 3))
+    tied = place(nn.Parameter(torch.ones(2, 3)), {ParallelMode.PIPELINE: Tied((0, 1), "wte")})
+    found = [_alone((name,), one, context) for name, one in zip("abcd", (plain, declared, whole, tied), strict=True)]
+    assert [one.label for one in found] == ["a", "b", "c", "tie:wte"]
+    assert [one.holders for one in found] == [(1,), (1,), (0, 1), (0, 1, 2, 3)]
+    assert [one.sharers for one in found] == [(0, 1), (0, 1), (0, 1), (0, 1, 2, 3)]
+    assert [one.may_be_uneven for one in found] == [False, True, False, False]
+    assert _uneven_sizes(found) == {"b": {"0": [1, 2]}}
 
 
 def test_uneven_parts_begin_where_those_before_them_end():

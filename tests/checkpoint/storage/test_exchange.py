@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from colonnade.checkpoint import CheckpointManager, fault, folders
 from colonnade.checkpoint.convert import export_checkpoint, export_full
 from colonnade.checkpoint.format.slices import tensors_in
+from colonnade.checkpoint.storage import exchange
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.storage.test_writer import Kill, model_at
@@ -63,7 +65,40 @@ def test_what_else_lies_in_a_folder_is_left_where_it_is(run: Path, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_every_file_and_then_every_name_is_on_disk(run: Path, tmp_path: Path, synced: list[tuple[str, int]]) -> None:
+def test_room_is_made_and_what_was_interrupted_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = exchange.staging_path(tmp_path / "a/b/out")
+    assert staged.parent == tmp_path / "a/b"
+    for _ in range(2):
+        exchange.make_room(staged, 10)
+    assert list(staged.parent.iterdir()) == []
+    (staged.parent / ".out.saving-01234567").write_text("")
+    (staged.parent / ".out.saving-89abcdef/inside").mkdir(parents=True)
+    (staged.parent / ".out.saving-mine").write_text("")
+    exchange.make_room(staged, 10)
+    assert [path.name for path in staged.parent.iterdir()] == [".out.saving-mine"]
+    monkeypatch.setattr(exchange.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    with pytest.raises(CheckpointError, match="no space"):
+        exchange.make_room(staged, 10)
+
+
+def test_what_cannot_be_discarded_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        exchange.discard(tmp_path / "folder")
+    assert (tmp_path / "folder/file").exists()
+    for _ in range(2):
+        exchange.discard(tmp_path / "folder")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_every_file_and_then_every_name_is_on_disk(
+    run: Path, tmp_path: Path, synced: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def names() -> list[str]:
         found = [re.sub("[0-9a-f]{8}$", "*", name) for name, _ in synced]
         synced.clear()
@@ -71,12 +106,16 @@ def test_every_file_and_then_every_name_is_on_disk(run: Path, tmp_path: Path, sy
 
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.json").write_text("{}")
+    passed: list[str] = []
+    monkeypatch.setattr(fault, "hook", passed.append)
     for folders_synced in ([".out.saving-*", tmp_path.name], [".saving-*", *["out"] * 4]):
         export_checkpoint(run, tmp_path / "out", "hf", 1, tmp_path / "configs")
         written, *files = names()
         assert written == "model.safetensors"
         assert sorted(files[:2]) == ["config.json", "model.safetensors"]
         assert files[2:] == folders_synced
+        assert passed.count("folder synced") == passed.count("renamed") == 1
+        passed.clear()
     export_full(run, tmp_path / "all.safetensors")
     assert names() == [".all.safetensors.saving-*", tmp_path.name]
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from colonnade.checkpoint import fault
 from colonnade.checkpoint.storage import folder as module
 from colonnade.checkpoint.storage.folder import (
     check_space,
@@ -57,11 +58,14 @@ def test_what_is_a_checkpoint_and_what_is_not(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000007").write_text("a file")
     (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000010")
+    (tmp_path / ".tmp-8-0123abcd").symlink_to(tmp_path / "step-00000010")
+    (tmp_path / ".tmp-9-0123abcd").write_text("a file")
     assert steps(tmp_path) == [(2, 0), (10, 0), (10, 1)]
     assert step_of(tmp_path / "step-00000010.r1") == 10
     assert step_of(tmp_path / "other") is None
     clean(tmp_path)
-    assert not (tmp_path / ".tmp-4-0123abcd").exists()
+    assert sorted(path.name for path in tmp_path.glob(".tmp*")) == [".tmp-8-0123abcd", ".tmp-9-0123abcd"]
+    assert steps(tmp_path) == [(2, 0), (10, 0), (10, 1)]
     assert (tmp_path / "step-1").exists()
     assert published(tmp_path / "nowhere") == []
     with pytest.raises(CheckpointError, match="is a file"):
@@ -106,6 +110,20 @@ def test_a_folder_is_seen_on_disk_and_let_go(tmp_path, synced, opened):
     module.sync_folder(tmp_path)
     assert [name for name, _ in synced] == [tmp_path.name]
     assert opened() == []
+
+
+def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_disk(tmp_path, synced, monkeypatch):
+    passed: list[str] = []
+    monkeypatch.setattr(fault, "hook", passed.append)
+    staged = tmp_path / ".tmp-3-01234567"
+    staged.mkdir()
+    module.write_manifest(staged, SimpleNamespace(dump=lambda: b"0123456789"))  # type: ignore[arg-type]
+    assert synced == [("manifest.json", 10)]
+    assert module.publish(staged, 3) == tmp_path / "step-00000003"
+    assert [name for name, _ in synced[1:]] == [staged.name, tmp_path.name]
+    (tmp_path / "step-00000004").mkdir()
+    retire(tmp_path, tmp_path / "step-00000004", 1)
+    assert passed == ["manifest written", "folder synced", "renamed", "parent synced", "retired"]
 
 
 def test_what_cannot_be_deleted_is_left_for_the_next_time(tmp_path, monkeypatch):

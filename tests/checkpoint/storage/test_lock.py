@@ -107,6 +107,11 @@ def test_a_file_system_without_locks_is_warned_of_and_saved_to(tmp_path, monkeyp
     assert manager.steps() == [1]
     assert f"locks no files ({os.strerror(code)})" in caplog.text
     assert "see to it that no other run writes here" in caplog.text
+    assert "the last to write" not in caplog.text
+    (tmp_path / LOCK_FILE).write_text('{"pid": 5}')
+    RunLock(tmp_path).release()
+    assert "here (the last to write its name there: process 5 on ?, since ?)" in caplog.text
+    assert "took over" not in caplog.text
 
 
 def test_a_lock_that_fails_otherwise_is_not_taken_for_another_run(tmp_path, monkeypatch):
@@ -130,6 +135,17 @@ def open_a_held_folder(folder: Path) -> str:
 def test_every_rank_of_the_second_run_is_refused(tmp_path, holder):
     for message in run_world(2, open_a_held_folder, tmp_path).values:
         assert f"process {holder.pid} on" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_a_holder_that_has_not_said_its_name_is_one_too(tmp_path, text):
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(text)
+    with pytest.raises(
+        CheckpointError, match=r"another run writes checkpoints to .*: a process that has not said its name"
+    ):
+        RunLock(tmp_path)
+    lock.release()
 
 
 def test_who_is_refused_keeps_nothing_open(tmp_path, opened):

@@ -110,7 +110,7 @@ def test_work_is_followed_by_rests_until_somebody_waits():
 
 
 def test_a_rest_is_several_times_as_long_as_the_work_before_it_and_never_long(monkeypatch):
-    times = iter([0.0, 0.01, 0.02, 1.02, 2.0])  # on a processor: before and after each rest
+    times = iter([1.0, 1.01, 2.0, 3.0, 4.0])  # on a processor: before and after each rest
     waited: list[float] = []
     monkeypatch.setattr(module, "time", SimpleNamespace(thread_time=lambda: next(times)))
     pace = Pace()
@@ -142,6 +142,7 @@ def test_a_thread_writes_lets_the_copies_go_and_says_what_went_wrong(tmp_path):
         assert told is None if wrong is None else wrong in str(told)
         beside.join()
         assert not beside.is_writing
+        assert beside._pace._hurry.is_set()  # no more rests
         assert plan.entries == []
         assert str(beside.error or "") == (told or "")
     assert (tmp_path / "step-00000005").is_dir()
