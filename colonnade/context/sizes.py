@@ -102,7 +102,7 @@ def _fitting(named: dict[str, int], world_size: int) -> str:
     changes = []
     for name, size in named.items():
         largest, remainder = divmod(world_size, rest // size)
-        if size > 1 and largest and not remainder:
+        if largest and not remainder:
             best = min((d for d in range(1, largest + 1) if largest % d == 0), key=lambda d: (abs(d - size), d))
             changes.append(f"{name}={best}, or ")
     return "".join(changes)

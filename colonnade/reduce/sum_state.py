@@ -72,7 +72,7 @@ class SumState:
         self.laid_out = list(self.buckets)
         for bucket in self.buckets:
             bucket.recording = self.recording
-            if bucket.keeps_gradients and any(parameter.grad is not None for parameter in bucket.parameters):
+            if bucket.keeps_gradients:
                 bucket.move(range(len(bucket.parameters)))
             self.places.update((position, (bucket, i)) for i, position in enumerate(bucket.positions))
 

@@ -63,6 +63,7 @@ def test_written_groups_are_read_as_digits_where_they_are_some():
     for groups in ([[0, 1], [2, 4], [3, 5]], [[0, 1], [2, 3]], [[0, 2, 3], [1, 4, 5]]):
         assert Listed(groups, 6).digits is None
     assert grid.groups("a") != grid.groups("b")
+    assert grid.groups("a") == grid.groups("a")
     assert grid.groups("a") == Grid((("a", 2), ("x", 6))).groups("a")
     assert grid.groups("a", "b", "c") not in ("text", tuple(range(12)), [[0]])
     some = Listed([[4, 2], [1]], 6)

@@ -60,6 +60,9 @@ TABLES = [
     (M.PARALLEL_3D_OUTPUT, 8, CUBE, [[0, 4], [1, 5], [2, 6], [3, 7]]),
     (M.PARALLEL_3D_INPUT_X_WEIGHT, 8, CUBE, [[0, 1, 2, 3], [4, 5, 6, 7]]),
     (M.PARALLEL_3D_OUTPUT_X_WEIGHT, 8, CUBE, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (M.PARALLEL_3D_WEIGHT, 27, {"tensor": {"size": 27, "mode": "3d"}}, [[i, i + 1, i + 2] for i in range(0, 27, 3)]),
+    (M.SEQUENCE, 8, {"sequence": 2, "tensor": 2}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (M.SEQUENCE_DP, 8, {"sequence": 2, "tensor": 2}, [[0, 2, 4, 6], [1, 3, 5, 7]]),
     (M.EXPERT, 4, {"expert": 2}, [[0, 1], [2, 3]]),
     (M.EXPERT_DATA, 4, {"expert": 2}, [[0, 2], [1, 3]]),
     (M.MOE_MODEL, 4, {"expert": 4}, [[0, 1, 2, 3]]),
@@ -132,6 +135,15 @@ def test_who_sees_data_of_its_own():
     apart = {axis.name: axis.seeded_apart for axis in layout.axes}
     assert apart == {"data": True, "pipeline": True, "sequence": True, "tensor": False}
     assert build_layout({}, 1).distinct_data == 1
+
+
+def test_modes_stand_in_one_order_and_only_ranks_of_the_world_are_in_them():
+    layout = build_layout({"parallel": {"pipeline": 2, "sequence": 2, "tensor": {"size": 2, "mode": "1d"}}}, 16)
+    first = (M.GLOBAL, M.DATA, M.MODEL, M.PIPELINE, M.TENSOR, M.PARALLEL_1D, M.SEQUENCE, M.SEQUENCE_DP)
+    assert layout.modes == first
+    for mode in layout.modes:
+        assert [layout.has(mode, rank) for rank in (-1, 0, 15, 16)] == [False, True, True, False]
+    assert layout.rank_at(data=1, sequence=1) == 10
 
 
 def test_ranks_that_are_in_no_group():

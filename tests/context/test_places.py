@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy
@@ -26,6 +27,7 @@ def of_rank(rank: int) -> ParallelContext:
 def test_places_and_neighbours(rank):
     """data 2 x pipeline 3 x tensor 2"""
     here = of_rank(rank)
+    assert copy.deepcopy(here) is here  # a copy of a layer lives in the same world
     data, pipeline, tensor = rank // 6, rank // 2 % 3, rank % 2
     assert (here.data_parallel_size, here.pipeline_parallel_size, here.tensor_parallel_size) == (2, 3, 2)
     assert [here.get_local_rank(mode) for mode in (M.DATA, M.PIPELINE, M.TENSOR)] == [data, pipeline, tensor]

@@ -11,7 +11,9 @@ from torch import nn
 
 from colonnade.comm.rank_group import RankGroup
 from colonnade.errors import GradientError
+from colonnade.reduce import uneven as uneven_module
 from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE
+from colonnade.reduce.options import SyncOptions
 from colonnade.reduce.records import Sharding, Sum
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.reduce.uneven import GroupNotes, finish_uneven
@@ -77,6 +79,65 @@ def test_one_process_divides_sparse_gradients_and_adds_what_is_given_late():
         torch.testing.assert_close(dense, expected)
         torch.testing.assert_close(weight.grad, table.weight[torch.tensor([1, 1, 3])].sum(0).detach() / 4)
         assert unused.grad is None
+
+
+@pytest.mark.parametrize(
+    ("notes", "placed", "dense", "sparse", "attached", "absent", "uneven"),
+    [
+        ((0, OUTSIDE), True, [0], [], [], [], {}),
+        ((OUTSIDE, MISSING), True, [0], [], [], [], {0: [6]}),
+        ((MISSING, OUTSIDE), False, [0], [], [], [], {0: [4]}),
+        ((SPARSE, 0), True, [0], [], [], [], {}),
+        ((SPARSE, SPARSE), True, [], [0], [], [], {}),
+        ((SPARSE, MISSING), True, [], [0], [], [], {0: [6]}),
+        ((SPARSE, MISSING), False, [], [0], [], [], {0: [6]}),
+        ((SPARSE, OUTSIDE), False, [0], [], [], [], {}),
+        ((MISSING, 0), True, [], [], [10], [], {0: [4]}),
+        ((MISSING, MISSING), True, [], [], [], [10], {}),
+        ((MISSING, MISSING), False, [], [], [], [], {}),
+    ],
+)
+def test_what_becomes_of_a_gradient_that_went_another_way(
+    monkeypatch, notes, placed, dense, sparse, attached, absent, uneven
+):
+    found: dict[str, list[int]] = {"dense": [], "sparse": []}
+    monkeypatch.setattr(uneven_module, "_sum_dense", lambda sum_, positions, *_: found["dense"].extend(positions))
+    monkeypatch.setattr(uneven_module, "_sum_sparse", lambda sum_, position, *_: found["sparse"].append(position))
+    bucket = Kept()
+    one = state(1, bucket, homeless=-1 if placed else 0)
+    assert finish_uneven(one, [bytes([note]) for note in notes], 1.0) == uneven
+    assert (found, bucket.attached, bucket.absent) == ({"dense": dense, "sparse": sparse}, attached, frozenset(absent))
+
+
+def test_what_lies_beside_a_sharded_bucket_goes_into_the_owned_slice_alone():
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(20))]
+    reducer = Synchroniser([Sum(("p0", "p1"), tuple(weights), (0,), None, 2.0, sharding=Sharding())])
+    (bucket,) = reducer.buckets
+    bucket.gradient.fill_(1.0)
+    one = SimpleNamespace(
+        sum=bucket.sum, group=RankGroup((0,), None), places={p: (bucket, i) for i, p in enumerate(bucket.positions)},
+        buckets=[bucket],
+    )  # fmt: skip
+    weights[0].grad, weights[1].grad = torch.full((3,), 6.0), torch.full((20,), 8.0)
+    assert finish_uneven(one, [bytes([OUTSIDE, 0])], 0.5) == {}
+    parts = {bucket.names[span.index]: bucket.gradient[span.at : span.at + span.numel] for span in bucket.spans}
+    assert {name: part.unique().tolist() for name, part in parts.items()} == {"p0": [4.0], "p1": [1.0]}
+    assert weights[0].grad is None
+
+
+def test_gradients_without_a_bucket_of_several_types_are_summed_and_kept_apart():
+    parameters = (
+        nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Embedding(4, 2, sparse=True).weight,
+    )  # fmt: skip
+    sum_ = Sum(("a", "b", "c"), parameters, (0,), None, 2.0, SyncOptions(reduce_dtype=torch.bfloat16))
+    one = SimpleNamespace(sum=sum_, group=RankGroup((0,), None), places={}, buckets=[])
+    parameters[0].grad, parameters[1].grad = torch.full((3,), 6.0), None
+    parameters[2].grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2))
+    assert finish_uneven(one, [bytes([OUTSIDE, OUTSIDE, OUTSIDE | SPARSE])], 0.5) == {}
+    assert [parameter.grad.dtype for parameter in parameters] == [torch.float32, torch.float64, torch.float32]
+    assert parameters[0].grad.tolist() == [3.0] * 3
+    assert parameters[1].grad.tolist() == [0.0] * 2
+    assert parameters[2].grad.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
 
 
 class Heard:

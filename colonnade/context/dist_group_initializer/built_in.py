@@ -143,7 +143,7 @@ class Initializer_3D(ProcessGroupInitializer):
         super().__init__(*args)
         self.depth = round(self.tensor_parallel_size ** (1 / 3))
         if self.depth**3 != self.tensor_parallel_size:
-            low = int(self.tensor_parallel_size ** (1 / 3) + 1e-9)
+            low = int(self.tensor_parallel_size ** (1 / 3))
             raise LayoutError(
                 f"parallel.tensor: mode '3d' needs a cubic number of ranks, not size={self.tensor_parallel_size}; "
                 f"the nearest are {low**3} and {(low + 1) ** 3}",

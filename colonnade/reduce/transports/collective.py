@@ -128,7 +128,8 @@ class Collective(Transport):
     def _added(self, rows: Tensor) -> Tensor:
         if not self._in_order:
             return rows.sum(0, dtype=self._sum_dtype)
-        total = rows[0].to(self._sum_dtype, copy=True)
-        for row in rows[1:]:
+        first, *others = rows
+        total = first.to(self._sum_dtype)
+        for row in others:
             total.add_(row)
         return total
