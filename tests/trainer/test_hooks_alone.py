@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -548,3 +549,32 @@ def test_configs_by_dotted_names_and_devices_by_theirs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
     assert run_facts._device_name(torch.device("cpu")) == "cpu"
     assert run_facts._device_name(torch.device("cuda:1")) == "name of cuda:1"
+
+
+def test_the_facts_of_a_run_are_plain_values():
+    held = SimpleNamespace(
+        **{
+            kind: SimpleNamespace(formula=given)
+            for kind, given in (("parameters", 8), ("gradients", None), ("state", 0))
+        }
+    )
+    axes = [SimpleNamespace(name=name, size=size) for name, size in (("data", 1), ("tensor", 2), ("pipeline", 3))]
+    context = SimpleNamespace(
+        device=torch.device("cpu"),
+        world_size=6,
+        layout=SimpleNamespace(axes=axes),
+        config={"clip_grad_norm": 2, "x": math.inf},
+    )
+    engine = SimpleNamespace(
+        memory=lambda: held,
+        schedule=None,
+        accumulation=4,
+        model=nn.Linear(2, 3),
+        ledger=lambda: SimpleNamespace(by_pattern=list),
+    )
+    facts = run_facts.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
+    assert facts["layout"] == {"tensor": 2, "pipeline": 3}
+    assert facts["memory"] == {"parameters": 8, "gradients": 0, "state": 0}
+    assert (facts["parameters"], facts["clip"], facts["accumulation"], facts["world_size"]) == (9, 2.0, 4, 6)
+    assert facts["config"] == {"clip_grad_norm": 2, "x": "Infinity"}
+    assert json.loads(json.dumps(facts)) == facts

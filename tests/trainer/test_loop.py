@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from colonnade.errors import ConfigError, TrainerError
-from colonnade.trainer.data import Lengths
+from colonnade.trainer import loop as loop_module
+from colonnade.trainer.data import Lengths, Place
 from colonnade.trainer.evaluation import _batches_of
-from colonnade.trainer.loop import Loop, _divides, _steps
+from colonnade.trainer.loop import Loop, _Agreed, _divides, _steps
 from colonnade.trainer.trainer import Trainer, _Rest
 
 
@@ -166,3 +167,146 @@ def test_ranks_ask_each_other_for_batches_only_where_a_pass_goes_over_several(by
         with pytest.raises(OSError, match="gone"):
             list(_batches_of(trainer, broken(), lengths))
         assert held == []
+
+
+# -- the loop, epoch by epoch -----------------------------------------------------------------------------
+
+
+def told(monkeypatch: pytest.MonkeyPatch, script: list[tuple[bool, bool, bool]], **given: Any) -> tuple[Any, list[str]]:
+    """A loop whose epochs end as the script says: (epoch_done, stopping, wants to leave); and what it does."""
+    heard: list[str] = []
+    loop: Any = object.__new__(Loop)
+    trainer: Any = object.__new__(Trainer)
+    trainer.cur_epoch, trainer._cur_step, trainer.max_epochs, trainer.max_steps = 0, 0, 5, None
+    trainer.stopping, trainer.stop_reason, trainer._wants_exit = False, "", False
+    trainer.logger = SimpleNamespace(info=lambda text: heard.append("said"))
+    vars(trainer).update(given)
+    loop._trainer, loop._test_loader, loop._test_interval, loop.resumed = trainer, "test", 1, None
+    loop._context = "context"
+
+    def epoch() -> None:
+        heard.append(f"epoch {trainer.cur_epoch}")
+        trainer.epoch_done, trainer.stopping, trainer._wants_exit = script.pop(0)
+
+    def tested(trainer: Any, loader: Any, agree: Any) -> None:
+        assert loader == "test"
+        heard.append(f"test {trainer.cur_epoch}")
+
+    monkeypatch.setattr(loop, "_train_epoch", epoch)
+    monkeypatch.setattr(loop, "_call", heard.append)
+    monkeypatch.setattr(loop, "_agree_to_stop", lambda: heard.append("agree to stop"))
+    monkeypatch.setattr(loop_module, "run_test", tested)
+    return loop, heard
+
+
+GOES_ON, ENDS, STOPS, LEAVES = (True, False, False), (False, False, False), (True, True, False), (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected", "epoch"),
+    [
+        ([GOES_ON] * 5, [f"{what} {at}" for at in range(5) for what in ("epoch", "test")], 5),
+        ([GOES_ON, ENDS], ["epoch 0", "test 0", "epoch 1", "test 1"], 1),
+        ([GOES_ON, STOPS], ["epoch 0", "test 0", "epoch 1", "test 1", "said"], 2),
+        ([GOES_ON, LEAVES], ["epoch 0", "test 0", "epoch 1", "said"], 1),
+        ([(False, True, False)], ["epoch 0", "said"], 0),
+    ],
+)
+def test_epochs_are_tested_until_the_run_is_over(monkeypatch, script, expected, epoch):
+    loop, heard = told(monkeypatch, list(script))
+    loop._train()
+    assert [each for each in heard if each not in ("before_train", "agree to stop")] == expected
+    assert heard[0] == "before_train"
+    assert heard.count("agree to stop") == sum(each.startswith("test") for each in expected)
+    assert loop._trainer.cur_epoch == epoch
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [1, 3]), (3, [2]), (6, [])])
+def test_an_evaluation_comes_after_every_so_many_epochs(monkeypatch, interval, expected):
+    loop, heard = told(monkeypatch, [GOES_ON] * 5)
+    loop._test_interval = interval
+    loop._train()
+    assert [each for each in heard if each.startswith("test")] == [f"test {at}" for at in expected]
+    without, heard = told(monkeypatch, [GOES_ON] * 5)
+    without._test_loader = None
+    without._train()
+    assert not [each for each in heard if each.startswith("test")]
+
+
+def test_a_run_that_goes_on_at_the_end_of_an_epoch_has_its_evaluation_first(monkeypatch):
+    loop, heard = told(monkeypatch, [GOES_ON] * 4, epoch_done=True)
+    loop._train()
+    assert [each for each in heard if each.startswith(("epoch", "test"))][:3] == ["test 0", "epoch 1", "test 1"]
+
+
+@pytest.mark.parametrize(
+    ("batches", "epoch_done", "now"), [(0, False, True), (1, False, False), (1, True, True), (0, True, True)]
+)
+def test_states_are_given_back_at_once_where_no_epoch_goes_on(monkeypatch, batches, epoch_done, now):
+    loop, _ = told(monkeypatch, [], epoch_done=epoch_done, stopping=True)
+    loop._trainer._place = Place(batches)
+    streams: list[Any] = []
+    monkeypatch.setattr(loop_module, "set_random_state", lambda *given: streams.append(given))
+    monkeypatch.setattr(loop, "_load_hook_states", lambda: "streams")
+    loop.resumed = ("states", "streams")
+    loop._train()
+    assert streams == ([("streams", "context")] if now else [])
+    loop.resumed = None
+    loop._train()
+    assert len(streams) == now
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_hooks_hear_of_the_end_of_a_run_and_whether_it_failed(fails):
+    heard: list[str] = []
+    loop: Any = object.__new__(Loop)
+    loop._engine = SimpleNamespace(train=lambda: heard.append("train"))
+    loop._hooks = SimpleNamespace(call=heard.append)
+    loop._trainer = SimpleNamespace(failed=False, agree=lambda: heard.append("agree"))
+    cause = ValueError("inside")
+    error = TrainerError("told")
+    error.__cause__ = cause
+
+    def run() -> None:
+        heard.append("run")
+        if fails:
+            raise _Agreed(error)
+
+    loop._train = run
+    if fails:
+        with pytest.raises(TrainerError, match="told") as caught:
+            loop.run()
+        assert caught.value.__cause__ is cause
+    else:
+        loop.run()
+    assert heard == ["train", "run", "after_train", *([] if fails else ["agree"])]
+    assert loop._trainer.failed is fails
+
+
+class Stateful:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("loader", [[], Stateful()])
+@pytest.mark.parametrize("test_loader", [None, "test"])
+def test_what_a_loop_knows_before_it_begins(monkeypatch, device, size, loader, test_loader):
+    read: list[Any] = []
+    monkeypatch.setattr(
+        loop_module, "read_lengths", lambda loader, context: read.append(loader) or Lengths((5,) * size)
+    )
+    monkeypatch.setattr(loop_module, "moves_together", lambda lengths, context: "together")
+    monkeypatch.setattr(loop_module, "speaks", lambda context, pipeline: pipeline)
+    context = SimpleNamespace(device=SimpleNamespace(type=device), is_launched=True, world_size=size)
+    engine = SimpleNamespace(accumulation=2)
+    trainer: Any = SimpleNamespace(engine=engine, _hooks=None, context=context, steps_per_epoch=None)
+    loop = Loop(trainer, loader, test_loader, 1)
+    assert read == [loader, *([test_loader] if test_loader else [])]
+    assert trainer.steps_per_epoch == 3
+    assert (loop._together, loop._counts_samples) == ("together", True)
+    assert loop._lag == (1 if device == "cuda" else 0)
+    assert loop._may_ask_ahead is (device == "cuda" and size == 2 and loader == [])
