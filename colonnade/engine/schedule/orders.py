@@ -172,7 +172,7 @@ def fill_weights(table: Table, limit: int) -> Table:
     live = Counter[int]()
     filled: Table = {rank: [] for rank in table}
     done: set[Milestone] = set()
-    while any(todo.values()) or any(owed.values()):
+    while any([*todo.values(), *owed.values()]):
         reached: list[Milestone] = []
         for rank in table:
             action = _next(todo[rank], owed[rank], done, last_stage, full=live[rank] >= limit)
