@@ -599,6 +599,8 @@ class Closes(BaseHook):
 
 def test_hooks_are_closed_at_the_end_of_a_fit_or_when_others_take_their_place():
     trainer, batches = make_trainer({}), cut(range(8), 8)
+    assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
+    assert (trainer._wants_exit, trainer.returns_output, trainer.is_fitting) == (False, True, False)
     first, second = Closes(), Closes()
     assert trainer.evaluate(batches, [first]) == {}
     assert first.closed == 0
