@@ -197,8 +197,9 @@ class Feed:
         self._before_ahead = own.get("ahead") if own else None
         self._loaded = own.get("loader") if own else None
         again = self.inside_batch(place)
-        if place.samples is None or not again or _keeps_place(self.loader) or self._loaded is not None:
+        if not again or _keeps_place(self.loader) or self._loaded is not None:
             return place
+        assert place.samples is not None
         get_dist_logger().warning(
             f"{again} of the {place.samples} samples that this epoch has had are read again: this loader can only begin "
             f"at a whole batch. A loader of colonnade.utils.get_dataloader can begin anywhere.",

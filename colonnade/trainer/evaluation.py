@@ -130,7 +130,7 @@ def _join_padded(pieces: list[Any]) -> Any:
 
 def _filled(first: Any, *others: Any) -> Sequence[Any]:
     tensors = [first, *others]
-    if not all(isinstance(each, Tensor) and each.dim() == first.dim() > 1 for each in tensors):
+    if not all(isinstance(each, Tensor) and each.dim() == first.dim() for each in tensors):
         return tensors
     sizes = [max(column) for column in zip(*(each.shape[1:] for each in tensors), strict=True)]
     missing = [[size - has for size, has in zip(sizes, each.shape[1:], strict=True)] for each in tensors]

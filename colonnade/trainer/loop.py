@@ -51,6 +51,11 @@ class Loop:
     Loaders with a state of their own, which say where they are when asked, are not read ahead.
     """
 
+    _even: bool
+    """Whether all ranks have a batch for every pass of this epoch, or none has."""
+    _ahead: bool
+    """Whether the question before a step is asked before the step before it."""
+
     def __init__(
         self, trainer: Trainer, loader: Iterable[Any], test_loader: Iterable[Any] | None, test_interval: int
     ) -> None:
@@ -69,7 +74,6 @@ class Loop:
         self._lag = LAG.get(self._context.device.type, 0)
         waits = self._context.device.type in ASKS_AHEAD and not alone(self._context)
         self._may_ask_ahead = waits and not is_stateful(loader)
-        self._even = self._ahead = False
         self._waiting: deque[Draft] = deque()
         self._question: _Question | None = None
         self._told: tuple[_Question, list[float]] | None = None

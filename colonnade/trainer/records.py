@@ -168,7 +168,7 @@ class RecordBook:
         self._since = now
         self._times, self._skipped = self._clock.end_step(), engine.last_skip_flag
         told = {
-            _LR: next(iter(engine.optimizer.param_groups), {}).get("lr"),
+            _LR: next((group.get("lr") for group in engine.optimizer.param_groups), None),
             _NORM: engine.grad_norm,
             _DIVISOR: engine.clip_divisor,
             _WEIGHT: self._weight,

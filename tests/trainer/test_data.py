@@ -180,6 +180,30 @@ def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
         assert sorted(row for batch in whole for row in batch) == list(range(12))
 
 
+def test_a_batch_that_was_fetched_ahead_is_drawn_again_as_it_was():
+    class Draws:
+        """Every batch takes of torch's random numbers."""
+
+        def __iter__(self) -> Any:
+            return (torch.rand(1).item() for _ in range(4))
+
+    with world_of_one() as gpc:
+        feed = Feed(Draws(), gpc)
+        batches = feed.open(0, Place())
+        next(batches)
+        torch.rand(3)
+        feed.look_ahead()
+        ahead = next(batches)
+        torch.rand(2)  # the step before it
+        then, own = data.random_state(gpc), feed.own_state()
+        third = next(batches)
+        torch.manual_seed(9)
+        other = Feed(Draws(), gpc)
+        rest = other.open(0, other.load_state_dict(Place(1, None), own), then)
+        assert [next(rest), next(rest)] == [ahead, third]
+        assert other.own_state()["ahead"] is None
+
+
 def test_which_axes_meet_in_forward_passes():
     def axis(name: str, size: int, data: str, mode: Any = None) -> Any:
         return SimpleNamespace(name=name, size=size, data=data, mode=mode)

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
+from colonnade.trainer import evaluation
 from colonnade.trainer.evaluation import (
     _check_even,
     _evaluating,
@@ -209,7 +210,7 @@ def test_an_evaluation_has_a_loss_where_one_is_known_or_a_hook_needs_it(gives_lo
 
 
 @pytest.mark.parametrize("own", [None, SimpleNamespace(predictions=lambda output: output * 2)])
-def test_predictions_are_the_outputs_of_all_batches(own):
+def test_predictions_are_the_outputs_of_all_batches(monkeypatch, own):
     outputs = {"one": torch.ones(1, 2, requires_grad=True), "two": torch.zeros(2, 2 if own is None else 1)}
     trainer: Any = Measured(outputs=outputs, own=own)
     found = predict(trainer, ["one", "two"])
@@ -223,3 +224,5 @@ def test_predictions_are_the_outputs_of_all_batches(own):
     nothing: Any = Measured(own=own)
     nothing.execute = nothing.engine.execute_schedule = lambda batches, **asked: (None, None, None)
     assert predict(nothing, ["one"]) is None
+    monkeypatch.setattr(evaluation, "speaks", lambda context: False)
+    assert predict(trainer, ["one"]) is None  # another rank gives the same

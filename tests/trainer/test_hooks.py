@@ -68,11 +68,12 @@ def order() -> list[str]:
     hooks = [Listener("late", 20), Listener("first", -1), Listener("tie a"), Listener("tie b")]
     trainer.fit(batches, epochs=1, test_dataloader=batches[:1], hooks=hooks)
     assert [hook.name for hook in trainer.hooks] == ["first", "tie a", "tie b", "late"]  # type: ignore[attr-defined]
+    trainer.context.destroy()
     return list(HEARD)
 
 
 def test_hooks_are_called_in_the_order_of_their_priority_along_the_life_cycle():
-    heard = run_world(1, order).values[0]
+    heard = order()
     life = [entry.removeprefix("first ") for entry in heard if entry.startswith("first ")]
     assert life == [
         "after_hook_is_attached",
@@ -322,7 +323,7 @@ def test_an_early_stop_waits_for_so_many_epochs_and_goes_on_where_it_was():
     for wrong in ({"mode": "low"}, {"on": "both"}, {"patience": -1}):
         with pytest.raises(ConfigError, match="EarlyStopHook"):
             EarlyStopHook(**wrong)
-    EarlyStopHook(patience=0)
+    assert EarlyStopHook(patience=0).state_dict() == {"best": None, "waited": 0}
 
 
 def test_the_states_of_hooks_of_one_class_are_told_apart():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -16,13 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.trainer import Trainer
 from colonnade.trainer.hooks import (
     CsvHook,
+    EarlyStopHook,
     EMAHook,
     JsonlHook,
     LoadCheckpointHook,
+    LossHook,
     ProfilerHook,
     SaveCheckpointHook,
     StopOnSignal,
@@ -35,6 +40,7 @@ from colonnade.trainer.hooks import (
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 from colonnade.trainer.hooks.hook_list import HookList
 from tests.engine.test_engine import world_of_one
+from tests.trainer.runs import cut, dataset, make_trainer
 from tests.trainer.test_look import Managed
 from tests.trainer.test_writers import record
 from tests.trainer.test_writers import trainer as writing
@@ -548,3 +554,90 @@ def test_configs_by_dotted_names_and_devices_by_theirs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
     assert run_facts._device_name(torch.device("cpu")) == "cpu"
     assert run_facts._device_name(torch.device("cuda:1")) == "name of cuda:1"
+
+
+def test_the_facts_of_a_run_are_plain_values():
+    held = SimpleNamespace(
+        **{
+            kind: SimpleNamespace(formula=given)
+            for kind, given in (("parameters", 8), ("gradients", None), ("state", 0))
+        }
+    )
+    axes = [SimpleNamespace(name=name, size=size) for name, size in (("data", 1), ("tensor", 2), ("pipeline", 3))]
+    context = SimpleNamespace(
+        device=torch.device("cpu"),
+        world_size=6,
+        layout=SimpleNamespace(axes=axes),
+        config={"clip_grad_norm": 2, "x": math.inf},
+    )
+    engine = SimpleNamespace(
+        memory=lambda: held,
+        schedule=None,
+        accumulation=4,
+        model=nn.Linear(2, 3),
+        ledger=lambda: SimpleNamespace(by_pattern=list),
+    )
+    facts = run_facts.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
+    assert facts["layout"] == {"tensor": 2, "pipeline": 3}
+    assert facts["memory"] == {"parameters": 8, "gradients": 0, "state": 0}
+    assert (facts["parameters"], facts["clip"], facts["accumulation"], facts["world_size"]) == (9, 2.0, 4, 6)
+    assert facts["config"] == {"clip_grad_norm": 2, "x": "Infinity"}
+    assert json.loads(json.dumps(facts)) == facts
+
+
+# -- whole runs -------------------------------------------------------------------------------------------
+
+
+class Closes(BaseHook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_hooks_are_closed_at_the_end_of_a_fit_or_when_others_take_their_place():
+    trainer, batches = make_trainer({}), cut(range(8), 8)
+    assert (trainer.stopping, trainer.failed, trainer.step_done, trainer.epoch_done) == (False,) * 4
+    assert (trainer._wants_exit, trainer.returns_output, trainer.is_fitting) == (False, True, False)
+    first, second = Closes(), Closes()
+    assert trainer.evaluate(batches, [first]) == {}
+    assert first.closed == 0
+    assert set(trainer.evaluate(batches)) == set()  # with those of before
+    assert trainer.hooks == [first]
+    trainer.fit(batches, epochs=1, hooks=[second])
+    assert (first.closed, second.closed) == (1, 1)
+    assert (trainer.is_fitting, trainer.context.waits.clock) == (False, None)
+    assert set(trainer.evaluate(batches, hooks=[])) == set()
+    assert trainer.metric_values("train") == {}
+    with pytest.raises(ConfigError, match="a Trainer takes the engine"):
+        Trainer(None)  # type: ignore[arg-type]
+    assert set(Trainer(trainer.engine).evaluate(batches)) == {"Loss"}  # without any, the loss
+    logger: Any = SimpleNamespace()
+    assert Trainer(trainer.engine, logger=logger).logger is logger
+    trainer.context.destroy()
+
+
+def trained(folder: Path, parts: list[dict[str, int]]) -> tuple[list[torch.Tensor], list[float | None]]:
+    """A run in parts, with dropout and batches in random order: its weights, and the best losses of an early stop."""
+    best = []
+    for limits in parts:
+        trainer = make_trainer({}, lr=0.1, dropout=0.3)
+        stop = EarlyStopHook(on="train", patience=50)
+        hooks = [LoadCheckpointHook(folder), LossHook(), stop, SaveCheckpointHook(100, folder)]
+        trainer.fit(DataLoader(dataset(16), batch_size=4, shuffle=True), hooks=hooks, **limits)
+        weights = [each.detach().clone() for each in trainer.engine.model.parameters()]
+        best.append(stop.best)
+        trainer.context.destroy()
+    return weights, best
+
+
+@pytest.mark.parametrize(
+    "parts", [[{"epochs": 1}, {"epochs": 3}], [{"max_steps": 6}, {"epochs": 3}], [{"max_steps": 8}, {"epochs": 3}]]
+)
+def test_a_run_in_parts_is_the_whole_one_to_the_bit(tmp_path, parts):
+    whole, (best,) = trained(tmp_path / "whole", [{"epochs": 3}])
+    found, (_, then) = trained(tmp_path / "parts", parts)
+    assert all(torch.equal(one, other) for one, other in zip(whole, found, strict=True))
+    assert then == best

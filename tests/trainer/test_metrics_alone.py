@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from colonnade.errors import ConfigError
-from colonnade.trainer import StepRecord
+from colonnade.trainer import StepRecord, metrics
 from colonnade.trainer.hooks import (
     AccuracyHook,
     GradientNormHook,
@@ -139,14 +139,14 @@ def _of(output: torch.Tensor, label: torch.Tensor) -> float:
 
 
 def test_the_states_of_two_ranks_become_one():
-    values = [torch.tensor([1.0, 5.0]), torch.tensor([3.0, 2.0])]
+    values = [torch.tensor([4.0, 5.0]), torch.tensor([3.0, 6.0])]
     found = {how: join(values) for how, join in _REDUCTIONS.items()}
     assert {how: torch.stack(list(value)).tolist() for how, value in found.items() if how != "cat"} == {
-        "sum": [4.0, 7.0],
-        "max": [3.0, 5.0],
-        "min": [1.0, 2.0],
+        "sum": [7.0, 11.0],
+        "max": [4.0, 6.0],
+        "min": [3.0, 5.0],
     }
-    assert [value.tolist() for value in found["cat"]] == [[1.0, 5.0], [3.0, 2.0]]
+    assert [value.tolist() for value in found["cat"]] == [[4.0, 5.0], [3.0, 6.0]]
     assert _REDUCTIONS["cat"]([[1], [2, 3]]) == [1, 2, 3]
 
 
@@ -239,3 +239,82 @@ def test_a_metric_is_copied_or_made_and_sees_outputs_without_their_graph():
         assert [given[1] for given in seen.seen] == ["label", "label"]
         assert not seen.seen[0][0].requires_grad
         assert seen.seen[1][0] == {"a": 1}
+
+
+class Counts:
+    """A metric with a state, as torchmetrics has them; a result is kept until something changes."""
+
+    higher_is_better = True
+
+    def __init__(self) -> None:
+        self.sync_on_compute = self._to_sync = True
+        self._computed: Any = "kept"
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.seen = torch.tensor(0.0), list[Any]()
+
+    def update(self, output: Any, label: Any) -> None:
+        self.total = self.total + output
+        self.seen.append(label)
+
+    def compute(self) -> Any:
+        assert self._computed is None
+        return self.total + len(self.seen)
+
+
+COUNTED = {"total": "sum", "seen": "cat"}
+
+
+def test_a_metric_computes_with_what_all_ranks_saw_and_keeps_its_own(monkeypatch):
+    with world_of_one() as gpc:
+        given = Counts()
+        metric = StatefulMetric(given, gpc, COUNTED)
+        assert (metric.higher_is_better, given.sync_on_compute, given._to_sync) == (True, False, False)
+        metric.update(2.0, "a")
+        monkeypatch.setattr(metric, "_joined", lambda: {"total": torch.tensor(10.0), "seen": ["x", "y"]})
+        metric.gather()
+        assert metric.get_accumulated_value() == 12.0
+        assert (given.total.item(), given.seen) == (2.0, ["a"])
+        monkeypatch.undo()
+        assert metric.state_dict() == {"joined": {"total": torch.tensor(2.0), "seen": ["a"]}, "value": 12.0}
+        plain = StatefulMetric(Updated(), gpc, {})
+        assert (plain.higher_is_better, hasattr(plain._metric, "_to_sync"), hasattr(plain._metric, "_computed")) == (
+            False,
+        ) * 3
+
+
+@pytest.mark.parametrize(("rank", "joined", "takes"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_rank_0_takes_up_what_all_had_seen(rank, joined, takes):
+    with world_of_one() as gpc:
+        context: Any = SimpleNamespace(layout=gpc.layout, is_launched=False, get_global_rank=lambda: rank)
+        metric = StatefulMetric(Counts(), context, COUNTED)
+        metric.update(5.0, "old")
+        metric.load_state_dict({"value": 3, "joined": {"total": torch.tensor(8.0), "seen": ["b"]} if joined else None})
+        assert metric.get_accumulated_value() == 3.0
+        assert (metric._metric.total.item(), metric._metric.seen) == ((8.0, ["b"]) if takes else (0.0, []))
+        assert metric._saw is takes
+
+
+def test_what_a_metric_says_of_its_states_is_taken_and_several_ranks_need_it():
+    def dim_zero_sum() -> None: ...
+
+    several: Any = SimpleNamespace(is_launched=True, world_size=2)
+    metric: Any = Counts()
+    with pytest.raises(ConfigError, match="Counts does not say what its state is"):
+        StatefulMetric(metric, several)
+    assert StatefulMetric(metric, several, COUNTED)._states == COUNTED
+    metric._reductions = {"total": dim_zero_sum, "seen": "cat"}
+    assert StatefulMetric(metric, several)._states == COUNTED
+    metric._reductions = {"total": dim_zero_sum, "seen": None}
+    with pytest.raises(
+        ConfigError, match=r"the states \{'seen': 'None'\} of Counts are not joined by sum, max, min or cat"
+    ):
+        StatefulMetric(metric, several)
+
+
+def test_a_metric_gives_one_number():
+    assert [metrics._number(value) for value in (2, torch.tensor(3.0), torch.tensor([4.0]))] == [2.0, 3.0, 4.0]
+    for wrong in (torch.ones(2), torch.ones(0)):
+        with pytest.raises(ConfigError, match="a metric gives one number, not a tensor of shape"):
+            metrics._number(wrong)

@@ -12,7 +12,7 @@ import pytest
 
 from colonnade.errors import ConfigError
 from colonnade.trainer import BaseHook, StepRecord
-from colonnade.trainer.hooks import CsvHook, GradientNormHook, JsonlHook, LossHook
+from colonnade.trainer.hooks import CsvHook, GradientNormHook, JsonlHook, LossHook, writers
 from tests.trainer.runs import cut, make_trainer
 
 
@@ -48,7 +48,7 @@ def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
-    path = tmp_path / "new" / "log.jsonl"
+    path = tmp_path / "new" / "deeper" / "log.jsonl"
     trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "per": "layer"}, "NAME": "mine"}, lr=0.1)
     hooks = [LossHook(), GradientNormHook(), Spoil(), JsonlHook(path)]
     trainer.fit(cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=hooks)
@@ -72,6 +72,7 @@ def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     told = [line["text"] for line in lines_of(path, "event")]
     assert told[0] == "about to spoil"
     assert any("step dropped" in text for text in told)
+    assert [line["Loss"] for line in lines_of(path, "train")] == [None]  # nothing else can be said of a NaN
     assert [line["Loss"] for line in lines_of(path, "test")] == [trainer.metric_values("test")["Loss"]]
     text = path.with_suffix(".html").read_text()
     assert "clipped (3 of 4)" in text
@@ -152,3 +153,16 @@ def test_of_resumed_lines_those_stay_that_are_not_written_again(tmp_path, epoch_
     assert [line["epoch"] for line in left if line["kind"] == "train"] == trains
     assert [line["epoch"] for line in left if line["kind"] == "test"] == [0]
     assert [line["step"] for line in left if line["kind"] == "run"] == [0, 4]
+
+
+@pytest.mark.parametrize("epoch_done", [True, False])
+def test_evaluations_by_step_stay_and_that_at_the_end_of_the_epoch_is_made_again(epoch_done):
+    kept = [("train", 2, 0), ("test", 2, 0), ("test", 3, 1), ("test", 4, 1)]
+    again = [("test", 5, 1), ("other", 4, 1), ("test", 4, 2)]
+    end = [("train", 4, 1), ("test", 4, 1)]
+    lines = [
+        json.dumps({"kind": kind, "step": step, "epoch": epoch}) + "\n" for kind, step, epoch in [*kept, *again, *end]
+    ]
+    left = writers._behind(lines, trainer(step=4, epoch=1, epoch_done=epoch_done))
+    found = [(line["kind"], line["step"], line["epoch"]) for line in map(json.loads, left)]
+    assert found == [*kept, *end[:epoch_done]]

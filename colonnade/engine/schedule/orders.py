@@ -121,13 +121,14 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_chunks: i
     ZB1P of Qi et al., Zero Bubble Pipeline Parallelism.
     """
     table = _one_for_one(num_ranks, num_microbatches, num_chunks, Kind.INPUT, lead=1)
-    group = _group_sizes(num_ranks, num_microbatches)[0]
-    return fill_weights(table, limit=(num_chunks - 1) * group + num_ranks)
+    largest, *_ = _group_sizes(num_ranks, num_microbatches)
+    return fill_weights(table, limit=(num_chunks - 1) * largest + num_ranks)
 
 
 def _one_for_one(p: int, m: int, v: int, backward: Kind, lead: int) -> Table:
     """Warm-up of forward passes, then one forward and one backward in turn, then the backward passes left."""
-    warm_up = (v - 1) * _group_sizes(p, m)[0]
+    largest, *_ = _group_sizes(p, m)
+    warm_up = (v - 1) * largest
     table: Table = {}
     for rank in range(p):
         forwards = [Action(c * p + rank, Kind.FORWARD, k) for c, k in _in_groups(p, m, range(v))]
@@ -171,7 +172,7 @@ def fill_weights(table: Table, limit: int) -> Table:
     live = Counter[int]()
     filled: Table = {rank: [] for rank in table}
     done: set[Milestone] = set()
-    while any(todo.values()) or any(owed.values()):
+    while any([*todo.values(), *owed.values()]):
         reached: list[Milestone] = []
         for rank in table:
             action = _next(todo[rank], owed[rank], done, last_stage, full=live[rank] >= limit)

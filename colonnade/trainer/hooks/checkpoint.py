@@ -98,7 +98,8 @@ class LoadCheckpointHook(BaseHook):
         context = trainer.context
         with CheckpointManager(self.folder, context, read_only=True) as manager:
             seen = manager.steps() if context.get_global_rank() == 0 and self.folder.is_dir() else []
-            if not gather_json(bool(seen), context)[0] and not self.required and self.step is None:
+            is_there, *_ = gather_json(bool(seen), context)
+            if not is_there and not self.required and self.step is None:
                 trainer.logger.info(f"no checkpoint in {self.folder}: beginning anew")
                 return
             trainer.load_state(manager, self._model, self.step)

@@ -72,9 +72,9 @@ class LRFinderHook(BaseHook):
     def suggestion(self) -> float | None:
         """The rate of the steepest fall; None where it never fell, or there were too few steps to tell."""
         first, last = len(self.losses) // 10, len(self.losses) - 1
-        falls = [(self.losses[at + 1] - self.losses[at - 1], at) for at in range(max(1, first), last)]
-        steepest = min(falls, default=(0.0, 0))
-        return self.rates[steepest[1]] if steepest[0] < 0 else None
+        falls = [(self.losses[at + 1] - self.losses[at - 1], self.rates[at]) for at in range(max(1, first), last)]
+        steepest, rate = min(falls, default=(0.0, None))
+        return rate if steepest < 0 else None
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
         if any(isinstance(hook, LRSchedulerHook) for hook in trainer.hooks):

@@ -85,8 +85,9 @@ class LossHook(_Measures):
             self._metrics["train"].update_global(record.loss * record.weight, record.weight)
 
     def measure(self, metric: Any, trainer: Trainer, output: Any, label: Any, loss: Tensor | None) -> None:
-        if metric is self._metrics["test"] and trainer.batch_weight[0] is not None:  # records tell that of training
-            metric.update(*trainer.batch_weight)
+        total, weight = trainer.batch_weight
+        if metric is self._metrics["test"] and total is not None:  # records tell that of training
+            metric.update(total, weight)
 
 
 class _NeedsOutput(_Measures):
@@ -261,4 +262,4 @@ class LRSchedulerHook(BaseHook):
 
     def _store(self) -> None:
         if self._metric is not None:
-            self._metric.value = float(self.lr_scheduler.get_last_lr()[0])
+            self._metric.value = float(next(iter(self.lr_scheduler.get_last_lr())))
