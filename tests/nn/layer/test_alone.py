@@ -29,12 +29,14 @@ from colonnade.nn.layer import (
     LayerNorm,
     Linear,
     RMSNorm,
+    SelfAttention,
     Spread,
     Whole,
     arrange,
     partition_input,
 )
 from colonnade.nn.layer.first_pass import FirstPass
+from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.collectives import split_sizes
 from colonnade.parallel.collectives.wire import recorded
 from colonnade.parallel.demand import holding
@@ -197,6 +199,13 @@ def test_what_cannot_be_cut_is_refused(name, build, said):
 def test_a_gated_mlp_and_one_with_few_ranks_along_one_side():
     with arranged("1d", 1) as here:
         gate, up = MLP(16, 8, gated=True, arrangement=here).up(torch.zeros(8, 4, 16), each=True)
+        assert gate.shape == up.shape == (8, 4, 4)
+        assert size_of(M.PARALLEL_2D_ROW, here.context) == 1  # there is no such group
+        attention = SelfAttention(16, 4, qk_norm=1e-6, arrangement=here)
+        for weight in (attention.q_norm, attention.k_norm):  # whole; each rank sees other heads
+            assert dict(placement_of(weight).modes) == {M.PARALLEL_1D: Replicate(owes="sum")}
+    with arranged("1d, sequence split", 1) as here:
+        gate, up = MLP(16, 8, gated=True, arrangement=here).up(torch.zeros(8, 2, 16), each=True)
         assert gate.shape == up.shape == (8, 4, 4)
     context = ParallelContext()
     config = load_config({"parallel": {"tensor": {"size": 2, "mode": "2.5d", "depth": 2}}})

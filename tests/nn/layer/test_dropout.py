@@ -83,6 +83,8 @@ def test_masks_agree_on_whole_activations_and_differ_on_parts():
 def test_weights_of_heads_are_dropped_by_the_stream_of_parts_and_only_in_training(settings, monkeypatch):
     sides: list[str] = []
     monkeypatch.setattr(attention, "stream_of", lambda here, side: nullcontext(sides.append(side)))
+    other = "ring_attention" if settings.get("over") == "ulysses" else "ulysses_attention"
+    monkeypatch.setattr(attention, other, None)  # which is not the one that was asked for
     layer = SelfAttention(8, 2, dropout=0.5, arrangement=Whole(ParallelContext()), **settings)
     layer(torch.randn(2, 6, 8))
     assert sides == ["inner"]

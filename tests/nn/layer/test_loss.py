@@ -138,6 +138,8 @@ def test_a_sum_with_its_count_is_the_mean_over_uneven_ranks():
 def test_refuses_what_it_does_not_do():
     with pytest.raises(ConfigError, match="class weights"):
         CrossEntropyLoss.from_module(nn.CrossEntropyLoss(weight=torch.ones(3)))
+    taken = CrossEntropyLoss.from_module(nn.CrossEntropyLoss(ignore_index=3, reduction="sum", label_smoothing=0.1))
+    assert (taken.ignore_index, taken.reduction, taken.label_smoothing) == (3, "sum", 0.1)
     with pytest.raises(ConfigError, match="'average'"):
         CrossEntropyLoss(reduction="average")
     with pytest.raises(ConfigError, match=r"label_smoothing=1\.5"):

@@ -203,8 +203,11 @@ def test_fewer_heads_of_keys_and_heads_of_another_size(size):
     )
     assert (layer.q.weight.shape, layer.kv.weight.shape, layer.out.weight.shape) == ((24, 8), (2, 12, 8), (8, 24))
     plain.load_state_dict(layer.state_dict())
+    assert layer.q_norm.shape == layer.k_norm.shape == (6,)
     x = numbers(size, size, 8, seed=1)
     close(layer(x), plain(x))
+    plain.causal = True
+    close(layer(x, seen_keys(size, True)), plain(x))
 
 
 def test_which_attention_of_torch_can_be_taken():
