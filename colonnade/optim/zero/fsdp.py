@@ -322,7 +322,7 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
     """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
     factors = owed(layout, placement_of(parameter), rank)
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
-    over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
+    over_axis = [factor for factor in factors if factor.mode is axis]
     if not over_data:
         return None
     both = [*over_axis, *over_data]
