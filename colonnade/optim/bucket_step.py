@@ -115,7 +115,7 @@ class ShardedBucket(OwnedBucket):
             if span.index in missing:
                 places.append(place)
                 part.grad = None
-            elif part.grad is not grad:
+            else:
                 part.grad = grad
         return places
 

@@ -106,7 +106,7 @@ class PercentileClip(_Windowed):
         self._record(measured)
         filled = self._filled()
         ordered = torch.where(filled, self.state["norms"], math.inf).sort().values
-        place = self.fraction * (filled.sum().double() - 1).clamp(min=0)
+        place = self.fraction * (filled.sum().double() - 1)
         below = ordered[place.floor().long().view(1)]
         above = ordered[place.ceil().long().view(1)]
         limit = torch.lerp(below, above, place - place.floor())

@@ -19,6 +19,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context
 from colonnade.errors import ConfigError, GradientError
+from colonnade.optim import clip
 from colonnade.optim.clip import _device, clip_grad_norm_, grad_norm
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
@@ -188,6 +189,81 @@ def test_the_norm_is_joined_where_a_gradient_lies_that_is_not_on_the_host() -> N
     assert _device([host], None) is None
     context: Any = SimpleNamespace(device=torch.device("cuda:1"))
     assert _device([host], context) == torch.device("cuda:1")
+
+
+def placed(gradient: Any, sizes: tuple[int, ...], cut: tuple[bool, ...], at: tuple[int, ...] = ()) -> Any:
+    """Looks like a DTensor on a mesh of these sizes."""
+    mesh = SimpleNamespace(shape=sizes, size=lambda: math.prod(sizes), get_coordinate=lambda: list(at))
+    specs = [SimpleNamespace(is_replicate=lambda is_cut=is_cut: not is_cut) for is_cut in cut]
+    return SimpleNamespace(device_mesh=mesh, placements=specs, grad=gradient)
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clip.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(clip.dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(clip, "is_dtensor", lambda one: hasattr(one, "device_mesh"))
+
+
+def test_how_many_ranks_hold_an_element_follows_from_the_mesh(eight: None) -> None:
+    assert clip._holders_by_mesh(torch.zeros(1)) == 8
+    for cut, holders in (((False, False), 8), ((True, False), 4), ((False, True), 2), ((True, True), 1)):
+        assert clip._holders_by_mesh(placed(None, (2, 4), cut)) == holders
+
+
+def test_a_rank_tells_its_place_and_what_it_measured_where_a_mesh_is_not_the_world(eight: None) -> None:
+    measured = torch.tensor(3.0, dtype=torch.float64)
+    whole, part = placed(None, (8,), (True,), (5,)), placed(None, (4,), (True,), (1,))
+    plain: Any = SimpleNamespace()
+
+    def told(*gradients: Any) -> list[list[float]]:
+        held: Any = [*(SimpleNamespace(grad=one) for one in gradients), SimpleNamespace(grad=None)]
+        return clip._identity(held, measured).view(2, 8).tolist()
+
+    assert told() == told(whole) == told(plain) == told(whole, plain) == [[0.0] * 8] * 2
+    for gradients in ((part,), (part, plain), (plain, part), (whole, part)):
+        places, sums = told(*gradients)
+        assert sums == [0.0] * 5 + [3.0] + [0.0] * 2
+        assert [at for at, place in enumerate(places) if place] == [5]
+    assert told(part) != told(plain, part) != told(placed(None, (4,), (True,), (2,)), plain)
+
+
+@pytest.mark.parametrize(
+    ("places", "measured", "copies"),
+    [
+        ([7, 9, 7, 9], [1.0, 2.0, 1.0, 2.0], True),
+        ([7, 9, 7, 9], [1.0, 2.0, 1.0, 2.5], False),
+        ([9, 9, 7, 8], [1.5, 2.0, 3.0, 2.0], False),
+        ([7, 8, 9, 10], [1.0, 2.0, 3.0, 4.0], True),
+        ([0, 0, 0, 0], [0.0, 0.0, 0.0, 0.0], True),
+    ],
+)
+def test_ranks_at_one_place_have_measured_the_same(places: list[int], measured: list[float], copies: bool) -> None:
+    told = torch.tensor([places, measured], dtype=torch.float64).flatten()
+    assert clip._are_copies(told).item() is copies
+
+
+def test_dtensors_in_a_world_of_one() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import Replicate as TorchReplicate
+
+    with launch({}, context=ParallelContext(), verbose=False) as gpc:
+        assert clip._context(gpc) is gpc
+        assert clip._context(ParallelContext()) is None
+        mesh = init_device_mesh("cpu", (1, 1))
+        wholly = [TorchReplicate(), TorchReplicate()]
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, wholly))
+        parameter.grad = DTensor.from_local(torch.full((4,), 3.0), mesh, wholly)
+        assert clip_grad_norm_([parameter], 3.0).item() == pytest.approx(6.0)
+        assert parameter.grad.to_local().tolist() == pytest.approx([1.5] * 4)
+        parameter.grad = DTensor.from_local(torch.full((4,), math.nan), mesh, wholly)
+        assert math.isnan(grad_norm(parameter).item())
+        with pytest.raises(GradientError, match=r"order 2.0 is nan"):  # no word of stages
+            grad_norm(parameter, error_if_nonfinite=True)
+        pending = DTensor.from_local(torch.ones(4), mesh, [TorchReplicate(), Partial()])
+        with pytest.raises(GradientError, match="a sum is still pending"):
+            grad_norm([SimpleNamespace(grad=pending, device=torch.device("cpu"))])  # type: ignore[list-item]
 
 
 # -- in a world -------------------------------------------------------------------------------------------

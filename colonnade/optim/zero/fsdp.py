@@ -170,16 +170,10 @@ class _Units:
         With `usual` it is one even if nothing is left for it: units that have a root gather ahead of each other.
         """
         # Imported here: those who use no stage 3 need not wait for it.
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            FSDPModule,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
+        from torch.distributed import fsdp
         from torch.distributed.tensor import Shard
 
-        if isinstance(module, FSDPModule) or module in self.done:
+        if isinstance(module, fsdp.FSDPModule) or module in self.done:
             return
         mine = {
             self._names[id(p)]: p
@@ -202,15 +196,15 @@ class _Units:
         for parameter in mine.values():
             parameter.fsdp_dtypes = gathered_in, reduced_in or parameter.dtype  # type: ignore[attr-defined]
         reshard = self._settings.reshard and not getattr(module, "keeps_gathered", False)
-        fully_shard(
+        fsdp.fully_shard(
             module,
             mesh=mesh,
             shard_placement_fn=lambda parameter: Shard(shard_dim(parameter.shape, shards)),
             # None: all but the root, whose parameters backward needs at once.
             reshard_after_forward=None if reshard else False,
             # Autocast casts inputs, where it pays.
-            mp_policy=MixedPrecisionPolicy(gathered_in, reduced_in, cast_forward_inputs=False),
-            offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
+            mp_policy=fsdp.MixedPrecisionPolicy(gathered_in, reduced_in, cast_forward_inputs=False),
+            offload_policy=fsdp.CPUOffloadPolicy() if offload else fsdp.OffloadPolicy(),
             ignored_params={p for p in module.parameters() if id(p) not in own},
         )
         self.done[module] = shard_modes, list(mine)
@@ -322,7 +316,7 @@ def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelM
     """From what its gradient owes: a mean over data, or over what experts have of it; None if there is nothing."""
     factors = owed(layout, placement_of(parameter), rank)
     over_data = [factor for factor in factors if factor.mode in _DATA_MODES and len(factor.ranks) > 1]
-    over_axis = [factor for factor in factors if factor.mode is axis and len(factor.ranks) > 1]
+    over_axis = [factor for factor in factors if factor.mode is axis]
     if not over_data:
         return None
     both = [*over_axis, *over_data]

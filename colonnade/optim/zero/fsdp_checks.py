@@ -359,8 +359,7 @@ class ForwardGuard:
     def _leave_always(self, *_: Any) -> None:
         if not self._running:
             return
-        error: Any
-        _, error, _ = sys.exc_info()
+        error: Any = sys.exception()
         if "DTensor" in str(error):
             error.add_note(
                 "zero stage 3: a DTensor in a forward pass is a weight that is used outside the module that holds it, "

@@ -96,7 +96,7 @@ def kinds_of_groups(optimizer: Optimizer) -> list[list[int]]:
             if name not in ("params", "param_names")
         }
         if group["params"]:
-            found.setdefault(repr(options), []).append(at)
+            found.setdefault(repr(sorted(options.items())), []).append(at)
     return list(found.values())
 
 

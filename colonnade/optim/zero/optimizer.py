@@ -131,7 +131,7 @@ class ZeroOptimizer(Optimizer):
         loose = [entry for entry in held if not self.shards(entry.tensor)]
         flat = wants_flat([part for one in self._values for part in one.parts], self._inner, self._flat)
         self._bucket_step = BucketStep(
-            self._inner, lambda: buckets, lambda: 0, loose, slot_of, flat, self._model, False
+            self._inner, lambda: buckets, lambda: "the same", loose, slot_of, flat, self._model, False
         )
         return self._bucket_step
 

@@ -207,7 +207,9 @@ def unit(
     """A layer inside a root, sharded over the one rank there is: (FSDP2's state of the layer, of the root)."""
     with launch({}, context=ParallelContext(), verbose=False) as gpc:
         root = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(gpc.device, dtype)
-        root[0].keeps_gathered = keeps
+        if keeps:
+            root[0].keeps_gathered = True
+        old = root[0].weight
         modes = ShardModes((DATA,), divisor)
         units = fsdp._Units(root, {id(p): modes for p in root.parameters()}, gpc, settings)
         units.shard(root[0], root)
@@ -216,6 +218,9 @@ def unit(
         assert list(units.done) == [root[0], root]
         assert [names for _, names in units.done.values()] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
         assert len(units.meshes) == 1
+        gathered, reduced = dtypes_of(old)
+        policy = root[0]._get_fsdp_state()._mp_policy
+        assert (gathered, reduced) == (policy.param_dtype, policy.reduce_dtype or old.dtype)
         return root[0]._get_fsdp_state(), root._get_fsdp_state()
 
 
@@ -229,7 +234,12 @@ def test_another_divisor_than_the_number_of_ranks_is_told(divisor, is_set):
 
 @pytest.mark.parametrize(
     ("settings", "keeps", "given_back"),
-    [({}, False, True), ({"reshard": False}, False, False), ({}, True, False), ({"reshard": False}, True, False)],
+    [
+        ({}, False, True),
+        ({"reshard": False}, False, False),
+        ({"offload": True}, True, False),
+        ({"reshard": False}, True, False),
+    ],
 )
 def test_which_parameters_are_given_back_after_their_forward_pass(settings, keeps, given_back):
     layer, _ = unit(ZeroSettings(stage=3, **settings), keeps=keeps)

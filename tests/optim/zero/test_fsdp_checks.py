@@ -278,13 +278,15 @@ class Root(torch.nn.Linear):
 
 def test_nothing_stays_gathered_that_no_backward_pass_gives_back():
     root, x = Root(), torch.ones(1, 2)
+    gathers = root.register_forward_pre_hook(lambda *_: root.did.append("FSDP2 gathers"))
     guard = fsdp_checks.ForwardGuard(root, [root])
     guard.give_back()
     assert root.did == []  # nothing has run
     with torch.inference_mode():
         root(x)
         root(x)
-    assert root.did == ["gather", "give back", *["run", "forget", "give back"] * 2]
+    assert root.did == ["gather", "give back", *["FSDP2 gathers", "run", "forget", "give back"] * 2]
+    gathers.remove()
     root.did.clear()
     root(x)
     assert root.did == ["run"]  # a backward pass may follow
@@ -329,6 +331,61 @@ def test_an_optimizer_is_tried_on_two_rows_for_each_rank(monkeypatch):
     tried.clear()
     fsdp_checks.check_optimizer(SimpleNamespace(), mesh)
     assert tried == []
+    with pytest.raises(GradientError, match=r"Otherwise steps otherwise on the shards .* \(by 2\)"):
+        fsdp_checks.check_optimizer(Otherwise([torch.nn.Parameter(torch.ones(2))], lr=0.1), mesh)
+
+
+class Otherwise(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(float(hasattr(parameter, "to_local")))
+
+
+def test_hooks_of_a_parameter_run_on_what_is_gathered_and_later_ones_on_the_shard():
+    layer, seen, x = torch.nn.Linear(2, 1), [], torch.ones(1, 2)
+    old = {name: torch.nn.Parameter(shard.detach().clone()) for name, shard in layer.named_parameters()}
+    old["weight"].flag, old["weight"].kept, layer.weight.kept = "old", "old", "own"  # type: ignore[assignment]
+    old["weight"].register_hook(lambda grad: grad * 3)
+    old["weight"].register_hook(lambda grad: None)
+    old["weight"].register_post_accumulate_grad_hook(seen.append)
+    shards = dict(layer.named_parameters())
+    members = [fsdp_checks.Member(name, layer, old[name], shard) for name, shard in shards.items()]
+    unit = fsdp_checks.Unit(layer, "a", members)
+    assert (layer.weight.flag, layer.weight.kept) == ("old", "own")
+    for name, value in old.items():  # what FSDP2 does when it gathers
+        layer._parameters[name] = torch.nn.Parameter(value.detach().clone())
+
+    def grads(names: list[str]) -> list[float]:
+        layer.zero_grad()
+        layer(x)  # a pass without a backward pass
+        layer(x).sum().backward()
+        event = unit.reduction()
+        assert (event.text, event.parts) == ("reduces a", sum(1 << [*shards].index(name) for name in names))
+        return [getattr(layer, name).grad.flatten()[0].item() for name in names]
+
+    assert grads(["weight", "bias"]) == [3.0, 1.0]
+    shards["weight"].register_hook(lambda grad: grad * 5)
+    shards["bias"].register_hook(lambda grad: grad * 7)
+    assert grads(["weight", "bias"]) == [15.0, 7.0]
+    layer.weight.requires_grad_(False)
+    assert grads(["bias"]) == [7.0]
+    assert seen == []
+    (shards["weight"] * 2).sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is shards["weight"]
+    old["weight"].register_post_accumulate_grad_hook(lambda parameter: 1 / 0)
+    with pytest.raises(
+        GradientError, match=r"a register_post_accumulate_grad_hook of weight failed \(division by zero\)"
+    ):
+        (shards["weight"] * 2).sum().backward()
+    with pytest.raises(GradientError, match="no module of the model holds 'weight' as ''"):
+        fsdp_checks.Member("weight", layer, old["weight"], old["weight"])
+
+
+def test_bytes_of_all_ranks_are_gathered_as_rows(other):
+    other.text = [1]
+    assert order_of()._gather_bytes(b"[1234]") == [b"[1234]", b"[1]\0\0\0"]
 
 
 def test_a_step_more_on_one_rank_is_told(other):

@@ -120,6 +120,9 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
         assert isinstance(optimizer, ZeroOptimizer)
         assert bool(optimizer.masters) is masters
         assert optimizer.numel == 4 * 3 + 4 + 2 * 4
+        assert sorted(p.numel() for group in optimizer.stepped.param_groups for p in group["params"]) == [4, 8, 12]
+        assert optimizer._ahead is None
+        assert not optimizer._bucket_step.measures_whole
         for step in range(3):
             engine.zero_grad()
             truth.zero_grad()
@@ -162,7 +165,8 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
         again.load_state_dict(model.state_dict())
         engine = initialize(again, torch.optim.AdamW(groups(again), lr=0.7), context=gpc)[0]
         engine.optimizer.load_state_dict(found)
-        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.05, 0.1]
+        for either in (engine.optimizer, engine.optimizer.stepped):
+            assert [group["lr"] for group in either.param_groups] == [0.05, 0.1]
         torch.testing.assert_close(engine.optimizer.state_dict(), found)
         with pytest.raises(
             GradientError, match=r"groups of \[1, 2\] parameters, but this optimizer has groups of \[2, 2\]"
@@ -174,3 +178,54 @@ def test_state_and_gradients_of_whole_parameters_come_and_go(stage, dtype):
         for mine in engine.optimizer.masters:
             assert torch.equal(mine, mine.to(dtype).to(mine.dtype))
         engine.close()
+
+
+def test_a_step_by_hand_weights_from_elsewhere_and_what_is_refused():
+    config = {"zero": {"stage": 1, "gather_ahead": True}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        model, plain, heard = layers(torch.float64), layers(torch.float64), []
+        original = torch.optim.SGD(groups(model), lr=0.1, momentum=0.9)
+        engine = initialize(model, original, context=gpc)[0]
+        optimizer, truth = engine.optimizer, torch.optim.SGD(groups(plain), lr=0.1, momentum=0.9)
+        assert optimizer._ahead is not None
+
+        def looks(*_: Any) -> None:
+            heard.append("looks")
+
+        looks.only_looks = True  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(lambda *_: heard.append("hook"))
+        optimizer.register_step_pre_hook(looks)
+        for step in range(3):
+            if step == 2:
+                for one in (model, plain):
+                    one[0].weight.data = torch.full_like(one[0].weight, 0.5)
+            engine.zero_grad()
+            truth.zero_grad()
+            engine.backward(passed(engine.model, step))
+            passed(plain, step).backward()
+            engine._reduce()
+            heard.clear()
+            optimizer.step()
+            assert heard.count("hook") == 1
+            assert "looks" in heard
+            engine._end_step()
+            truth.step()
+            optimizer.wait()
+            torch.testing.assert_close(list(model.parameters()), list(plain.parameters()))
+        for either in (optimizer, original):
+            assert either._opt_called
+        with pytest.raises(GradientError, match="takes no closure"):
+            optimizer.step(lambda: 0.0)
+        model[2].bias.grad = torch.ones(2, dtype=torch.float64)
+        with pytest.raises(GradientError, match=r"'2\.bias' was frozen when the optimizer was sharded"):
+            optimizer.step()
+        model[2].bias.grad = None
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(1)))
+        with pytest.raises(GradientError, match="parameters were added to the optimizer after it was sharded"):
+            optimizer.step()
+        optimizer.param_groups[0]["params"].pop()
+        assert optimizer.stepped._optimizer_load_state_dict_post_hooks
+        assert not getattr(original, "is_sharded_elsewhere", False)
+        engine.close()
+        assert not optimizer.stepped._optimizer_load_state_dict_post_hooks
+        assert original.is_sharded_elsewhere  # its state is here
