@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward import recorder
-from colonnade.parallel.own_forward.make import OwnForward
-from colonnade.parallel.split import find_ties, split
 from colonnade.parallel.own_forward.calls import WATCHER, _Caught
+from colonnade.parallel.own_forward.make import OwnForward
 from colonnade.parallel.own_forward.stage import result_of
 from colonnade.parallel.own_forward.tree import units_of
+from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import (
     LENGTH,
     WIDTH,
@@ -196,7 +196,9 @@ def test_what_is_made_of_a_result_goes_into_every_layer() -> None:
     every_cut(Gated().double(), ["stem", "pair", "layers.0", "layers.1", "layers.2"], x)
     hiding = Gated().double()
     hiding.notes = lambda gate: SimpleNamespace(flag=True, gate=gate)  # type: ignore[method-assign]
-    with pytest.raises(ScheduleError, match=r"'layers.0' is given a SimpleNamespace, which cannot go from stage to stage"):
+    with pytest.raises(
+        ScheduleError, match=r"'layers.0' is given a SimpleNamespace, which cannot go from stage to stage"
+    ):
         split(hiding, num_stages=2, sample=x)
 
 
@@ -261,9 +263,13 @@ def test_a_buffer_of_a_layer_is_for_that_layer() -> None:
             return super().forward(ids, padding) * rate
 
     model = Peeking().double()
-    assert_same(model, split(model, num_stages=2, sample=ids()).stages, ids())  # a layer without parameters is everywhere
+    assert_same(
+        model, split(model, num_stages=2, sample=ids()).stages, ids()
+    )  # a layer without parameters is everywhere
     model.layer = Layer()
-    with pytest.raises(ScheduleError, match=r"forward pass of Peeking uses 'rate', a buffer of 'layer', which only one"):
+    with pytest.raises(
+        ScheduleError, match=r"forward pass of Peeking uses 'rate', a buffer of 'layer', which only one"
+    ):
         split(model, num_stages=2, sample=ids())
 
 
@@ -342,7 +348,9 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
     for name, where in (("blocks.1", "in 'blocks.1'"), ("drop", "in 'drop'"), ("", "before its first layer")):
         failing = Decoder()
         failing.get_submodule(name).forward = lambda *args, **kwargs: 1 // 0  # type: ignore[assignment]
-        with pytest.raises(ScheduleError, match=rf"cannot be followed without its weights.*: {where} came ZeroDivision"):
+        with pytest.raises(
+            ScheduleError, match=rf"cannot be followed without its weights.*: {where} came ZeroDivision"
+        ):
             split(failing, num_stages=2, sample=ids())
     odd = Decoder()
     odd.blocks[1].forward = lambda *args, **kwargs: SimpleNamespace()  # type: ignore[assignment]
