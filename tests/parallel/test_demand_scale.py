@@ -112,6 +112,7 @@ EIGHT = by_hand(8, {LISTED: [[0, 3], [1, 2], [4, 7], [5, 6]], LISTED_DISTINCT: [
 UNEVEN = by_hand(4, {LISTED: [[0, 1, 2], [3]]})
 SOME = by_hand(4, {LISTED: [[0, 1]]}, tensor=2)
 STAGES = by_hand(8, {LISTED: [[0, 1], [2, 3], [4, 5], [6, 7]]}, pipeline=4)  # in pairs of stages
+LINKED = by_hand(6, {LISTED: [[0, 4], [1], [2], [3], [5]]}, pipeline=3)  # a stage with one of another pipeline
 ODD: list[tuple[Layout, dict]] = [
     (TWELVE, {}),
     (TWELVE, {M.EXPERT: Shard(0)}),
@@ -136,6 +137,8 @@ ODD: list[tuple[Layout, dict]] = [
     (STAGES, tie(0, 1, 2)),
     (STAGES, {**tie(0, 3), LISTED: Replicate("sum")}),
     (STAGES, {**tie(0, 1), LISTED: Shard(0)}),
+    (LINKED, {**tie(0, 2), LISTED: Replicate("sum")}),
+    (LINKED, {**tie(0, 2), LISTED: Replicate("sum"), M.DATA: Replicate("nothing")}),
     (by_hand(4, {}, pipeline=1), {}),
     (by_hand(1, {}), {}),
 ]
