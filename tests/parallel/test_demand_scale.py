@@ -113,6 +113,8 @@ UNEVEN = by_hand(4, {LISTED: [[0, 1, 2], [3]]})
 SOME = by_hand(4, {LISTED: [[0, 1]]}, tensor=2)
 STAGES = by_hand(8, {LISTED: [[0, 1], [2, 3], [4, 5], [6, 7]]}, pipeline=4)  # in pairs of stages
 LINKED = by_hand(6, {LISTED: [[0, 4], [1], [2], [3], [5]]}, pipeline=3)  # a stage with one of another pipeline
+HALVES = by_hand(8, {LISTED: [[0, 1, 2, 3], [4, 5, 6, 7]]}, expert=2)
+PAIRS = by_hand(4, {LISTED: [[0, 1], [2, 3]], LISTED_DISTINCT: [[0, 3], [1, 2]]})  # of two ranks, but others
 ODD: list[tuple[Layout, dict]] = [
     (TWELVE, {}),
     (TWELVE, {M.EXPERT: Shard(0)}),
@@ -139,6 +141,8 @@ ODD: list[tuple[Layout, dict]] = [
     (STAGES, {**tie(0, 1), LISTED: Shard(0)}),
     (LINKED, {**tie(0, 2), LISTED: Replicate("sum")}),
     (LINKED, {**tie(0, 2), LISTED: Replicate("sum"), M.DATA: Replicate("nothing")}),
+    (HALVES, {M.EXPERT: Shard(0), LISTED: Replicate("sum")}),
+    (PAIRS, {LISTED: Shard(0)}),
     (by_hand(4, {}, pipeline=1), {}),
     (by_hand(1, {}), {}),
 ]
