@@ -133,9 +133,10 @@ def every_cut(model: nn.Module, names: list[str], x: Tensor) -> list[list[nn.Mod
     """The stages by each possible cut, all of them right."""
     own = OwnForward(model, lambda run: run(x))
     assert [name for name, _ in own.layers] == names
-    found = [own.stages([0, *cuts]) for count in (1, 2) for cuts in combinations(range(1, len(names)), count)]
-    for stages in found:
-        assert_same(model, stages, x)
+    found = []
+    for cuts in (cuts for count in (1, 2) for cuts in combinations(range(1, len(names)), count)):
+        found.append(own.stages([0, *cuts]))
+        assert_same(model, found[-1], x)  # at once: later stages have more calls caught
     return found
 
 
@@ -288,6 +289,8 @@ def test_values_go_along_and_a_weight_is_used_without_its_layer(num_stages: int)
     assert_same(model, stages.stages, ids())
     assert_same(model, stages.stages, ids(1, 4))
     assert [name for name, _ in stages.ties[0]] == ["table.weight", "table.weight"]
+    weights = [weight for _, weight in OwnForward(model, lambda run: run(ids())).layers]
+    assert weights == [WORDS * WIDTH, *[WIDTH * WIDTH + WIDTH] * 4]  # the table once, though its weight is used again
     # "unused" is called nowhere: the last stage keeps it
     assert "unused.weight" in stages[-1].state_dict()
     assert all("unused.weight" not in stage.state_dict() for stage in stages.stages[:-1])
