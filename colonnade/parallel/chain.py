@@ -115,9 +115,7 @@ def is_altered(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether anything watches or changes its calls, or their backward passes."""
-    return any(
-        (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    )
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 class _Tracer(Tracer):

@@ -244,12 +244,8 @@ def _both(one: Collection[int], other: Collection[int]) -> Collection[int]:
 
 
 def _join(regions: Iterable[Region]) -> Region:
-    joint: Region = {}
-    for region in regions:
-        for digit, values in region.items():
-            before = joint.get(digit, values)
-            joint[digit] = values if before == values else sorted({*before, *values})
-    return joint
+    """All that these reach. The last says which stages: a tie is the last step, and only its stages hold the parameter."""
+    return {digit: values for region in regions for digit, values in region.items()}
 
 
 def _count(region: Region) -> int:

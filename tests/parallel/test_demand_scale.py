@@ -112,6 +112,12 @@ EIGHT = by_hand(8, {LISTED: [[0, 3], [1, 2], [4, 7], [5, 6]], LISTED_DISTINCT: [
 UNEVEN = by_hand(4, {LISTED: [[0, 1, 2], [3]]})
 SOME = by_hand(4, {LISTED: [[0, 1]]}, tensor=2)
 STAGES = by_hand(8, {LISTED: [[0, 1], [2, 3], [4, 5], [6, 7]]}, pipeline=4)  # in pairs of stages
+LINKED = by_hand(6, {LISTED: [[0, 4], [1], [2], [3], [5]]}, pipeline=3)  # a stage with one of another pipeline
+HALVES = by_hand(8, {LISTED: [[0, 1, 2, 3], [4, 5, 6, 7]]}, expert=2)
+PAIRS = by_hand(4, {LISTED: [[0, 1], [2, 3]], LISTED_DISTINCT: [[0, 3], [1, 2]]})  # of two ranks, but others
+ALIKE = by_hand(4, {LISTED: [[0, 1, 2, 3]], LISTED_DISTINCT: [[0, 2], [1, 3]]}, expert=2)
+TIED = by_hand(4, {LISTED_DISTINCT: [[0, 2], [1], [3]]}, pipeline=4)
+WIDE = by_hand(8, {LISTED: [[0, 2, 4, 6], [1, 3, 5, 7]]}, pipeline=4, tensor=2)  # over all stages
 ODD: list[tuple[Layout, dict]] = [
     (TWELVE, {}),
     (TWELVE, {M.EXPERT: Shard(0)}),
@@ -136,6 +142,14 @@ ODD: list[tuple[Layout, dict]] = [
     (STAGES, tie(0, 1, 2)),
     (STAGES, {**tie(0, 3), LISTED: Replicate("sum")}),
     (STAGES, {**tie(0, 1), LISTED: Shard(0)}),
+    (LINKED, {**tie(0, 2), LISTED: Replicate("sum")}),
+    (LINKED, {**tie(0, 2), LISTED: Replicate("sum"), M.DATA: Replicate("nothing")}),
+    (ALIKE, {LISTED: Replicate("sum"), M.DATA: Replicate("nothing"), M.EXPERT: Shard(0)}),
+    (TIED, tie(0, 2)),
+    (WIDE, {**tie(0, 1), LISTED: Replicate("sum")}),
+    (WIDE, {**tie(1, 3), LISTED: Replicate("sum"), M.TENSOR: Replicate("sum")}),
+    (HALVES, {M.EXPERT: Shard(0), LISTED: Replicate("sum")}),
+    (PAIRS, {LISTED: Shard(0)}),
     (by_hand(4, {}, pipeline=1), {}),
     (by_hand(1, {}), {}),
 ]

@@ -247,4 +247,7 @@ def test_weights_that_differ_are_shown_by_their_first_numbers_and_all_bits():
         "b": "[0.5, 2.0, -1.0] ... (checksum ff)",
     }
     tied = Placement({PIPELINE: Tied((0, 1), "the tie")})
-    assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == ["w", "the tie"]
+    assert [held.Held("w", tensors[0], each, Holding((0,), 0)).label for each in (Placement(), tied)] == [
+        "w",
+        "the tie",
+    ]

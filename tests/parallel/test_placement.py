@@ -34,6 +34,8 @@ def test_an_unplaced_parameter_is_replicated_everywhere():
     assert placement_of(parameter(2)) == Placement()
     assert placement_of(parameter(2)).on(M.TENSOR) == Replicate()
     assert str(Placement()) == "replicated"
+    assert Placement() != Placement({M.TENSOR: Shard(0)})
+    assert Placement() != "replicated"
 
 
 def test_a_placement_is_frozen_hashable_and_prints():
@@ -139,7 +141,8 @@ def test_the_whole_shape_follows_from_the_local_one_or_is_declared():
 
 def test_a_module_is_placed_by_pattern_or_predicate():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    place_module(model, {"0.weight": {M.TENSOR: Shard(0)}, lambda name, p: p.dim() == 1: {M.TENSOR: Replicate("sum")}})
+    rules = {"0.weight": {M.TENSOR: Shard(0)}, lambda name, p: p.dim() == 1: {M.TENSOR: Replicate("sum")}}
+    assert place_module(model, rules) is model
     assert placement_of(model[0].weight).shards == {M.TENSOR: Shard(0)}
     assert placement_of(model[0].bias).on(M.TENSOR) == Replicate("sum")
     with pytest.raises(PlacementError, match=r"'0\.weigth' fits no parameter.*Did you mean '0\.weight'"):

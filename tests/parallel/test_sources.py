@@ -28,7 +28,11 @@ def test_two_parts_of_one_whole_are_refused_if_both_are_trained() -> None:
         check_ties(order)
     second.weight = first.weight
     check_ties([nn.ModuleList([first, second])])
-    check_ties([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    apart = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    check_ties([apart])
+    for layer in apart:
+        note_source(layer.weight, torch.zeros(4, 2))
+    check_ties([apart])
 
 
 def test_two_parameters_in_one_memory_are_refused_in_one_module() -> None:

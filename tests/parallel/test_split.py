@@ -431,7 +431,9 @@ def test_a_comparison_leaves_buffers_takes_nans_and_says_who_failed() -> None:
     assert torch.equal(x.nan_to_num(), before.nan_to_num())
     with pytest.raises(ZeroDivisionError):
         split(Plain(broken), num_stages=2, sample=x)
-    with pytest.raises(ScheduleError, match=r"give another result than its forward pass: they fail \(RuntimeError: mat1"):
+    with pytest.raises(
+        ScheduleError, match=r"give another result than its forward pass: they fail \(RuntimeError: mat1"
+    ):
         split(Disordered(as_declared), num_stages=2, sample=x)
 
 

@@ -101,7 +101,7 @@ def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> T
     mine = _padded(x, dim, longest).contiguous()
     _note("all_gather", members, (sum(sizes) - sizes[members.at]) * _bytes_per_slice(x, dim))
     gathered = mine.new_empty((members.size, *mine.shape))
-    all_gather_flat(gathered.flatten(0, 1), mine, group=members.group)
+    all_gather_flat(gathered.view(-1), mine.view(-1), group=members.group)
     if min(sizes) == longest and x.shape[:dim].numel() == 1:
         return gathered.view(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gathered, sizes, strict=True)], dim)
@@ -120,8 +120,8 @@ def begin_reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[
     in_order = min(sizes) == longest and x.shape[:dim].numel() == 1
     first, *_ = parts
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
-    stacked = x.reshape(members.size, *total.shape).flatten(0, 1) if in_order else torch.cat(parts)
-    work = reduce_scatter_flat(total, stacked, group=members.group, async_op=True)
+    stacked = x if in_order else torch.cat(parts)
+    work = reduce_scatter_flat(total.view(-1), stacked.reshape(-1), group=members.group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()

@@ -111,7 +111,7 @@ class Program:
 
     def then(self, step: Step, tensor: Tensor) -> Program | None:
         """With one more step, on a tensor that may be a part of the memory."""
-        if covers_memory([tensor]):
+        if covers_memory(tensor):
             return Program((step,)) if step.kind != "call" else replace(self, steps=(*self.steps, step))
         return None if self.cut else replace(self, steps=(*self.steps, replace(step, region=Strided.of(tensor))))
 
@@ -119,7 +119,7 @@ class Program:
         """That of a copy of `source`, all or some of the tensor's memory."""
         if is_expanded(source):
             return None
-        if source.is_contiguous() and covers_memory([source]):
+        if source.is_contiguous() and covers_memory(source):
             return self
         if self.cut is not None:
             return None
@@ -142,7 +142,7 @@ def program_of(tape: Tape, tensor: Tensor) -> Program | None:
         after = _after(entry, known) if len(entry.outputs) == 1 else None
         known |= {memory_of(made): after for made in entry.outputs}
     program = known.get(memory_of(tensor), Program())
-    return program.copied(tensor) if program is not None and not covers_memory([tensor]) else program
+    return program.copied(tensor) if program is not None and not covers_memory(tensor) else program
 
 
 def drawn(entry: Entry) -> Step | None:
@@ -192,7 +192,7 @@ def _copied(entry: Entry, known: dict[int, Program | None]) -> Program | None:
     first = None if program is None else program.copied(source)
     if not made.dtype.is_floating_point:  # values are rounded here, and programs do not round
         return None
-    if first is None or not covers_memory([made]) or made.numel() != sum(source.numel() for source in sources):
+    if first is None or not covers_memory(made) or made.numel() != sum(source.numel() for source in sources):
         return None
     if not others:
         return first

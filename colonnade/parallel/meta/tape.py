@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,9 +153,9 @@ def elements_in_memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() // tensor.element_size()
 
 
-def covers_memory(tensors: Iterable[Tensor]) -> bool:
-    """Whether each of these is all of its memory."""
-    return all(tensor.numel() == elements_in_memory(tensor) for tensor in tensors)
+def covers_memory(tensor: Tensor) -> bool:
+    """Whether it is all of its memory."""
+    return tensor.numel() == elements_in_memory(tensor)
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -169,8 +169,6 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _memory_for(result: Tensor, made: Tensor) -> Tensor:
     """A flat tensor for all the memory of `made`, with the values of `result` in their places."""
-    if result.is_contiguous() and made.is_contiguous() and covers_memory([result, made]):
-        return result.detach().view(-1)
     flat = result.new_empty(elements_in_memory(made))
     flat.as_strided(made.size(), made.stride(), made.storage_offset()).copy_(result)
     return flat

@@ -148,7 +148,7 @@ class OwnForward:
             if parameter is not None and not self._has_tensor(part, f"{name}.{key}" if name else key):
                 del owner._parameters[key]
                 device = "cpu" if parameter.is_meta else parameter.device
-                owner.register_buffer(key, torch.zeros_like(parameter, device=device), persistent=False)
+                owner.register_buffer(key, torch.zeros_like(parameter, device=device))
         for key in owner._buffers:
             if not self._has_tensor(part, f"{name}.{key}" if name else key):
                 owner._non_persistent_buffers_set.add(key)

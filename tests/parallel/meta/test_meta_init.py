@@ -347,7 +347,7 @@ def test_numbers_follow_the_name_of_the_parameter_that_they_were_drawn_for():
         early.linear = nn.Linear(4, 4)
         early.copy = nn.Parameter(early.linear.weight.detach().clone())
     found = started(early)
-    assert list(found)[0] == "copy"
+    assert next(iter(found)) == "copy"
     assert torch.equal(found["linear.weight"], started(plain)["linear.weight"])
     assert torch.equal(found["linear.weight"], found["copy"])
 

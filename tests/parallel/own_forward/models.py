@@ -305,7 +305,11 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.pair, self.layers = nn.Linear(WIDTH, WIDTH), self.Pair(), nn.ModuleList(self.Layer() for _ in range(3))
+        self.stem, self.pair, self.layers = (
+            nn.Linear(WIDTH, WIDTH),
+            self.Pair(),
+            nn.ModuleList(self.Layer() for _ in range(3)),
+        )
 
     def notes(self, gate: Tensor) -> Any:
         return SimpleNamespace(flag=True)

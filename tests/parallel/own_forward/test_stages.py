@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
 from colonnade.parallel.own_forward import recorder
-from colonnade.parallel.own_forward.make import OwnForward
-from colonnade.parallel.split import find_ties, split
 from colonnade.parallel.own_forward.calls import WATCHER, _Caught
+from colonnade.parallel.own_forward.make import OwnForward
 from colonnade.parallel.own_forward.stage import result_of
 from colonnade.parallel.own_forward.tree import units_of
+from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import (
     LENGTH,
     WIDTH,
@@ -133,9 +133,10 @@ def every_cut(model: nn.Module, names: list[str], x: Tensor) -> list[list[nn.Mod
     """The stages by each possible cut, all of them right."""
     own = OwnForward(model, lambda run: run(x))
     assert [name for name, _ in own.layers] == names
-    found = [own.stages([0, *cuts]) for count in (1, 2) for cuts in combinations(range(1, len(names)), count)]
-    for stages in found:
-        assert_same(model, stages, x)
+    found = []
+    for cuts in (cuts for count in (1, 2) for cuts in combinations(range(1, len(names)), count)):
+        found.append(own.stages([0, *cuts]))
+        assert_same(model, found[-1], x)  # at once: later stages have more calls caught
     return found
 
 
@@ -196,7 +197,9 @@ def test_what_is_made_of_a_result_goes_into_every_layer() -> None:
     every_cut(Gated().double(), ["stem", "pair", "layers.0", "layers.1", "layers.2"], x)
     hiding = Gated().double()
     hiding.notes = lambda gate: SimpleNamespace(flag=True, gate=gate)  # type: ignore[method-assign]
-    with pytest.raises(ScheduleError, match=r"'layers.0' is given a SimpleNamespace, which cannot go from stage to stage"):
+    with pytest.raises(
+        ScheduleError, match=r"'layers.0' is given a SimpleNamespace, which cannot go from stage to stage"
+    ):
         split(hiding, num_stages=2, sample=x)
 
 
@@ -261,9 +264,13 @@ def test_a_buffer_of_a_layer_is_for_that_layer() -> None:
             return super().forward(ids, padding) * rate
 
     model = Peeking().double()
-    assert_same(model, split(model, num_stages=2, sample=ids()).stages, ids())  # a layer without parameters is everywhere
+    assert_same(
+        model, split(model, num_stages=2, sample=ids()).stages, ids()
+    )  # a layer without parameters is everywhere
     model.layer = Layer()
-    with pytest.raises(ScheduleError, match=r"forward pass of Peeking uses 'rate', a buffer of 'layer', which only one"):
+    with pytest.raises(
+        ScheduleError, match=r"forward pass of Peeking uses 'rate', a buffer of 'layer', which only one"
+    ):
         split(model, num_stages=2, sample=ids())
 
 
@@ -282,6 +289,8 @@ def test_values_go_along_and_a_weight_is_used_without_its_layer(num_stages: int)
     assert_same(model, stages.stages, ids())
     assert_same(model, stages.stages, ids(1, 4))
     assert [name for name, _ in stages.ties[0]] == ["table.weight", "table.weight"]
+    weights = [weight for _, weight in OwnForward(model, lambda run: run(ids())).layers]
+    assert weights == [WORDS * WIDTH, *[WIDTH * WIDTH + WIDTH] * 4]  # the table once, though its weight is used again
     # "unused" is called nowhere: the last stage keeps it
     assert "unused.weight" in stages[-1].state_dict()
     assert all("unused.weight" not in stage.state_dict() for stage in stages.stages[:-1])
@@ -342,7 +351,9 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
     for name, where in (("blocks.1", "in 'blocks.1'"), ("drop", "in 'drop'"), ("", "before its first layer")):
         failing = Decoder()
         failing.get_submodule(name).forward = lambda *args, **kwargs: 1 // 0  # type: ignore[assignment]
-        with pytest.raises(ScheduleError, match=rf"cannot be followed without its weights.*: {where} came ZeroDivision"):
+        with pytest.raises(
+            ScheduleError, match=rf"cannot be followed without its weights.*: {where} came ZeroDivision"
+        ):
             split(failing, num_stages=2, sample=ids())
     odd = Decoder()
     odd.blocks[1].forward = lambda *args, **kwargs: SimpleNamespace()  # type: ignore[assignment]
