@@ -19,6 +19,7 @@ context.dist_group_initializer.built_in.Initializer_1D: sequence_split=False
 engine.build.initialize: verbose=True
 engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False
+engine.gradient_handler.ledger.LedgerRow: waived=False
 engine.precision.float8.Float8: recipe='tensorwise' emulate=False
 engine.precision.policy.Precision: master_weights=True
 engine.precision.scaler.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
