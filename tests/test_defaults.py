@@ -133,6 +133,7 @@ comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
 engine.checks.guard.EVERY: 100
 engine.checks.loop_watch._StepGuard.only_looks: True
+engine.gradient_handler.probe._INT8: 0.015748031496062992
 engine.schedule.base.BaseSchedule.runs_backward: False
 engine.schedule.base.BaseSchedule.uses_batch: True
 engine.schedule.pipeline.PipelineSchedule.runs_backward: True
