@@ -23,6 +23,7 @@ context.dist_group_initializer.built_in.Initializer_1D: sequence_split=False
 engine.build.initialize: verbose=True
 engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False
+engine.gradient_handler.ledger.LedgerRow: waived=False
 engine.precision.float8.Float8: recipe='tensorwise' emulate=False
 engine.precision.policy.Precision: master_weights=True
 engine.precision.scaler.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
@@ -171,6 +172,7 @@ comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
 engine.checks.guard.EVERY: 100
 engine.checks.loop_watch._StepGuard.only_looks: True
+engine.gradient_handler.probe._INT8: 0.015748031496062992
 engine.schedule.base.BaseSchedule.runs_backward: False
 engine.schedule.base.BaseSchedule.uses_batch: True
 engine.schedule.pipeline.PipelineSchedule.runs_backward: True

@@ -24,6 +24,7 @@ from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.errors import ConfigError
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.meta import meta_init
+from colonnade.parallel.split import split
 from colonnade.reduce import synchroniser
 from colonnade.testing import run_world
 
@@ -144,6 +145,42 @@ def test_initialize_makes_what_the_config_asks_for(check, config, monkeypatch):
         monkeypatch.setattr(*((getattr(build, name), method) if method else (build, name)), reached)
         with pytest.raises(ReachedError):
             initialize(model, torch.optim.SGD(model.parameters()), context=gpc)
+
+
+@pytest.mark.parametrize(
+    ("stages", "given", "complete"),
+    [(1, 1, True), (2, 1, False), (3, 1, False), (2, 2, True), (1, 2, True), (3, 3, True)],
+)
+def test_a_name_that_no_layer_has_is_a_slip_where_the_whole_model_is_known(monkeypatch, stages, given, complete):
+    told: list[Any] = []
+
+    def reached(self: object, *args: object) -> None:
+        told.extend(args)
+        raise ReachedError
+
+    monkeypatch.setattr(build.ActivationSettings, "apply", reached)
+    monkeypatch.setattr(build, "_own_stages", lambda split, *_: next(iter(split)))
+    layers = [nn.Linear(2, 2) for _ in range(given)]
+    model = split(layers) if given > 1 else layers[0]
+    context: Any = SimpleNamespace(pipeline_parallel_size=stages, config={}, get_local_rank=lambda mode: 0)
+    with pytest.raises(ReachedError):
+        build._build_model(model, context, object())  # type: ignore[arg-type]
+    assert told == [layers[0], layers, complete]
+
+
+@pytest.mark.parametrize(
+    ("given", "compares"), [({}, True), ({"compare_weights": True}, True), ({"compare_weights": False}, False)]
+)
+def test_weights_are_compared_unless_the_config_says_otherwise(monkeypatch, given, compares):
+    told: list[Any] = []
+    errors = build.agreed_errors
+    monkeypatch.setattr(build, "broadcast_shared", lambda *_, compare: told.append(compare))
+    monkeypatch.setattr(
+        build, "agreed_errors", lambda device, **more: told.append(more.get("parts")) or errors(device, **more)
+    )
+    with launch(given, context=ParallelContext(), verbose=False) as gpc:
+        initialize(nn.Linear(2, 2), torch.optim.SGD, context=gpc)[0].close()
+    assert told == [(1, 1, 1), compares, (1,), None]
 
 
 def test_an_engine_is_being_built_until_it_is_outside(monkeypatch):

@@ -302,6 +302,22 @@ def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, 
         assert all(parameter.grad is None for parameter in engine.model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("last", "passes", "chunks", "ends"),
+    [(True, 1, False, True), (True, 0, False, False), (False, 1, False, False), (True, 1, True, False)],
+)
+def test_sums_begin_in_the_last_micro_batch_of_the_last_pass_of_one_chunk(last, passes, chunks, ends):
+    with world_of_one(gradient_accumulation=2) as gpc:
+        engine, told = start(gpc), list[bool]()
+        engine._sync.prepare = told.append
+        engine._passes = passes
+        engine._model = nn.ModuleList([engine.model]) if chunks else engine.model
+        out = numbers(1, seed=0).requires_grad_()
+        engine.backward_micro_batch([out.sum()], [torch.ones(()).double()], inputs=None, last=last)
+        assert told == [ends]
+        assert out.grad.item() == 1.0
+
+
 def test_an_engine_that_is_closed_leaves_nothing_behind():
     with world_of_one(clip_grad_norm=1.0) as gpc:
         engine = start(gpc)
