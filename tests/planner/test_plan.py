@@ -180,7 +180,9 @@ def test_what_is_not_planned_is_noted() -> None:
         pass
 
     try:
-        found = plan(load_config(dict(schedule="TwiceOver", compile=True, float8=True)), 2, load_hardware("h100"), JOBS["gpt"])
+        found = plan(
+            load_config(dict(schedule="TwiceOver", compile=True, float8=True)), 2, load_hardware("h100"), JOBS["gpt"]
+        )
     finally:
         SCHEDULE._entries.pop("TwiceOver")
     assert "the schedule TwiceOver is planned as one pass over the batch of a rank" in found.notes
