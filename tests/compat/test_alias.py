@@ -200,7 +200,7 @@ def test_where_it_is_not_every_group_gets_a_gloo_twin(monkeypatch):
     created = {}
 
     class Groups:
-        def create(self, ranks, backend):
+        def create(self, ranks, backend, alone):
             return created.setdefault((ranks, backend), _Twin())
 
         def group(self, ranks):
