@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.foreign import ForeignState
-from colonnade.checkpoint.format.entries import Entry, dtype_named, name_of
+from colonnade.checkpoint.format.entries import Entry, dtype_named, memory_for, name_of
 from colonnade.checkpoint.storage.exchange import place_folder
 from colonnade.errors import CheckpointError, listed
 
@@ -126,7 +126,7 @@ class _Folder:
         """A tensor, read when its turn comes."""
         kept = self.tensors[key]
         shape, dtype = tuple(kept.size), kept.properties.dtype
-        return Entry(key, name_of(dtype, key), shape, lambda: self._load(key, torch.empty(shape, dtype=dtype)))
+        return Entry(key, name_of(dtype, key), shape, lambda: self._load(key, memory_for(shape, dtype)))
 
     def value(self, key: str) -> Any:
         """A value that is no tensor."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colonnade.checkpoint.collective import agreed, gather_json
 from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.entries import dtype_of
+from colonnade.checkpoint.format.entries import dtype_of, memory_for
 from colonnade.checkpoint.format.manifest import FileRecord, LayoutRecord, Manifest, TensorRecord, tensors_file
 from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
 from colonnade.checkpoint.plan.pieces import SavePlan, plan_weight
@@ -61,7 +61,7 @@ class WholeTensors:
 
     def gather(self, record: TensorRecord) -> Tensor:
         """A whole tensor, on the CPU of every rank. Collective over the world."""
-        whole = torch.empty(record.shape, dtype=dtype_of(record))
+        whole = memory_for(record.shape, dtype_of(record))
         for owner, key, box in self._blocks(record):
             here = whole[box.slices_in(whole_box(record.shape))]
             if owner == self._rank:
@@ -77,7 +77,7 @@ class WholeTensors:
 
         Faster than one after the other where they are small; a rank holds all of them and what one rank sends.
         """
-        wholes = [torch.empty(record.shape, dtype=dtype_of(record)) for record in self.records]
+        wholes = [memory_for(record.shape, dtype_of(record)) for record in self.records]
         pieces: dict[int, list[tuple[str, Tensor]]] = {}
         for record, whole in zip(self.records, wholes, strict=True):
             for owner, key, box in self._blocks(record):
@@ -106,7 +106,7 @@ class WholeTensors:
         # All ranks go through the pieces in one order, so none waits for one that waits for it.
         for record, to in wanted:
             if to == self._rank:
-                whole = torch.empty(record.shape, dtype=dtype_of(record))
+                whole = memory_for(record.shape, dtype_of(record))
             for owner, key, box in self._blocks(record):
                 if to == self._rank and whole is not None:
                     self._receive(whole[box.slices_in(whole_box(record.shape))], owner, key)

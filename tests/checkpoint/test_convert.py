@@ -19,6 +19,7 @@ from colonnade.checkpoint.format.values import encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.parallel.shards import MASTER
+from colonnade.testing import in_double
 from tests.checkpoint.models import WAYS, build, truth_after
 from tests.checkpoint.test_load import STEPS
 
@@ -70,6 +71,26 @@ def test_the_newest_good_checkpoint_is_found(tmp_path):
         CheckpointError, match=r"no good checkpoint of step 2\s+step-00000002: rank-00000\.safetensors has 1 bytes"
     ):
         find_checkpoint(tmp_path, 2)
+
+
+def test_inside_in_double_files_keep_the_dtypes_that_were_saved(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    with in_double(), CheckpointManager(tmp_path / "run", ParallelContext()) as manager:
+        manager.save(1, model, optimizer)
+        found = load_file(export_full(tmp_path / "run", tmp_path / "full.safetensors"))
+        for value in (*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())):
+            value.data.zero_()
+        manager.load(model, optimizer)
+    for name, value in expected.items():
+        assert found[name].dtype is torch.float32
+        assert found[name].equal(value)
+        assert model.state_dict()[name].equal(value)
+    assert all(state["exp_avg"].equal(one) for state, one in zip(optimizer.state.values(), moments, strict=True))
 
 
 def test_a_manifest_reads_as_json(four_ranks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -67,6 +67,12 @@ def type_name(tensor: Tensor, what: str) -> str:
 def dtype_of(record: TensorRecord) -> torch.dtype:
     """Torch's type of a saved tensor."""
     return _TYPES[record.dtype]
+
+
+def memory_for(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+    """Memory of the host for stored elements, of just this dtype: inside `in_double()`, torch would make it wider."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.entries import dtype_named
+from colonnade.checkpoint.format.entries import dtype_named, memory_for
 from colonnade.checkpoint.format.manifest import WIDTHS
 from colonnade.errors import CheckpointError
 
@@ -42,10 +42,7 @@ class StoredTensor:
     def read(self, box: Box | None = None) -> Tensor:
         """The elements of a box, or all, as a new tensor."""
         box = whole_box(self.shape) if box is None else box
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # `in_double` would make it wider, which cannot take the bytes of the file
-            target = torch.empty(box.shape, dtype=self.dtype)
+        target = memory_for(box.shape, self.dtype)
         self.read_into(target, box)
         return target
 

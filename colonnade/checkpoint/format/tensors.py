@@ -21,7 +21,7 @@ from torch import Tensor
 
 from colonnade.checkpoint.fault import fault_point
 from colonnade.checkpoint.format.boxes import Box, moved, places_of, whole_box
-from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, name_of, raw_bytes
+from colonnade.checkpoint.format.entries import Entry, dtype_of, in_file_order, memory_for, name_of, raw_bytes
 from colonnade.checkpoint.format.manifest import FileRecord, Manifest, StoredBox, TensorRecord
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.format.slices import AnyTensor, stored_tensors
@@ -78,7 +78,7 @@ class TensorReader:
 
     def new(self, box: Box, record: TensorRecord) -> Tensor:
         """The elements of `box` as a new tensor."""
-        target = torch.empty(box.shape, dtype=dtype_of(record))
+        target = memory_for(box.shape, dtype_of(record))
         self.fill(target, box, record)
         return target
 

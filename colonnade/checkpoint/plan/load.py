@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.format.entries import dtype_of, type_name
+from colonnade.checkpoint.format.entries import dtype_of, memory_for, type_name
 from colonnade.checkpoint.format.manifest import Manifest, TensorRecord
 from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.plan.tensors import LocalTensor
@@ -109,7 +109,7 @@ class LoadPlan:
 
 def read_local(reader: TensorReader, tensor: LocalTensor, record: TensorRecord) -> Tensor:
     """What this rank holds of a saved tensor, as a new one."""
-    values = torch.empty(tensor.local.shape, dtype=dtype_of(record))
+    values = memory_for(tensor.local.shape, dtype_of(record))
     for box, view in tensor.pieces(values):
         reader.fill(view, box, record)
     return values

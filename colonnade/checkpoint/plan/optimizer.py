@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from colonnade.checkpoint.format.entries import dtype_of
+from colonnade.checkpoint.format.entries import dtype_of, memory_for
 from colonnade.checkpoint.format.manifest import GroupRecord, TensorRecord
 from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.format.values import Encoded, encode
@@ -276,7 +275,7 @@ class OptimizerLoader:
 
     def _shard(self, parameter: LocalTensor, shard: FlatShard, record: TensorRecord) -> Tensor:
         """Just the elements of the shard."""
-        values = torch.empty(shard.stop - shard.start, dtype=dtype_of(record))
+        values = memory_for([shard.stop - shard.start], dtype_of(record))
         for box, view in boxes_in_memory(parameter, shard.start, shard.stop, values):
             self._reader.fill(view, box, record)
         return values

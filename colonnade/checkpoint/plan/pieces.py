@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
-from colonnade.checkpoint.format.entries import Entry, type_name
+from colonnade.checkpoint.format.entries import Entry, memory_for, type_name
 from colonnade.checkpoint.format.manifest import ItemRecord, tensors_file
 from colonnade.checkpoint.format.values import Encoded
 from colonnade.checkpoint.plan.notes import Outline, RankNote, entry_key
@@ -111,5 +111,5 @@ def _elements_at(tensor: LocalTensor, shard: FlatShard, value: Tensor, box: Box)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    copy = memory_for(tensor.shape, tensor.dtype, pinned=tensor.is_cuda)
     return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
