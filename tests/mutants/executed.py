@@ -47,6 +47,7 @@ class Executed:
         """
         number = self._numbers.get(statements(self._root, change.path).get(change.line, ""))
         executing = {test for test, found in self._tests.items() if number in found["executed"]}
+        executing = {test for test in executing if (self._root / test).exists()}  # it may have been moved
         if not executing:
             return [*matched]
         fresh = {test for test in matched if not self.is_known(test)}

@@ -197,6 +197,8 @@ def test_the_tests_that_execute_a_statement_are_known_after_other_edits(tmp_path
     assert executed.choose(changes[2], ["test_low.py"]) == ["test_low.py"]  # outside of functions: by the match alone
     (tmp_path / "test_low.py").write_text("def test_more(): ...")
     assert executed.choose(changes[9], ["test_low.py"]) == ["test_low.py", "test_high.py"]
+    (tmp_path / "test_high.py").unlink()
+    assert executed.choose(changes[6], []) == ["test_low.py"]
 
 
 def test_a_listed_line_stands_for_all_changes_but_those_to_nothing():
