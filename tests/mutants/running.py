@@ -105,7 +105,7 @@ class Workshop:
         self._runners: dict[Path, Runner] = {}
         for number in range(jobs):
             copy = folder / f"{number}" / "tree"
-            shutil.copytree(root, copy, ignore=_ignored)
+            shutil.copytree(root, copy, ignore=lambda folder, names: _ignored(Path(folder) == root, names))
             (copy.parent / "tmp").mkdir()
             self._runners[copy] = Runner(copy)
             self._free.put(copy)
@@ -278,6 +278,7 @@ def _write(file: Path, content: bytes) -> None:
         compiled.unlink()
 
 
-def _ignored(folder: str, names: list[str]) -> set[str]:
+def _ignored(at_root: bool, names: list[str]) -> set[str]:
     hidden = {name for name in names if name.startswith(".")}
-    return hidden | ({"__pycache__", "runs", "output", "dist", "build"} & {*names})
+    made = {"__pycache__", "output", *(("runs", "dist", "build") if at_root else ())}
+    return hidden | (made & {*names})
