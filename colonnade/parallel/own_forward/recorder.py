@@ -164,8 +164,10 @@ class _Recorder(TorchDispatchMode):
         name = func._overloadpacket.__name__
         if name == "nonzero":
             return torch.zeros(0, args[0].dim(), dtype=torch.int64)
-        if name == "_grouped_mm" and (args[0].dim(), args[1].dim()) == (2, 3):  # torch's fake one knows bf16 alone
-            return args[0].new_empty(args[0].shape[0], args[1].shape[2])
+        if name == "_grouped_mm":  # torch's fake one knows bf16 alone
+            rows, weights, *_ = args
+            if (rows.dim(), weights.dim()) == (2, 3):
+                return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
         return 0 if name == "_local_scalar_dense" else NotImplemented
 
     @property
