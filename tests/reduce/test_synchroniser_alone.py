@@ -55,6 +55,18 @@ def test_a_step_ends_once_however_many_ask_for_it():
     assert parameters[0].grad.tolist() == [1.0] * 8
 
 
+def test_every_pass_begins_for_all_sums():
+    reducer, parameters = alone(8)
+    for _ in range(2):  # what a bucket waits for is what came in one pass
+        reducer.prepare(last=True)
+        backward(parameters)
+    reducer.finish()
+    assert [bucket.firings for bucket in reducer.buckets] == [1]
+    parameters[0].data = parameters[0].data.double()
+    with pytest.raises(GradientError, match=r"'p0' was torch\.float32 on cpu at initialize"):
+        reducer.prepare(last=True)
+
+
 def test_parameters_without_elements_take_part():
     reducer, parameters = alone(0)
     reducer.prepare(last=True)
