@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 from colonnade._launch import launch
 from colonnade.comm import messages
 from colonnade.comm.waits import OUTSIDE
+from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.build import initialize
+from colonnade.engine.precision.policy import Precision
 from colonnade.engine.schedule.pipeline import PipelineSchedule
 from colonnade.engine.skips import SkipAwareScheduler
 from colonnade.errors import ConfigError
@@ -280,3 +282,20 @@ def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
         model = nn.Sequential(nn.Linear(2, 2), added)
         initialize(model, lambda parameters: torch.optim.SGD(parameters), context=gpc)[0].close()
     assert told == {"parameters": [3], "on_meta": 1}
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected"),
+    [
+        ({}, None),
+        ({"reduce_dtype": "fp32"}, torch.float32),
+        ({"reduce_dtype": "bf16"}, torch.bfloat16),
+        ({"reduce_dtype": "fp32", "compress": "bf16"}, torch.bfloat16),
+        ({"automatic": False, "waive": ["*"]}, None),
+    ],
+)
+def test_stage_3_reduces_in_what_sync_says(sync, expected):
+    precision = Precision(torch.bfloat16, master_weights=False)
+    settings = build._zero_settings(load_config({"zero": 3, "sync": sync}), precision)
+    assert (settings.stage, settings.reduce_dtype) == (3, expected)
+    assert (settings.gather_dtype, settings.master_weights) == (torch.bfloat16, False)
