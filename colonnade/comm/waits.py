@@ -36,6 +36,14 @@ _KEY = "colonnade/waits/{}"
 _RANKS_NAMED = 16
 
 
+def pauses(longest: float) -> Iterator[float]:
+    """Seconds to sleep between looks at a store for as long as it takes: each pause twice the one before, up to `longest`."""
+    pause = 0.0001
+    while True:
+        yield pause
+        pause = min(2 * pause, longest)
+
+
 class _Place(NamedTuple):
     what: str
     step: int | None
@@ -117,8 +125,11 @@ class WaitWatch:
         count = store.add(key, 1)
         whole = -(-count // world_size) * world_size
         began = time.monotonic()
-        look, pause = began + 1.5 * SAY_AFTER, 0.0001
-        while count < whole:
+        look = began + 1.5 * SAY_AFTER
+        # The more ranks ask one store, the less often each does.
+        for pause in pauses(max(0.05, world_size / 20_000)):
+            if count >= whole:
+                return
             now = time.monotonic()
             if now > look:
                 look = now + SAY_AFTER / 5
@@ -129,8 +140,6 @@ class WaitWatch:
                     store.add(key, -1)
                     raise GradientError(f"{what} is for all ranks to call, and {stuck}", code="C043")
             time.sleep(pause)
-            # The more ranks ask one store, the less often each does.
-            pause = min(2 * pause, max(0.05, world_size / 20_000))
             count = store.add(key, 0)
 
     def _needs_me(self, world_size: int) -> str:

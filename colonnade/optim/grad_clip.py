@@ -58,7 +58,7 @@ def clip_units_(blocks: Sequence[UnitBlock], factor: float = 0.01, eps: float = 
         for block in members:
             weight, grad = next(norms), next(norms)
             limit = weight.clamp(min=eps) * factor
-            scale = limit / torch.fmax(grad, limit)  # 1 where a norm is NaN
+            scale = torch.fmin(limit / grad, torch.ones_like(grad))  # 1 where a norm is NaN
             block.grad.mul_(scale.view(-1, *[1] * (block.grad.dim() - 1)) if block.grad.dim() else scale.view(()))
 
 

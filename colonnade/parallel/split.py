@@ -349,7 +349,7 @@ def _seconds(layer: nn.Module, value: Any, one_value: bool) -> float:
     output = call_layer(layer, tree_map(lambda leaf: leaf.clone() if _needs_grad(leaf) else leaf, value), one_value)
     roots = [leaf for leaf in tree_leaves(output) if _needs_grad(leaf)]
     leaves = [leaf for leaf in [*layer.parameters(), *tree_leaves(value)] if _needs_grad(leaf)]
-    if roots:
+    if roots and leaves:
         torch.autograd.grad(roots, leaves, [torch.ones_like(root) for root in roots], allow_unused=True)
     return _now() - start
 

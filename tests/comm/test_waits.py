@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -227,3 +228,8 @@ def test_a_world_of_several_ranks_is_watched_until_it_is_closed(store, monkeypat
     watch.close()
     assert at_exit == []
     assert thread is None or not thread.is_alive()
+
+
+def test_pauses_grow_twofold_up_to_the_longest() -> None:
+    found = [*islice(waits.pauses(0.05), 12)]
+    assert found == pytest.approx([*(0.0001 * 2**at for at in range(9)), 0.05, 0.05, 0.05])

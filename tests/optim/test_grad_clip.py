@@ -66,6 +66,13 @@ def test_a_unit_that_is_not_a_number_leaves_the_others_alone() -> None:
     torch.testing.assert_close(grad[1], torch.full((3,), 0.1))  # as large as allowed
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_a_number_leaves_its_gradient_alone(weight: float) -> None:
+    grad = torch.ones(2, 3)
+    clip_units_([UnitBlock(torch.tensor([[weight, 1.0, 1.0], [1.0, 1.0, 1.0]]), grad)], factor=0.1)
+    torch.testing.assert_close(grad, torch.tensor([[1.0] * 3, [0.1] * 3]))
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (4, 6), (3, 2, 5), (0, 4), (4, 0), (0,)])
 def test_units_of_whole_tensors(shape: tuple[int, ...]) -> None:
     param, grad = drawn(*shape)

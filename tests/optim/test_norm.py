@@ -342,3 +342,8 @@ def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
 
     rows = [row(), row(**{k: v for k, v in change.items() if k not in ("p", "kernels")})]
     assert norm_readers.suits_kernel(rows, change.get("p", 2.0)) is suits
+
+
+def test_the_norm_of_no_slots_is_nothing() -> None:
+    none = torch.zeros(0, dtype=torch.float64)
+    assert Norms(2.0, none, none).total().item() == 0.0

@@ -19,7 +19,7 @@ from colonnade.engine.schedule.executor import Executor
 from colonnade.engine.schedule.executor.micro_batch import cut_batch
 from colonnade.engine.schedule.orders import make_table
 from colonnade.errors import ScheduleError
-from colonnade.parallel.split import Stage, balanced, find_ties, split
+from colonnade.parallel.split import Stage, _measured, _now, balanced, find_ties, split
 from colonnade.testing import run_world
 
 
@@ -592,3 +592,24 @@ def test_a_split_model_on_two_ranks_has_the_gradients_of_the_whole(order: str) -
     found = {name: grad for grads in run_world(2, run_split, order).values for name, grad in grads.items()}
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_layer_whose_weight_is_not_its_own_is_timed() -> None:
+    class Borrows(nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = [weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float() @ self.weight[0]
+
+    layers = [("borrows", Borrows(torch.randn(2, 2, requires_grad=True)))]
+    assert len(_measured(layers, torch.ones(3, 2, dtype=torch.int64), True)) == 1
+
+
+def test_a_time_is_read_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    assert _now() <= time.perf_counter()
+    assert waited == [True]

@@ -36,3 +36,9 @@ def test_a_sum_that_is_too_large_for_the_slice_is_divided_before_it_lands(landed
     shard.landed = landed
     shard.land(torch.tensor([1e6]), 0.001)
     assert shard.flat.item() == 1000.0
+
+
+def test_of_two_types_as_wide_the_factor_comes_after() -> None:
+    shard = GradientShard(torch.zeros(1, dtype=torch.bfloat16))
+    shard.land(torch.tensor([60000.0], dtype=torch.float16), 4.0)
+    assert shard.flat.item() == torch.tensor(60000.0).bfloat16().item() * 4

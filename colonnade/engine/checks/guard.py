@@ -157,10 +157,11 @@ class Guard:
         """Return when all ranks are here; raise if one never will be."""
         store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
         here = store.add(key, 1)
-        begin, pause = time.monotonic(), 0.0001
-        while here < self._context.world_size:
+        begin = time.monotonic()
+        for pause in waits.pauses(0.05):
+            if here >= self._context.world_size:
+                return
             time.sleep(pause)
-            pause = min(2 * pause, 0.05)
             here = store.add(key, 0)
             if time.monotonic() - begin > 1.5 * waits.SAY_AFTER:
                 self._look_for_stuck()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from colonnade.comm.torch_versions import PrefixStore, default_store, group_of_call
+from colonnade.comm.waits import pauses
 from colonnade.errors import LedgerError
 
 _COLLECTIVES = ("all", "barrier", "broadcast", "gather", "reduce", "scatter")
@@ -79,10 +80,10 @@ class SameCalls(TorchDispatchMode):
             self._store.set(f"{here}/all", "1")
             return
         before: dict[int, Any] = {}
-        pause = 0.001
-        while not self._store.check([f"{here}/all"]):
+        for pause in pauses(_LOOK_EVERY):
+            if self._store.check([f"{here}/all"]):
+                return
             sleep(pause)
-            pause = min(2 * pause, _LOOK_EVERY)
             if pause < _LOOK_EVERY:
                 continue
             states = self._look()

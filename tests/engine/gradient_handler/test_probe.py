@@ -406,3 +406,10 @@ def test_marks_survive_little_precision_over_thousands_of_ranks(ranks, how):
     step = probe._INT8 * marks.largest(ranks)
     assert probe._divisor(values, marks.total(everyone, columns), ranks, step, exact=False) == ranks
     assert probe._divisor(values, marks.total(fewer, columns), ranks, step, exact=False) is None or ranks > 64
+
+
+def test_marks_are_six_numbers_around_zero() -> None:
+    values = {*probe._VALUES.tolist()}
+    assert values == {-value for value in values}, "sums over many ranks stay near zero"
+    assert len(values) == 6
+    assert 0 not in values, "or a rank could be left out unseen"

@@ -126,3 +126,10 @@ def test_dropped_weights_keep_their_mean():
     q, k, v = (tensor.expand(200, -1, -1, -1, -1).flatten(0, 1) for tensor in _inputs(4, 6))
     plain, kept = (Exact(0.5, Mask(), dropout).forward(q, k, v)[0].mean(0) for dropout in (0.0, 0.3))
     assert (plain - kept).norm() <= 0.1 * plain.norm()
+
+
+def test_a_tile_has_as_many_rows_as_scores_fit(monkeypatch):
+    q, k = torch.empty(2, 3, 64, 4), torch.empty(2, 3, 64, 4)
+    monkeypatch.setattr(exact, "_SCORES", 2 * 3 * 64 * 20)
+    assert [rows.stop - rows.start for rows, *_ in exact._tiles(q, k, Mask())] == [20, 20, 20, 4]
+    assert [rows.stop - rows.start for rows, *_ in exact._tiles(q[:0], k[:0], Mask())] == [64]

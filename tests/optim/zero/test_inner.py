@@ -172,6 +172,10 @@ def test_state_is_told_of_the_first_group_for_every_dtype():
     assert state_dtypes(optimizer, torch.float64) == (torch.float64,)
 
 
+def test_state_of_rows_and_columns_is_not_of_every_element():
+    assert state_dtypes(torch.optim.Adafactor(made()), torch.float32) == ()
+
+
 def test_parts_take_over_the_state_and_the_step_hooks_alone():
     first, second = made()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, momentum=0.9)
