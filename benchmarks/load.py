@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def load(folder: Path, context: ParallelContext) -> Any:
 def held(engine: Any, folder: Path) -> tuple[int, int]:
     """Bytes of the parameters of this rank, and of the largest tensor in the files."""
     own = sum(local_part(parameter).nbytes for parameter in engine.model.parameters())
-    return own, max(tensor.size for tensor in tensors_in(folder).values())
+    return own, max(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors_in(folder).values())
 
 
 def read_once(folder: Path) -> float:

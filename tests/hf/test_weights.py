@@ -7,6 +7,7 @@ import gc
 import json
 import shutil
 import threading
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def check_memory(path: Path) -> None:
             done.set()
             watcher.join()
             share = sum(local_part(parameter).nbytes for parameter in engine.model.parameters())
-            whole = sum(tensor.size for tensor in tensors_in(path).values())
+            whole = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors_in(path).values())
             assert whole > 240 << 20
             assert share < 1.01 * whole / 4
             assert share < peak[0] < share + largest + little, (config, share >> 20, peak[0] >> 20)

@@ -6,7 +6,6 @@ tensors (gloo corrupts them in silence), uneven parts, old and new names. Each c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,11 +108,13 @@ def all_gather(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> T
 
 def reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part along `dim` of the sum of everybody's tensor."""
-    return begin_reduce_scatter(x, members, dim, sizes)()
+    return begin_reduce_scatter(x, members, dim, sizes, async_op=False)()
 
 
-def begin_reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
-    """`reduce_scatter`, begun; the result waits for it."""
+def begin_reduce_scatter(
+    x: Tensor, members: Members, dim: int, sizes: Sequence[int], async_op: bool = True
+) -> Callable[[], Tensor]:
+    """`reduce_scatter`, begun; the result waits for it. Compiled code knows no works: there it is no `async_op`."""
     longest, mine = max(sizes), sizes[members.at]
     _note("reduce_scatter", members, (members.size - 1) * mine * _bytes_per_slice(x, dim))
     parts = [_padded(part, dim, longest) for part in x.split(list(sizes), dim)]
@@ -121,10 +122,11 @@ def begin_reduce_scatter(x: Tensor, members: Members, dim: int, sizes: Sequence[
     first, *_ = parts
     total = torch.empty_like(first, memory_format=torch.contiguous_format)
     stacked = x if in_order else torch.cat(parts)
-    work = reduce_scatter_flat(total.view(-1), stacked.reshape(-1), group=members.group, async_op=True)
+    work = reduce_scatter_flat(total.view(-1), stacked.reshape(-1), group=members.group, async_op=async_op)
 
     def wait() -> Tensor:
-        work.wait()
+        if work is not None:
+            work.wait()
         return total if mine == longest else total.narrow(dim, 0, mine).contiguous()
 
     return wait
@@ -225,4 +227,4 @@ def _bytes(x: Tensor) -> int:
 
 
 def _bytes_per_slice(x: Tensor, dim: int) -> int:
-    return math.prod(size for at, size in enumerate(x.shape) if at != dim) * x.element_size()
+    return x.shape[:dim].numel() * x.shape[dim + 1 :].numel() * x.element_size()
