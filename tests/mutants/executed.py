@@ -1,6 +1,6 @@
 """`python -m tests.mutants.executed lines.json`: which test files execute which lines of the package, ranks included.
 
-Every test file of `make test` runs once under coverage, two at a time: about half an hour on two cores. A run that was ended
+Every test file of `make test` runs once under coverage, two at a time: about twenty minutes on two cores. A run that was ended
 goes on from the file, and later only the test files run that were edited since. `python -m tests.mutants --executed lines.json`
 runs against a change only the tests that execute it.
 """
