@@ -1,0 +1,27 @@
+"""OLMo-core #317: the optimizer never counted its steps.
+
+Shows as: every step is corrected for bias as if it were the first.
+"""
+
+from functools import partial
+
+import torch
+
+from tests.corpus.runner import Bug, Run
+
+BUG = Bug("OLMo-core #317", "the counter of steps stays where it was", "optimizer-differs")
+
+
+def plant(run: Run) -> None:
+    def change(engine):
+        step = engine._stepper.step
+
+        def stepped():
+            for state in engine.optimizer.state.values():
+                state["step"].zero_()
+            step()
+
+        engine._stepper.step = stepped
+
+    run.optimizer = partial(torch.optim.Adam, lr=0.01)
+    run.after.append(change)
