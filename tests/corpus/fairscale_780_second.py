@@ -30,7 +30,8 @@ class Twice(nn.Module):
 class Early(Twice):
     def second(self):
         alias = self.layer.weight * 1.0
-        alias.register_hook(self.average)
+        if alias.requires_grad:
+            alias.register_hook(self.average)
         return alias
 
     def average(self, gradient):
