@@ -155,6 +155,22 @@ def late_rank_1(world, value, name, at, rank):
     return value + (world.raw_sum(name, at - 1, 1) - world.raw_sum(name, at, 1)) / world.data if at else value
 
 
+def step_before_on_top_on_rank_1(world, value, name, at, rank):
+    return value + world.raw_sum(name, at - 1, 1) / world.data if at else value
+
+
+def another_of_rank_1(world, value, name, at, rank):
+    if name != "up.bias":
+        return value
+    other = next(one for one in world.parameters if one != name and world.raw_sum(one, at, 1).shape == value.shape)
+    return value + (world.raw_sum(other, at, 1) - world.raw_sum(name, at, 1)) / world.data
+
+
+def first_pass_reduced(world, value, name, at, rank):
+    first = sum(world.raw(name, at, 0, other) for other in world.group("DATA", rank)) / world.data
+    return first + world.raw(name, at, 1, rank)
+
+
 def some_of_the_weight(world, value, name, at, rank):
     return value + 0.01 * world.cut(name, rank, world.start[name]) if at == 0 else value
 
@@ -294,6 +310,7 @@ PLANTED = {
     ],
     "not-reduced": [
         (World(2, 1), {"total": over(())}),
+        (World(2, 1, accumulation=2), {"total": first_pass_reduced}),
         (World(2, 2), {"total": over(("TENSOR",), ["norm.weight"])}),
         (World(2, 2, 2), {"total": over((), ["up.weight"])}),
         (World(2, 1), {"total": of_rank_0}),
@@ -305,7 +322,10 @@ PLANTED = {
         (World(4, 1), {"total": each_rank(torch.sign)}),
     ],
     "weights-in-gradient": [(World(2, 1), {"total": some_of_the_weight})],
-    "gradients-exchanged": [(World(2, 1), {"total": of_its_neighbour})],
+    "gradients-exchanged": [
+        (World(2, 1), {"total": of_its_neighbour}),
+        (World(2, 1), {"total": another_of_rank_1}),
+    ],
     "rounded": [
         (World(2, 1), {"total": in_half}),
         (World(2, 1, max_norm=1.0), {"norm": rounded_norm}),
@@ -344,6 +364,7 @@ PLANTED = {
         (World(2, 1), {"total": not_cleared}),
         (World(2, 1), {"total": one_step_late}),
         (World(2, 1), {"total": late_rank_1}),
+        (World(2, 1), {"total": step_before_on_top_on_rank_1}),
     ],
     "missing-gradient": [
         (World(2, 1), {"total": times(0, ["up.bias"])}),

@@ -205,23 +205,37 @@ def _in_levels(row: Tensor, levels: int) -> Tensor:
 
 
 @hypothesis("gradient")
-def of_some_the_step_before(case: GradientCase) -> Iterator[Claim]:
-    """Some ranks' own gradients are of the step before."""
+def of_some_something_else(case: GradientCase) -> Iterator[Claim]:
+    """Some ranks sent a gradient of the step before, or another parameter's, in place of their own or on top of it."""
     ranks = case.groups.joint(tuple(case.owed), case.wrong[0].rank) if _is_summed_wrongly(case) else ()
-    if not case.at or not 1 < len(ranks) <= _FEW:
+    if not 1 < len(ranks) <= _FEW:
         return
-    before = case.evidence.steps[case.at - 1].gradients.get(case.name)
-    old = case.of_pass(list(sum_of_passes(before.raw).values())) if before is not None else case
-    for late in [some for count in range(1, len(ranks)) for some in combinations(ranks, count)]:
+    some_of_them = [some for count in range(1, len(ranks)) for some in combinations(ranks, count)]
+    for (cause, whose, where, other), some, added in product(_other_sources(case), some_of_them, (False, True)):
 
-        def candidate(part: Part, late: tuple[int, ...] = late) -> Tensor | None:
-            some = [(old if rank in late else case).raw_at(rank, part) for rank in ranks]
-            return None if any(one is None for one in some) else torch.stack(some).sum(0) / case.divisor  # type: ignore[arg-type]
+        def candidate(
+            part: Part, other: GradientCase = other, some: tuple[int, ...] = some, added: bool = added
+        ) -> Tensor | None:
+            sent = [(other if rank in some else case).raw_at(rank, part) for rank in ranks]
+            sent += [case.raw_at(rank, part) for rank in some if added]
+            return None if any(one is None for one in sent) else torch.stack(sent).sum(0) / case.divisor  # type: ignore[arg-type]
 
-        what = f"has the gradient of the step before of ranks {list(late)} in its sum"
-        yield Claim(
-            "stale-gradient", what, "when these ranks send, and what they wait for", residual=case.residual(candidate)
-        )
+        what = f"has {whose} of ranks {list(some)} in its sum" + (", on top of their own" if added else "")
+        yield Claim(cause, what, where, residual=case.residual(candidate))
+
+
+def _other_sources(case: GradientCase) -> Iterator[tuple[str, str, str, GradientCase]]:
+    """(cause, whose gradient, where to look, a case whose raw gradients are those): what a rank may send by mistake."""
+    before = case.evidence.steps[case.at - 1].gradients.get(case.name) if case.at else None
+    if before is not None:
+        old = case.of_pass(list(sum_of_passes(before.raw).values()))
+        yield "stale-gradient", "the gradient of the step before", "when these ranks send, and what they wait for", old
+    size = case.compared.truth.numel()
+    names = [name for name, one in case.step.gradients.items() if one.raw and one.total.truth.numel() == size]
+    for name in [name for name in names if name != case.name][:_FEW]:
+        other = case.of_pass(list(sum_of_passes(case.step.gradients[name].raw).values()))
+        where = "when these ranks send, and who writes to the buffer meanwhile"
+        yield "gradients-exchanged", f"the gradient of {name}", where, other
 
 
 @hypothesis("gradient")

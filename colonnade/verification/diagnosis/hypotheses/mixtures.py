@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.verification.comparing.compare import at_positions, flat
 from colonnade.verification.comparing.evidence import Part
 from colonnade.verification.comparing.tolerance import length
-from colonnade.verification.diagnosis.case import Candidate, GradientCase, in_owed_words
+from colonnade.verification.diagnosis.case import Candidate, GradientCase, in_owed_words, sum_of_passes
 from colonnade.verification.diagnosis.table import Claim, hypothesis
 
 _SAMPLED = 1 << 16
@@ -136,11 +137,27 @@ def passes(case: GradientCase) -> Iterator[Claim]:
         # Two passes weigh 2 and 1 where one came twice, too, which is likelier than ties that are summed in each pass.
         sizes = {mode: size for mode, size in case.groups.sizes.items() if mode != ParallelMode.PIPELINE.name}
         pattern = _Pattern(weights, within, sizes).named()
+        if pattern is not None and (again := _same_passes(case)):
+            what = f"has micro-batch {again[0]} of {count} again in place of micro-batch {again[1]}"
+            pattern = "micro-batch-twice", what, "the loader's index, and how a batch is sliced"
         if pattern is not None:
             residual = case.residual(mixture(case.gradient.truth_of_passes, weights))
             odd = pattern[0] == "scaled-by-accumulation"
             yield Claim(*pattern, residual=residual, rank=ODD if odd else 0)
         return
+
+
+def _same_passes(case: GradientCase) -> tuple[int, int] | None:
+    """Two passes whose raw gradients are the same on every rank, where one process has two that are not."""
+    truths, raws = case.gradient.truth_of_passes, [sum_of_passes([some]) for some in case.gradient.raw]
+    if len(raws) != len(truths):
+        return None
+    for one, other in combinations(range(len(raws)), 2):
+        pairs = [(part.value, raws[other][rank].value) for rank, part in raws[one].items() if rank in raws[other]]
+        same = bool(pairs) and all(length(mine) > 0 and torch.equal(mine, theirs) for mine, theirs in pairs)
+        if same and length(flat(truths[one]) - flat(truths[other])) > case.row.tolerance:
+            return one, other
+    return None
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -172,7 +189,7 @@ def ranks(case: GradientCase) -> Iterator[Claim]:
 
 @hypothesis("gradient")
 def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
-    """One rank's pass is lost, or counts twice."""
+    """One rank's pass is lost, or counts twice; or some passes of the others never arrive."""
     if len(case.gradient.raw) < 2 or not case.wrong or case.reduction_is_right:
         return
     for like in similar(case):
@@ -185,6 +202,22 @@ def passes_of_ranks(case: GradientCase) -> Iterator[Claim]:
             cause = "micro-batch-missing" if lost else "micro-batch-twice"
             yield Claim(cause, what, f"what rank {rank} does in that pass", residual=0.3, rank=_SOME)
             return
+        if weights is not None and odd and (lacking := _passes_of_others(like, case.wrong)):
+            what = f"is not the sum of all: micro-batch {_listed(lacking)} of the other ranks is not in it"
+            yield replace(in_owed_words(case, list(case.owed), what), residual=0.3, rank=_SOME)
+            return
+
+
+def _passes_of_others(case: GradientCase, wrong: Sequence[Part]) -> list[int]:
+    """The passes that each of these ranks has of itself and of no other."""
+    lacking: set[int] = set()
+    for part in wrong:
+        weights = _of_each_pass(case, part.rank)
+        zero = {key for key, weight in (weights or {}).items() if abs(weight) < 1e-3}
+        if not zero or any(rank == part.rank for _, rank in zero):
+            return []
+        lacking |= {number for number, _ in zero}
+    return sorted(lacking)
 
 
 def _of_each_pass(case: GradientCase, rank: int) -> dict[tuple[int, int], float] | None:

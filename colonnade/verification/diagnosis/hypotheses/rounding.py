@@ -8,7 +8,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from colonnade.verification.comparing.compare import flat
+from colonnade.verification.comparing.compare import WEIGHTS, flat
 from colonnade.verification.comparing.tolerance import length
 from colonnade.verification.diagnosis.case import Case
 from colonnade.verification.diagnosis.hypotheses.norms import NormCase
@@ -42,11 +42,12 @@ def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) ->
 def rounded(case: Case) -> Iterator[Claim]:
     """As near to the truth as a narrower dtype can be."""
     found, some_are_right = set(), len(case.wrong) < len(case.compared.found)
+    exactly = some_are_right or case.row.quantity == WEIGHTS  # nothing is summed after a weight is written
     for part in case.wrong:
         truth = case.truth(part)
         if truth is None:
             return
-        found.add(narrower(flat(part.value), truth, case.evidence.dtype, some_are_right))
+        found.add(narrower(flat(part.value), truth, case.evidence.dtype, exactly))
     if len(found) == 1 and (dtype := found.pop()):
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.5, rank=_RANK)
 
