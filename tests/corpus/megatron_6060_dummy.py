@@ -19,4 +19,5 @@ def plant(run: Run) -> None:
             kept[name] = own
         mean_over(gradient, ParallelMode.DATA, context)
 
+    run.after.append(lambda engine: kept.clear())
     run.reduce_by(reduce)
