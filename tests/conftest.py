@@ -115,7 +115,7 @@ ONE_WORKER = (
     "optim/test_field_bugs.py",
     "parallel/meta/test_meta_init.py",
     "seeds/test_gradient_clipping.py",
-    "test_sizes.py",
+    "test_source_files.py",
 )
 """Their tests look at what one run has left: two workers would make it twice."""
 
