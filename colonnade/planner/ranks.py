@@ -15,6 +15,7 @@ from colonnade.config import Config
 from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.checks.same_stages import forms_of, same_stages
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
@@ -113,6 +114,7 @@ class _Planning:
         kinds, whole = self._start()
         for rank in self.firsts:
             kinds.models[rank] = self._model(rank, whole, kinds)
+        self._warn_of_same_stages(whole, kinds)
         for rank in self.firsts if self.zero.stage != 3 else ():
             key = (signature(kinds.models[rank]), self._inside(rank))
             if key not in self.sums:
@@ -121,6 +123,18 @@ class _Planning:
             kinds.gradients[rank] = self.sums[key]
         self._run_stages(kinds)
         return kinds
+
+    def _warn_of_same_stages(self, whole: Any, kinds: Kinds) -> None:
+        """Note that the model was not cut where all stages have parameters of equal names and shapes, as `initialize` does."""
+        if isinstance(whole, Split) or len(kinds.stage_ranks) == 1 or self.config.get("compare_stages") is False:
+            return
+        forms = {stage_of(self.layout, rank): forms_of(model) for rank, model in kinds.models.items()}
+        first, *others = forms.values()
+        if first and others and all(other == first for other in others):
+            cut = f"colonnade.split(model, num_stages={len(kinds.stage_ranks)})"
+            kinds.notes[f"{same_stages(first, len(forms))}; return {cut} unless the stages are meant to be alike"] = (
+                None
+            )
 
     def _start(self) -> tuple[Kinds, Any]:
         """The schedule, and the model where one build has all stages."""
