@@ -346,6 +346,14 @@ PAGES: dict[str, Page] = {
         "really begins like a URL can be given by its absolute path.",
         "howto/checkpoint",
     ),
+    "C160": Page(
+        "Pipeline stages that are all the same model",
+        "With a pipeline each rank trains its stage of the model. The parameters of all stages have equal names, shapes and values, so every rank has "
+        "brought the whole model: a step would run it several times in a row, with other results than one process.",
+        "Cut the model: model = colonnade.split(model, num_stages=...) before initialize(). If the stages start equal on purpose, pass them as "
+        "colonnade.split([first, second, ...]), or set compare_stages=False in the config.",
+        "howto/cut_for_a_pipeline",
+    ),
 }
 
 
