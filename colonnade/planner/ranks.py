@@ -73,8 +73,8 @@ class Kinds:
     passes: dict[int, StagePass] = field(default_factory=dict)
     parameters: dict[int, list[Held]] = field(default_factory=dict)
     data: Any = None
-    fresh: bool = False
-    """Whether gradients come and go with the only pass of a step, so that the passes' memory has them."""
+    one_pass: bool = False
+    """Whether a step is one pass, so that gradients in no bucket come with it, and the pass's memory has them."""
     notes: dict[str, None] = field(default_factory=dict)
     problems: dict[str, None] = field(default_factory=dict)
 
@@ -154,7 +154,7 @@ class _Planning:
             kinds.notes |= {
                 f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
             }
-            kinds.fresh = self.zero.stage == 3 and not piped and int(self.config.get("gradient_accumulation") or 1) == 1
+            kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             loss = self.job.loss(whole, self.context, kinds.notes)
             self.criterion = self.precision.around(loss, torch.device("cpu"))
@@ -201,7 +201,8 @@ class _Planning:
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
         value, last = self.first.data, len(kinds.stage_ranks) - 1
         for stage, (rank, module) in enumerate(self._modules(kinds)):
-            how = (self.zero.stage == 3, kinds.fresh, apart, stage == 0, stage == last)
+            loose = kinds.gradients[rank].loose if kinds.one_pass and self.zero.stage != 3 else frozenset()
+            how = (self.zero.stage == 3, kinds.one_pass, loose, apart, stage == 0, stage == last)
             key = (signature(module), self._inside(rank), *how)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
@@ -258,11 +259,14 @@ class _Planning:
             if sharded:
                 shard_model(module, self.context, self.zero)
                 summed = self._gradients(module, kinds)
+            # Without a pipeline a stage is all that the rank has, so places among its parameters are those in the plan.
+            loose = (summed or kinds.gradients[rank]).loose if kinds.one_pass else frozenset()
             with self.fake:
                 fake_module(module)
+                fresh = {id(parameter) for at, parameter in enumerate(module.parameters()) if at in loose}
 
                 def run() -> StagePass:
-                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, kinds.fresh)
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh)
 
                 try:
                     found = run_repeated(module, run, sharded=sharded)
@@ -306,7 +310,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
     """The sums of several stages of one rank."""
     if one is None:
         return other
-    numbers = ("parameters", "gradients", "turns", "state", "host", "stepped")
+    numbers = ("parameters", "gradients", "loose_bytes", "turns", "state", "host", "stepped")
     return replace(
         one,
         ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),
