@@ -68,6 +68,10 @@ class GradientPlan:
     host: int = 0
     stepped: int = 0
     """Bytes that the optimizer's step reads and writes."""
+    loose: frozenset[int] = frozenset()
+    """Places, among the module's parameters, of those whose gradients autograd makes anew in each step: they lie in no bucket."""
+    loose_bytes: int = 0
+    """Of `gradients`, what these take."""
     carries_counts: bool = False
     """Whether counts of losses ride with a bucket."""
 
@@ -126,7 +130,9 @@ def plan_gradients(
     for bucket in laid_out:
         _hold(bucket, plan, states)
     inside = {id(parameter) for one in sums for parameter in one.parameters}
-    _hold_rest([p for p in model.parameters() if id(p) not in inside], plan, states, optimizer_everywhere=not sharded)
+    rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
+    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
+    plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
 
 
@@ -241,6 +247,7 @@ def _hold_rest(
         if not parameter.requires_grad:
             continue
         plan.gradients += local.nbytes
+        plan.loose_bytes += local.nbytes
         state = sum(local.numel() * each.itemsize for each in states[parameter.dtype]) if optimizer_everywhere else 0
         plan.state += state
         plan.stepped += 2 * state + 3 * local.nbytes

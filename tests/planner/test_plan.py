@@ -49,6 +49,20 @@ def test_a_plan_has_groups_kinds_of_ranks_and_sums(planned: Any) -> None:
     json.dumps(planned.to_dict())
 
 
+def test_stages_that_nobody_has_cut_are_noted() -> None:
+    config = dict(parallel=dict(pipeline=2), num_microbatches=2)
+    job = Job(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        lambda: (torch.ones(4, 4), torch.ones(4, 4)),
+        nn.MSELoss,
+    )
+    notes = " ".join(plan(load_config(config), 2, load_hardware("h100"), job).notes)
+    assert "all 2 pipeline stages have parameters of the same 4 names and shapes" in notes
+    assert "colonnade.split(model, num_stages=2)" in notes
+    allowed = plan(load_config({**config, "compare_stages": False}), 2, load_hardware("h100"), job)
+    assert "colonnade.split" not in " ".join(allowed.notes)
+
+
 def test_parameters_gradients_and_state_are_those_of_the_model(planned: Any) -> None:
     whole = sum(parameter.numel() for parameter in _one_process().parameters())
     assert planned.totals.parameters == whole
