@@ -354,6 +354,13 @@ PAGES: dict[str, Page] = {
         "colonnade.split([first, second, ...]), or set compare_stages=False in the config.",
         "howto/cut_for_a_pipeline",
     ),
+    "C121": Page(
+        "The state of an optimizer that zero has sharded, asked of the optimizer itself",
+        "At stages 1 and 2 each rank keeps the state of its slices, and the optimizer that was given to initialize() has none. Its "
+        "`state_dict()` would be empty, and what its `load_state_dict()` loads would be ignored.",
+        "Save and load with CheckpointManager, or ask `engine.optimizer` on every rank. A state from elsewhere is loaded before initialize().",
+        "reference/zero",
+    ),
 }
 
 

@@ -188,6 +188,20 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     assert "the gradients would not be those of one process" in found.problems[0]
 
 
+class SumsItself(torch.optim.SGD):
+    """An optimizer that sums gradients in its own way."""
+
+    def sync_grad(self) -> None: ...
+
+
+def test_an_optimizer_that_sums_gradients_itself_is_in_the_plan_as_in_the_run() -> None:
+    job = Job(lambda: nn.Linear(4, 4), lambda: torch.zeros(2, 4), optimizer=lambda held: SumsItself(held, lr=0.1))
+    found = plan(load_config({}), 2, load_hardware("h100"), job)
+    assert {line.done_by for line in found.ledger} == {"ZeROGradientHandler"}
+    assert found.classes[0].collectives == ()
+    assert [note for note in found.notes if note.startswith("ZeROGradientHandler sums gradients itself")]
+
+
 def test_what_is_not_planned_is_noted() -> None:
     @SCHEDULE.register_module
     class TwiceOver(NonPipelineSchedule):
