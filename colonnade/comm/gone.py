@@ -39,6 +39,7 @@ class Processes:
         self._own = _own_process()
         self._store.set(_KEY.format(rank), json.dumps(self._own))
         self._first: Any = None
+        self._notes: dict[int, Any] = {}  # of the other ranks of this host; read when somebody may have left
 
     def remember_first(self) -> None:
         """Read the note of rank 0, which may serve the store: when rank 0 is gone, it cannot be read any more."""
@@ -64,12 +65,14 @@ class Processes:
         return [int(rank) for rank in told if rank != self._rank]
 
     def _look(self) -> list[int]:
-        ranks = [rank for rank in _ranks_here(self._rank, self._world_size) if rank != self._rank]
-        keys = [_KEY.format(rank) for rank in ranks]
-        if not self._store.check(keys):
-            return []
-        notes = [json.loads(note.decode()) for note in self._store.multi_get(keys)]
-        found = [rank for rank, note in zip(ranks, notes, strict=True) if _has_ended(self._own, note)]
+        if not self._notes:
+            ranks = [rank for rank in _ranks_here(self._rank, self._world_size) if rank != self._rank]
+            keys = [_KEY.format(rank) for rank in ranks]
+            if not self._store.check(keys):
+                return []
+            read = [json.loads(note.decode()) for note in self._store.multi_get(keys)]
+            self._notes = dict(zip(ranks, read, strict=True))
+        found = [rank for rank, note in self._notes.items() if _has_ended(self._own, note)]
         if found:
             self._store.compare_set(_FOUND, "", json.dumps(found))
         return found

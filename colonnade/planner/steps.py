@@ -218,8 +218,8 @@ class Steps:
         # On a device a full bucket is filled at once, from gradients that autograd has made.
         moved = 0 if self._on_cpu else gradients.largest
         activations, frames = self._fullest(at)
-        if self.kinds.fresh:
-            activations = max(0, activations - gradients.gradients)
+        if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
+            activations = max(0, activations - gradients.loose_bytes)
         return Memory(
             parameters=gradients.parameters,
             gradients=gradients.gradients,

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from colonnade.paths import local_path
 from colonnade.report.charts import bar_chart
 from colonnade.report.plan_pictures import ledger_svg, mesh_svg, timeline_svg
 from colonnade.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
@@ -38,6 +39,7 @@ def plan_page(values: Values) -> str:
 
 def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
     """Write mesh, ledger, memory, communication and timeline as SVG files; returns them."""
+    target = local_path(folder, "the folder of the plan's pictures")
     plan = values["best"] if "fitting" in values else values
     if plan is None:
         return []
@@ -48,7 +50,6 @@ def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
         pictures["communication"] = _communication_chart(plan, standalone=True)
     if plan["timeline"]:
         pictures["timeline"] = timeline_svg(plan)
-    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     for name, text in pictures.items():
         (target / f"{name}.svg").write_text(text, encoding="utf-8")

@@ -49,6 +49,20 @@ def test_a_plan_has_groups_kinds_of_ranks_and_sums(planned: Any) -> None:
     json.dumps(planned.to_dict())
 
 
+def test_stages_that_nobody_has_cut_are_noted() -> None:
+    config = dict(parallel=dict(pipeline=2), num_microbatches=2)
+    job = Job(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        lambda: (torch.ones(4, 4), torch.ones(4, 4)),
+        nn.MSELoss,
+    )
+    notes = " ".join(plan(load_config(config), 2, load_hardware("h100"), job).notes)
+    assert "all 2 pipeline stages have parameters of the same 4 names and shapes" in notes
+    assert "colonnade.split(model, num_stages=2)" in notes
+    allowed = plan(load_config({**config, "compare_stages": False}), 2, load_hardware("h100"), job)
+    assert "colonnade.split" not in " ".join(allowed.notes)
+
+
 def test_parameters_gradients_and_state_are_those_of_the_model(planned: Any) -> None:
     whole = sum(parameter.numel() for parameter in _one_process().parameters())
     assert planned.totals.parameters == whole
@@ -172,6 +186,20 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     config = load_config(dict(sync=dict(automatic=False)))
     found = plan(config, 2, load_hardware("h100"), Job(unplaced, lambda: torch.zeros(2, 4)))
     assert "the gradients would not be those of one process" in found.problems[0]
+
+
+class SumsItself(torch.optim.SGD):
+    """An optimizer that sums gradients in its own way."""
+
+    def sync_grad(self) -> None: ...
+
+
+def test_an_optimizer_that_sums_gradients_itself_is_in_the_plan_as_in_the_run() -> None:
+    job = Job(lambda: nn.Linear(4, 4), lambda: torch.zeros(2, 4), optimizer=lambda held: SumsItself(held, lr=0.1))
+    found = plan(load_config({}), 2, load_hardware("h100"), job)
+    assert {line.done_by for line in found.ledger} == {"ZeROGradientHandler"}
+    assert found.classes[0].collectives == ()
+    assert [note for note in found.notes if note.startswith("ZeROGradientHandler sums gradients itself")]
 
 
 def test_what_is_not_planned_is_noted() -> None:

@@ -118,15 +118,19 @@ BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
 def build_handlers(
     named: Sequence[Any], model: nn.Module, optimizer: Any, context: ParallelContext
 ) -> list[BuiltHandler]:
-    """The handlers that the config names, attached."""
+    """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached."""
     handlers = [build_gradient_handler(entry, model, optimizer) for entry in named]
-    if callable(getattr(optimizer, "sync_grad", None)) and not any(
-        isinstance(h, ZeROGradientHandler) for h in handlers
-    ):
+    if needs_own_handler(optimizer, handlers):
         handlers.insert(0, ZeROGradientHandler(model, optimizer))
     for handler in handlers:
         handler.attach(context)
     return [(handler, handler.covers()) for handler in handlers]
+
+
+def needs_own_handler(optimizer: Any, handlers: Sequence[BaseGradientHandler]) -> bool:
+    """Whether the optimizer sums gradients itself, and none of these handlers asks it to."""
+    asked = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
+    return callable(getattr(optimizer, "sync_grad", None)) and not asked
 
 
 def build_sync(
