@@ -338,6 +338,13 @@ PAGES: dict[str, Page] = {
         "Define the function at the top level of a file, and pass plain data.",
         "howto/test_my_code",
     ),
+    "C115": Page(
+        "An older spelling of a keyword of run_world",
+        "Keywords that run_world does not know go to the function that the ranks call. `init=` is what `backend=` was called once, so it is refused "
+        "instead of being passed on, unless that function names a parameter `init`.",
+        'Write backend=: "gloo", "nccl", or None for a function that launches by itself.',
+        "howto/test_my_code",
+    ),
     "C120": Page(
         "A URL where a path is needed",
         "Checkpoints, outputs, reports, logs, exports, configs and folders of models are read from and written to file systems. `s3://bucket/run` "
