@@ -85,7 +85,7 @@ def _figures(plan: Values) -> str:
         (size(totals["bytes_between_nodes"]), "between nodes in a step"),
         (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
     ]
-    return tiles(figures) + f'<p>{"<br>".join(map(escape, FORMULAS))}</p>'
+    return tiles(figures) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
 
 
 def _cards(plan: Values) -> list[str]:
