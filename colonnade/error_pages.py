@@ -338,6 +338,36 @@ PAGES: dict[str, Page] = {
         "Define the function at the top level of a file, and pass plain data.",
         "howto/test_my_code",
     ),
+    "C115": Page(
+        "An older spelling of a keyword of run_world",
+        "Keywords that run_world does not know go to the function that the ranks call. `init=` is what `backend=` was called once, so it is refused "
+        "instead of being passed on, unless that function names a parameter `init`.",
+        'Write backend=: "gloo", "nccl", or None for a function that launches by itself.',
+        "howto/test_my_code",
+    ),
+    "C120": Page(
+        "A URL where a path is needed",
+        "Checkpoints, outputs, reports, logs, exports, configs and folders of models are read from and written to file systems. `s3://bucket/run` "
+        "as a path would be a local folder named `s3:`, which is gone with the machine, so URLs are refused wherever a path is taken.",
+        "Give a path of a file system that all ranks see, and copy finished checkpoints from there to the object store. A folder whose name "
+        "really begins like a URL can be given by its absolute path.",
+        "howto/checkpoint",
+    ),
+    "C160": Page(
+        "Pipeline stages that are all the same model",
+        "With a pipeline each rank trains its stage of the model. The parameters of all stages have equal names, shapes and values, so every rank has "
+        "brought the whole model: a step would run it several times in a row, with other results than one process.",
+        "Cut the model: model = colonnade.split(model, num_stages=...) before initialize(). If the stages start equal on purpose, pass them as "
+        "colonnade.split([first, second, ...]), or set compare_stages=False in the config.",
+        "howto/cut_for_a_pipeline",
+    ),
+    "C121": Page(
+        "The state of an optimizer that zero has sharded, asked of the optimizer itself",
+        "At stages 1 and 2 each rank keeps the state of its slices, and the optimizer that was given to initialize() has none. Its "
+        "`state_dict()` would be empty, and what its `load_state_dict()` loads would be ignored.",
+        "Save and load with CheckpointManager, or ask `engine.optimizer` on every rank. A state from elsewhere is loaded before initialize().",
+        "reference/zero",
+    ),
 }
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from colonnade.paths import local_path
+
 _NAME = "colonnade"
 _RankOf = Callable[[Any], int]
 
@@ -48,7 +50,7 @@ class DistributedLogger:
         self, path: str | Path, mode: Literal["a", "w"] = "a", level: str = "INFO", suffix: str | None = None
     ) -> Path:
         """Also write to `path/rank_<n>[_suffix].log`; returns the file."""
-        folder = Path(path)
+        folder = local_path(path, "the folder of the logs")
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank_{_rank_of(None)}{f'_{suffix}' if suffix else ''}.log"
         handler = logging.FileHandler(file, mode=mode, encoding="utf-8")

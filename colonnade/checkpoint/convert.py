@@ -18,11 +18,12 @@ from colonnade.checkpoint.storage.folder import step_of
 from colonnade.checkpoint.storage.verify import newest_good, verify
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.shards import MASTER
+from colonnade.paths import local_path
 
 
 def find_checkpoint(folder: str | Path, step: int | None = None) -> Path:
     """`folder` itself if it is a checkpoint; in a run's folder the newest good one, or that of `step`."""
-    path = Path(folder)
+    path = local_path(folder, "the folder of checkpoints", CheckpointError)
     if step_of(path) is not None or (path / MANIFEST).exists():
         return path
     found, problems = newest_good(path, step)
@@ -42,7 +43,7 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
     torch.distributed.checkpoint: weights and, where it has one, the optimizer). Names stay as they are. Pickles are read only
     with `trust`. One whole tensor is in memory at a time.
     """
-    path = Path(source)
+    path = local_path(source, "what is imported", CheckpointError)
     with as_checkpoint_errors(f"importing {path}"):
         _check_format(kind)
         if step < 0:
@@ -58,7 +59,7 @@ def import_checkpoint(source: str | Path, folder: str | Path, kind: str, step: i
             state = ForeignState(
                 {key: Entry(key, name_of(one.dtype), one.shape, one.read) for key, one in found.items()}
             )
-        return write_checkpoint(state, Path(folder), step)
+        return write_checkpoint(state, local_path(folder, "the folder of checkpoints", CheckpointError), step)
 
 
 def export_checkpoint(
@@ -70,14 +71,15 @@ def export_checkpoint(
     """
     with as_checkpoint_errors(f"exporting {checkpoint}"):
         _check_format(kind)
-        if config is not None and (kind != "hf" or not (Path(config) / "config.json").is_file()):
+        out = local_path(target, "what is exported to", CheckpointError)
+        home = None if config is None else local_path(config, "the folder of config.json", CheckpointError)
+        if home is not None and (kind != "hf" or not (home / "config.json").is_file()):
             raise CheckpointError(f"config={str(config)!r}: give a folder with config.json, and format hf")
         source = find_checkpoint(checkpoint, step)
         if kind == "safetensors":
-            return export_full(source, target)
+            return export_full(source, out)
         state = _state_of(source, under_all_names=kind == "dcp")
         needed = sum(entry.size for entry in state.weights.values())
-        out = Path(target)
         if out.exists() and not out.is_dir():
             raise CheckpointError(f"{out} is a file; give the name of a folder")
         with staging(out, needed) as staged:
@@ -86,7 +88,7 @@ def export_checkpoint(
 
                 write_dcp(state, staged, out)
             else:
-                write_folder(list(state.weights.values()), staged, out, Path(config) if config is not None else None)
+                write_folder(list(state.weights.values()), staged, out, home)
         return out
 
 
@@ -130,7 +132,7 @@ def export_full(checkpoint: str | Path, file: str | Path) -> Path:
     `model.load_state_dict(safetensors.torch.load_file(file))` loads it. A tied weight is there under each of its
     names. Of a run's folder the newest good checkpoint is taken. It is verified first; one whole tensor is in memory at a time.
     """
-    target = Path(file)
+    target = local_path(file, "the file that is exported to", CheckpointError)
     with as_checkpoint_errors(f"exporting {checkpoint}"):
         source = find_checkpoint(checkpoint)
         manifest = verify(source)

@@ -22,6 +22,7 @@ from colonnade.checkpoint.storage.writer import BackgroundWriter, StorageWriter
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
+from colonnade.paths import local_path
 
 
 class CheckpointManager:
@@ -49,7 +50,6 @@ class CheckpointManager:
         *,
         read_only: bool = False,
     ) -> None:
-        self.folder = Path(folder)
         self.context = context
         self.keep = keep
         self.background = background
@@ -57,7 +57,8 @@ class CheckpointManager:
         self.read_only = read_only
         self._pending: BackgroundWriter | None = None
         self._lock: RunLock | None = None
-        with self._together("()"), agreed(context, f"opening {self.folder}"):
+        with self._together("()"), agreed(context, f"opening {folder}"):
+            self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
             if not read_only and self._is_first:

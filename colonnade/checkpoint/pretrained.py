@@ -23,6 +23,7 @@ from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger
+from colonnade.paths import local_path
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _SMALLEST = 1 << 26
@@ -36,7 +37,7 @@ def save_full(
     whole: WholeTensors, file: str | Path, context: ParallelContext, dtype: torch.dtype | None = None
 ) -> Path:
     """Write all tensors, each under each of its names, into one safetensors file that replaces `file`. Collective."""
-    target = Path(file)
+    target = local_path(file, "the file of engine.full_state_dict()", CheckpointError)
     content = [(name, record) for record in whole.records for name in record.names]
     with _staging(target, content, dtype, context) as staged:
         _write(whole, [(staged, content)], dtype, context)
@@ -58,8 +59,8 @@ def save_pretrained(
     Collective. All ranks write, each some of the files, of which each tensor is assembled by its writer. The folder
     appears, or its files take the place of earlier ones, when all of it is on disk; what else lies there is left alone.
     """
-    target = Path(folder)
-    with agreed(context, f"saving to {target}"):
+    with agreed(context, f"saving to {folder}"):
+        target = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
         limit = _bytes_of(max_shard_size) if max_shard_size is not None else None
         main: Any = model[0] if isinstance(model, nn.ModuleList) else model  # the first of a rank's stages
         config = _config_of(main)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +20,7 @@ from colonnade.cli.plan import plan
 from colonnade.cli.report import report
 from colonnade.cli.run import our_name, run
 from colonnade.cli.verify import verify
+from colonnade.paths import local_path
 from colonnade.version import __version__
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -43,8 +46,22 @@ def build_app() -> typer.Typer:
     for name, function in COMMANDS.items():
         # What follows a script is the script's own.
         settings = {"allow_interspersed_args": function not in (run, verify), "token_normalize_func": our_name}
-        app.command(name, cls=_Command, context_settings={**helped, **settings})(function)
+        app.command(name, cls=_Command, context_settings={**helped, **settings})(_with_local_paths(function))
     return app
+
+
+def _with_local_paths(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, which refuses URLs in every argument and option that is a path, before it does anything."""
+
+    @functools.wraps(function)
+    def checked(*given: Any, **named: Any) -> Any:
+        for name, value in named.items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Path):
+                    local_path(each, f"the path given as {name!r}")
+        return function(*given, **named)
+
+    return checked
 
 
 class _Command(TyperCommand):

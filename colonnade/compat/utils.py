@@ -17,6 +17,7 @@ from colonnade.core import global_context as gpc
 from colonnade.errors import CheckpointError, ConfigError
 from colonnade.logging import DistributedLogger, get_dist_logger
 from colonnade.optim.clip import clip_grad_norm_
+from colonnade.paths import local_path
 from colonnade.utils import timer
 from colonnade.utils.sampler import DistinctDataSampler
 
@@ -174,12 +175,13 @@ def load_checkpoint(
 
 
 def _folder(file: str | Path) -> Path:
-    if Path(file).is_file():
+    folder = local_path(file, "the file of a checkpoint", CheckpointError)
+    if folder.is_file():
         raise CheckpointError(
             f"{file} is a file. Checkpoints are folders here, written by save_checkpoint; weights in a file of torch.save's "
             f"are loaded by model.load_state_dict before initialize."
         )
-    return Path(file)
+    return folder
 
 
 def _extra(lr_scheduler: Any) -> dict[str, Any]:

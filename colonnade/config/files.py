@@ -22,6 +22,7 @@ from typing import Any
 from colonnade.config.problems import Source, file_error
 from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError, listed
+from colonnade.paths import local_path
 
 _SUFFIXES = (".py", ".toml")
 _reading: ContextVar[Path | None] = ContextVar("config_file", default=None)
@@ -29,7 +30,7 @@ _reading: ContextVar[Path | None] = ContextVar("config_file", default=None)
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], Source]:
     """Return the values of a config file and where they came from; ConfigError with the path if that fails."""
-    file = Path(path).expanduser()
+    file = local_path(path, "the config").expanduser()
     source = Source(str(path), file.name, _read_text(str(path), file))
     return (_read_toml(source) if file.suffix == ".toml" else _read_python(source, file.resolve())), source
 

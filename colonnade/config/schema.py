@@ -227,6 +227,9 @@ KEYS: dict[str, Rule] = {
     "zero": with_dict(_STAGE, _ZERO).means("sharding over the data axis"),
     "schedule": _NAMED.means("how one step's passes run; further keys go to the schedule"),
     "sync": only_dict(_SYNC).means("how gradients are reduced"),
+    "compare_stages": BOOL.means(
+        "False: pipeline stages that `split` has not made may be alike in names, shapes and values of their parameters"
+    ),
     "guard": with_dict(BOOL, _GUARD).means(
         "compare replicas and the calls of handlers between ranks every so many steps"
     ),

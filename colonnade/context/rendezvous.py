@@ -27,16 +27,22 @@ from colonnade.comm.torch_versions import (
     forget_failed_start,
     waiting_at_most,
 )
+from colonnade.comm.waits import pauses
 from colonnade.context.layout import Layout
 from colonnade.errors import ColonnadeError, LaunchError, LayoutError
 from colonnade.version import __version__
 
 _LEAVE_SECONDS = 3.0
+_LOOK_SECONDS = 0.02  # the longest between two looks of rank 0 at who has come
 _TELL_SECONDS = 10.0
 _QUIET_LOOKS = 20  # a millisecond apart: a thread that hands work to another sleeps for a moment
 _QUIET_SECONDS = 3.0
 _AGREED = (1,) * 3
 """The parts of what `agree_on_layout` compares."""
+_ARRIVALS, _ARRIVAL, _ANSWER, _ANSWERED = (
+    f"colonnade/launch/{name}" for name in ("arrivals", "arrival/{}", "answer/{}", "answered")
+)
+"""Keys of the store at which a rank says that it has come, and rank 0 answers; see `_Answers`."""
 _last_prefix = ""
 """The prefix of this process's last launch in the store."""
 
@@ -71,9 +77,6 @@ def join_world(
             )
     except Exception as error:
         forget_failed_start()
-        if rank == 0 and isinstance(store, PrefixStore):
-            with contextlib.suppress(RuntimeError):
-                store.underlying_store.set(_launch_key(), "")
         raise LaunchError(
             f"rank {rank} of {world_size} could not join the world at {host}:{port} with backend "
             f"{backend or default_backend()!r}: {error}",
@@ -114,15 +117,29 @@ def _meet(store: Any, rank: int, world_size: int, limit: timedelta) -> Colonnade
     """Wait until all ranks are at the store, or one says there why it does not come: its error."""
     if world_size == 1:
         return None
-    if store.add("colonnade/came", 1) == world_size:
+    # A rank that was killed here and started again comes twice, and counts once.
+    if store.add(f"colonnade/came/{rank}", 1) == 1 and store.add("colonnade/came", 1) == world_size:
         _decide(store, "")
+    until = time.monotonic() + limit.total_seconds()
     try:
-        store.wait(["colonnade/verdict"], limit)
+        answers = _Answers.of(store, rank)
+        if answers is None:
+            store.wait(["colonnade/verdict"], limit)
+        else:
+            for pause in pauses(_LOOK_SECONDS):
+                answers.give()
+                if store.check(["colonnade/verdict"]):
+                    break
+                if time.monotonic() > until:
+                    raise dist.DistStoreError("no verdict")
+                time.sleep(pause)
     except dist.DistStoreError as error:
         came = store.add("colonnade/came", 0)
         raise TimeoutError(f"{came} of {world_size} ranks came within {limit.total_seconds():.0f} s") from error
     failed, _, note = store.get("colonnade/verdict").decode().partition("\n")
     if not note:
+        if answers is not None:
+            answers.close()
         return None
     _leave_store(store, rank, world_size, "told")
     return error_of(note, [int(failed)], rank)
@@ -138,7 +155,10 @@ def _leave_store(store: Any, rank: int, world_size: int, key: str) -> None:
     """Count this rank; rank 0, which may serve the store, waits a little for the others."""
     left = store.add(f"colonnade/{key}", 1)
     until = time.monotonic() + _LEAVE_SECONDS
+    answers = _Answers.of(store, rank) if key == "told" else None
     while rank == 0 and left < world_size and time.monotonic() < until:
+        if answers is not None:
+            answers.give()
         time.sleep(0.002)
         left = store.add(f"colonnade/{key}", 0)
 
@@ -241,30 +261,64 @@ class _StoreLeft(RuntimeError):
 
 
 def _prefix(base: Any, rank: int, until: float) -> str:
-    """A prefix of its own for every launch and restart. Rank 0 makes it up; the others take one they have not used yet.
+    """The prefix of this launch: rank 0 makes it up, and gives it to each rank that says that it has come.
 
-    So ranks meet in a launch even if some have failed in another before, on their own.
+    The store may be older than this start of the ranks, and still hold what ranks of an earlier start have left, or
+    what this process left in a launch that failed. So a rank comes with a random token, and takes an answer to this
+    token only. No number that a launcher counts takes part: torchrun counts restarts on each host for itself.
     """
     global _last_prefix
     if rank == 0:
         _last_prefix = f"colonnade/{os.urandom(8).hex()}"
-        base.set(_launch_key(), _last_prefix)
         return _last_prefix
-    while time.monotonic() < until:
-        try:
-            found = base.get(_launch_key()).decode()
-        except dist.DistNetworkError as error:
-            raise _StoreLeft(str(error)) from error
-        if found not in (_last_prefix, ""):
-            _last_prefix = found
-            return found
-        time.sleep(0.005)
-    raise TimeoutError("rank 0 did not launch again")
+    token = os.urandom(8).hex()
+    try:
+        number = base.add(_ARRIVALS, 1)
+        base.set(_ARRIVAL.format(number), f"{token} {_last_prefix}")
+        answer = _ANSWER.format(token)
+        base.wait([answer], timedelta(seconds=max(0.001, until - time.monotonic())))
+        _last_prefix = base.get(answer).decode()
+    except dist.DistNetworkError as error:
+        raise _StoreLeft(str(error)) from error
+    except dist.DistStoreError as error:
+        raise TimeoutError("rank 0 did not launch again") from error
+    return _last_prefix
 
 
-def _launch_key() -> str:
-    """Where rank 0 says under which prefix the ranks of its launch meet; empty when it has given up."""
-    return f"colonnade/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/launch"
+class _Answers:
+    """Rank 0's part in a launch: gives its prefix to every rank that has come, also to one that comes late or again.
+
+    Ranks that come are numbered, and each number is looked at once: what is read grows as the number of ranks. An
+    answer to a token that a rank of an earlier start has left is read by nobody.
+    """
+
+    def __init__(self, base: Any, prefix: str) -> None:
+        self._base, self._prefix = base, prefix
+        self._seen = int(base.get(_ANSWERED).decode()) if base.check([_ANSWERED]) else 0
+        self._open: list[int] = []
+        """Numbers whose rank has not yet left its token: it is about to, or was killed before it could."""
+
+    @classmethod
+    def of(cls, store: Any, rank: int) -> _Answers | None:
+        """Of the launch at this store, for rank 0."""
+        return cls(store.underlying_store, _last_prefix) if rank == 0 and isinstance(store, PrefixStore) else None
+
+    def give(self) -> None:
+        """Answer the ranks that have come since."""
+        newest = self._base.add(_ARRIVALS, 0)
+        found, self._open = [*self._open, *range(self._seen + 1, newest + 1)], []
+        self._seen = newest
+        for number in found:
+            if not self._base.check([_ARRIVAL.format(number)]):
+                self._open.append(number)
+                continue
+            token, _, last = self._base.get(_ARRIVAL.format(number)).decode().partition(" ")
+            if last != self._prefix:  # else it was told that this launch fails, and comes for the next one
+                self._base.set(_ANSWER.format(token), self._prefix)
+
+    def close(self) -> None:
+        """All have come: the next launch need not look at these again."""
+        self._base.set(_ANSWERED, str(self._seen))
 
 
 def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedelta) -> TCPStore:

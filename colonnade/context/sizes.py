@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -13,11 +14,16 @@ from colonnade.context.layout import Axis
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError, did_you_mean, listed
 
+_SHARDED = 3
+"""The stage of ZeRO that has replicas of shards."""
+
 
 def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
     """The axes of the world, slowest first: data, pipeline, further axes in the config's order, tensor.
 
-    The data axis takes what the others leave over, unless the config fixes it; sizes that do not multiply
+    With `zero.replicate`: that axis, pipeline, data, other further axes, tensor. Ranks are numbered host by host, so the ranks
+    that share the shards of a model, which gather and scatter every layer, are then neighbours on one host, and their replicas,
+    which only sum, lie on others. The data axis takes what the others leave over, unless the config fixes it; sizes that do not multiply
     to the world are an error that says which factor would fit.
     """
     if world_size < 1:
@@ -26,10 +32,15 @@ def world_axes(config: Any, world_size: int) -> tuple[Axis, ...]:
     further = tuple(_further_axis(spec) for spec in sizes.axes)
     _check_one_axis_per_mode(sizes.tensor_mode, further)
     data = _data_size(sizes, further, world_size)
-    return (
+    replicas = tuple(axis for axis in further if axis.name == _replicate(config) and axis.data == "distinct")
+    first = (
         Axis("data", data, ParallelMode.DATA, "distinct"),
         Axis("pipeline", sizes.pipeline, ParallelMode.PIPELINE, "same"),
-        *further,
+    )
+    return (
+        *replicas,
+        *(reversed(first) if replicas else first),
+        *(axis for axis in further if axis not in replicas),
         Axis("tensor", sizes.tensor, ParallelMode.TENSOR, _tensor_data(sizes.tensor_mode)),
     )
 
@@ -51,6 +62,12 @@ def check_mode(mode: str, where: str) -> str:
         f"colonnade.constants.INITIALIZER_MAPPING[{mode!r}] = 'YourInitializer'.",
         code="C010",
     )
+
+
+def _replicate(config: Any) -> Any:
+    """The axis on which the shards of stage 3 are replicas."""
+    zero = config.get("zero")
+    return zero.get("replicate") if isinstance(zero, Mapping) and zero.get("stage") == _SHARDED else None
 
 
 def _further_axis(spec: AxisSpec) -> Axis:

@@ -15,6 +15,7 @@ from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks.advice import warn_of_batch_norm, warn_of_repeated_work
+from colonnade.engine.checks.same_stages import compare_stages
 from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeric_settings
 from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_parts
 from colonnade.engine.compiling import compile_model
@@ -72,9 +73,9 @@ def initialize(
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
+        scaler, zero = precision.build_scaler(device), zero_settings(config, precision)
         schedule: BaseSchedule = build_schedule(context)
-        built, start = _build_model(model, context, schedule)
+        built, start, was_split = _build_model(model, context, schedule)
         criterion, own_loss = _losses(built, criterion, schedule)
         precision.apply(built, device, zero.stage)
         compile_model(built, criterion, config.get("compile"), context)
@@ -85,9 +86,11 @@ def initialize(
     unequal = broadcast_shared(built, context, compare=config.get("compare_weights") is not False)
     sharding = _shard_parameters(built, optimizer, context, zero)
     start.materialise(_home(zero, device))
+    uncut = compare_stages(built, was_split, _num_stages(schedule, stages), context)
     with agreed_errors(device, parts=(stages,)) as agreement:
-        if unequal is not None:
-            raise unequal
+        for problem in (unequal, uncut):
+            if problem is not None:
+                raise problem
         plain = _build_optimizer(optimizer, built, list(model) if isinstance(model, Split) else [], context)
         agreement.require(alike_optimizer(plain, lr_scheduler, built, context.get_local_rank(ParallelMode.PIPELINE)))
         chosen = _shard_optimizer(plain, built, zero, config.get("flat_step"))
@@ -118,7 +121,7 @@ def _announced(engine: Engine) -> Engine:
     return engine
 
 
-def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
+def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
     """The `zero` section, with what others say of dtypes."""
     sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
     options = SyncOptions.read(sync)
@@ -215,7 +218,13 @@ def _apply_backend_flags(config: Config) -> None:
         torch.backends.cudnn.deterministic = config.cudnn_deterministic
 
 
-def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart]:
+def _num_stages(schedule: BaseSchedule, pipeline_ranks: int) -> int:
+    """How many stages the model is to be cut into."""
+    return len(schedule.stage_ranks(pipeline_ranks)) if isinstance(schedule, PipelineSchedule) else pipeline_ranks
+
+
+def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -> tuple[nn.Module, MetaStart, bool]:
+    """What this rank has of the model, how it starts, and whether `colonnade.split` made its stages."""
     built = model if isinstance(model, (nn.Module, Split)) else model()
     if not isinstance(built, (nn.Module, Split)):
         raise ConfigError(
@@ -226,6 +235,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     refuse_lazy(whole)
     check_ties(whole)
     recipes = read_recipes(built, context)
+    was_split = isinstance(built, Split)
     if isinstance(built, Split):
         built = _own_stages(built, context, schedule)
     complete = len(whole) > 1 or context.pipeline_parallel_size == 1
@@ -241,7 +251,7 @@ def _build_model(model: Any, context: ParallelContext, schedule: BaseSchedule) -
     float8 = Float8.read(context.config.get("float8"))
     if float8 is not None:
         float8.convert(built, device)
-    return built, MetaStart(built, recipes, context)
+    return built, MetaStart(built, recipes, context), was_split
 
 
 def _losses(model: nn.Module, criterion: Any, schedule: BaseSchedule) -> tuple[Any, ModelLoss | None]:

@@ -13,6 +13,7 @@ from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.hf.lora import lora_layers, save_adapters
+from colonnade.paths import local_path
 
 
 class WholeWeights:
@@ -35,7 +36,10 @@ class WholeWeights:
         the safetensors file to write, one tensor at a time, and the dict is empty everywhere. With `dtype`, floating point
         tensors have that type. A plain model takes them by `load_state_dict`, unless its modules have extra state.
         """
-        if to not in ("all", "first") and Path(to).suffix != ".safetensors":
+        if (
+            to not in ("all", "first")
+            and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors"
+        ):
             raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
         with self.context.waits.together("engine.full_state_dict()"):
             return self._full_state_dict(to, dtype)

@@ -24,12 +24,13 @@ from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
-from colonnade.errors import PlacementError, listed
+from colonnade.errors import CheckpointError, PlacementError, listed
 from colonnade.hf.loss import base_model
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.placement import placement_of
+from colonnade.paths import local_path
 from colonnade.plans.match import Entry, Target
 from colonnade.plans.styles import style_of
 
@@ -156,10 +157,11 @@ def save_adapters(
     """
     from colonnade.checkpoint.pretrained import save_full  # needs safetensors
 
+    home = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
     base: Any = base_model(model[-1] if isinstance(model, nn.ModuleList) else model)
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or base.peft_config
     for adapter, config in configs.items():
-        target = Path(folder) / ("" if adapter == "default" else adapter)
+        target = home / ("" if adapter == "default" else adapter)
         whole = WholeTensors(model, context, keep=partial(_is_saved, others=configs.keys() - {adapter}))
         whole.records = tuple(replace(each, names=(_file_name(each.label, adapter),)) for each in whole.records)
         save_full(whole, target / "adapter_model.safetensors", context, dtype)
@@ -171,7 +173,7 @@ def save_adapters(
                 told.inference_mode = True
                 told.base_model_name_or_path = told.base_model_name_or_path or getattr(base, "name_or_path", "") or None
                 told.save_pretrained(target, auto_mapping_dict=None if told.task_type else mapping)
-    return Path(folder)
+    return home
 
 
 def _is_saved(tensor: LocalTensor, others: Set[str]) -> bool:

@@ -19,6 +19,7 @@ from colonnade.errors import CheckpointError, ConfigError, ContextError, listed
 from colonnade.hf.sources import Source, are_same, sources_for
 from colonnade.parallel.meta import give_source, meta_init
 from colonnade.parallel.split import Split
+from colonnade.paths import local_path
 from colonnade.plans.parallelize import parallelize
 
 _SHOWN = 12
@@ -63,7 +64,11 @@ def from_pretrained(
             "from_pretrained() needs a launched context: call colonnade.launch(config) first", code="C013"
         )
     with agreed_errors(context.device):
-        path = Path(path_or_config) if isinstance(path_or_config, (str, Path)) else None
+        path = (
+            local_path(path_or_config, "the folder of from_pretrained()", CheckpointError)
+            if isinstance(path_or_config, (str, Path))
+            else None
+        )
         config = _config(path_or_config, path)
         with meta_init():
             whole = _build(model_class, config, dtype, options)

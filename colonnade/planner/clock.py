@@ -16,6 +16,7 @@ import torch
 
 from colonnade.config.files import read_file
 from colonnade.errors import ConfigError, did_you_mean, listed
+from colonnade.paths import local_path
 from colonnade.planner.records import Hardware, Link
 
 _FOLDER = Path(__file__).parent / "hardware"
@@ -29,7 +30,7 @@ def known_hardware() -> list[str]:
 
 def load_hardware(name: str) -> Hardware:
     """A machine by its name, or the path of a TOML file with the same keys."""
-    path = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+    path = local_path(name, "--hardware") if name.endswith(".toml") else _FOLDER / f"{name}.toml"
     if not path.exists():
         raise ConfigError(
             f"--hardware {name!r}: known are {listed(known_hardware())}, or the path of a .toml file."

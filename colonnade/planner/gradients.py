@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.base import PlannedGradientHandler
 from colonnade.engine.gradient_handler.ledger import Ledger, match
-from colonnade.engine.gradient_handler.sync import SyncPlan, build_gradient_handler, plan_sync
+from colonnade.engine.gradient_handler.sync import SyncPlan, build_handlers, plan_sync
 from colonnade.errors import ColonnadeError
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.zero.inner import state_dtypes
@@ -68,6 +69,10 @@ class GradientPlan:
     host: int = 0
     stepped: int = 0
     """Bytes that the optimizer's step reads and writes."""
+    loose: frozenset[int] = frozenset()
+    """Places, among the module's parameters, of those whose gradients autograd makes anew in each step: they lie in no bucket."""
+    loose_bytes: int = 0
+    """Of `gradients`, what these take."""
     carries_counts: bool = False
     """Whether counts of losses ride with a bucket."""
 
@@ -126,7 +131,9 @@ def plan_gradients(
     for bucket in laid_out:
         _hold(bucket, plan, states)
     inside = {id(parameter) for one in sums for parameter in one.parameters}
-    _hold_rest([p for p in model.parameters() if id(p) not in inside], plan, states, optimizer_everywhere=not sharded)
+    rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
+    _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
+    plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
 
 
@@ -140,16 +147,19 @@ def _synchronised(
 ) -> SyncPlan:
     config = context.config
     covered = []
-    for entry in config.get("gradient_handler") or config.get("gradient_handlers") or ():
-        handler = build_gradient_handler(entry, model, optimizer)
-        handler.attach(context)
-        said = handler.covers()
+    named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+    for handler, said in build_handlers(named, model, optimizer, context):
+        name = type(handler).__name__
         if said is None:
             notes[
-                f"{type(handler).__name__} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
+                f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
                 f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
             ] = None
             continue
+        if said and not isinstance(handler, PlannedGradientHandler):
+            notes[
+                f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
+            ] = None
         covered.append((handler, said))
     flat = shards is None and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
     everywhere = flat and not (device == "cuda" and not config.get("graph_step"))
@@ -241,6 +251,7 @@ def _hold_rest(
         if not parameter.requires_grad:
             continue
         plan.gradients += local.nbytes
+        plan.loose_bytes += local.nbytes
         state = sum(local.numel() * each.itemsize for each in states[parameter.dtype]) if optimizer_everywhere else 0
         plan.state += state
         plan.stepped += 2 * state + 3 * local.nbytes

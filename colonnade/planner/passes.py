@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,8 @@ from colonnade.engine.schedule.executor.micro_batch import MicroBatch
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.transfer.values import HEADER_BYTES, payload_bytes
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import is_dtensor
 from colonnade.planner.recorder import Cost, Recorder
 
 
@@ -61,15 +65,20 @@ def run_stage(
     criterion: Any,
     recorder: Recorder,
     apart: bool,
-    fresh: bool = False,
+    fresh: Collection[int] = (),
 ) -> StagePass:
-    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: gradients
-    are none before it and come one after another, so that their memory is a part of what the pass takes."""
+    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: the ids of
+    parameters that have no gradient before it: theirs come one after another, as a part of what the pass takes. The gradients of
+    all others lie in buckets, or are there from the pass before, and are counted elsewhere."""
     for parameter in module.parameters():
-        if (
-            parameter.requires_grad
-        ):  # else gradients lie in buckets, or are there from the pass before: counted elsewhere
-            parameter.grad = None if fresh else torch.empty_like(parameter)
+        parameter.grad = None
+    with _elsewhere([p for p in module.parameters() if p.requires_grad and id(p) not in fresh], recorder):
+        return _run_stage(stage, module, micro_batch, inputs, criterion, recorder, apart)
+
+
+def _run_stage(
+    stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: Recorder, apart: bool
+) -> StagePass:
     parts = _in_parts(stage, module, micro_batch, inputs, criterion, recorder) if apart else None
     graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
     before, forward = recorder.live, recorder.take()
@@ -94,6 +103,31 @@ def run_stage(
         counted=graph.counted,
         result=result,
     )
+
+
+@contextmanager
+def _elsewhere(parameters: Sequence[nn.Parameter], recorder: Recorder) -> Iterator[None]:
+    """The gradients of these go, as they come, to memory that is counted elsewhere: what autograd has made is held for a moment."""
+    hooks = []
+    for parameter in parameters:
+        if is_dtensor(parameter):  # FSDP2 adds to it, as it does in a run
+            parameter.grad = torch.empty_like(parameter)
+            recorder.hold(local_part(parameter.grad))
+            continue
+        kept = torch.empty_like(parameter)
+
+        def move(came: Tensor, kept: Tensor = kept) -> None:
+            torch._foreach_copy_([kept], [came.grad])
+            came.grad = None
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(move))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @dataclass

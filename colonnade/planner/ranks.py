@@ -15,6 +15,8 @@ from colonnade.config import Config
 from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import zero_settings
+from colonnade.engine.checks.same_stages import forms_of, same_stages
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import Kind, Table
@@ -25,7 +27,6 @@ from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.hf.loss import ModelLoss
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
-from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
@@ -72,8 +73,8 @@ class Kinds:
     passes: dict[int, StagePass] = field(default_factory=dict)
     parameters: dict[int, list[Held]] = field(default_factory=dict)
     data: Any = None
-    fresh: bool = False
-    """Whether gradients come and go with the only pass of a step, so that the passes' memory has them."""
+    one_pass: bool = False
+    """Whether a step is one pass, so that gradients in no bucket come with it, and the pass's memory has them."""
     notes: dict[str, None] = field(default_factory=dict)
     problems: dict[str, None] = field(default_factory=dict)
 
@@ -102,17 +103,14 @@ class _Planning:
         self.firsts = first_ranks(self.layout)
         self.fake, self.passes = known.fake, known.passes
         self.precision = Precision.read(config)
-        self.zero = replace(
-            ZeroSettings.read(config.get("zero")),
-            master_weights=self.precision.master_weights,
-            gather_dtype=self.precision.dtype,
-        )
+        self.zero = zero_settings(config, self.precision)
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:
         kinds, whole = self._start()
         for rank in self.firsts:
             kinds.models[rank] = self._model(rank, whole, kinds)
+        self._warn_of_same_stages(whole, kinds)
         for rank in self.firsts if self.zero.stage != 3 else ():
             key = (signature(kinds.models[rank]), self._inside(rank))
             if key not in self.sums:
@@ -121,6 +119,18 @@ class _Planning:
             kinds.gradients[rank] = self.sums[key]
         self._run_stages(kinds)
         return kinds
+
+    def _warn_of_same_stages(self, whole: Any, kinds: Kinds) -> None:
+        """Note that the model was not cut where all stages have parameters of equal names and shapes, as `initialize` does."""
+        if isinstance(whole, Split) or len(kinds.stage_ranks) == 1 or self.config.get("compare_stages") is False:
+            return
+        forms = {stage_of(self.layout, rank): forms_of(model) for rank, model in kinds.models.items()}
+        first, *others = forms.values()
+        if first and others and all(other == first for other in others):
+            cut = f"colonnade.split(model, num_stages={len(kinds.stage_ranks)})"
+            kinds.notes[f"{same_stages(first, len(forms))}; return {cut} unless the stages are meant to be alike"] = (
+                None
+            )
 
     def _start(self) -> tuple[Kinds, Any]:
         """The schedule, and the model where one build has all stages."""
@@ -140,7 +150,7 @@ class _Planning:
             kinds.notes |= {
                 f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
             }
-            kinds.fresh = self.zero.stage == 3 and not piped and int(self.config.get("gradient_accumulation") or 1) == 1
+            kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
             whole = built(self.job.build, self.context)
             loss = self.job.loss(whole, self.context, kinds.notes)
             self.criterion = self.precision.around(loss, torch.device("cpu"))
@@ -187,7 +197,8 @@ class _Planning:
         apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
         value, last = self.first.data, len(kinds.stage_ranks) - 1
         for stage, (rank, module) in enumerate(self._modules(kinds)):
-            how = (self.zero.stage == 3, kinds.fresh, apart, stage == 0, stage == last)
+            loose = kinds.gradients[rank].loose if kinds.one_pass and self.zero.stage != 3 else frozenset()
+            how = (self.zero.stage == 3, kinds.one_pass, loose, apart, stage == 0, stage == last)
             key = (signature(module), self._inside(rank), *how)
             known = self.passes.setdefault(key, [])
             found = self._known(known, value)
@@ -244,11 +255,14 @@ class _Planning:
             if sharded:
                 shard_model(module, self.context, self.zero)
                 summed = self._gradients(module, kinds)
+            # Without a pipeline a stage is all that the rank has, so places among its parameters are those in the plan.
+            loose = (summed or kinds.gradients[rank]).loose if kinds.one_pass else frozenset()
             with self.fake:
                 fake_module(module)
+                fresh = {id(parameter) for at, parameter in enumerate(module.parameters()) if at in loose}
 
                 def run() -> StagePass:
-                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, kinds.fresh)
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh)
 
                 try:
                     found = run_repeated(module, run, sharded=sharded)
@@ -292,7 +306,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
     """The sums of several stages of one rank."""
     if one is None:
         return other
-    numbers = ("parameters", "gradients", "turns", "state", "host", "stepped")
+    numbers = ("parameters", "gradients", "loose_bytes", "turns", "state", "host", "stepped")
     return replace(
         one,
         ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),

@@ -59,6 +59,8 @@ class Cost:
 
     seconds: float = 0.0
     flops: float = 0.0
+    graded: float = 0.0
+    """Flops that were done with gradients on: in a backward pass, what is computed a second time."""
     moved: float = 0.0
     operators: int = 0
     calls: list[Call] = field(default_factory=list)
@@ -144,7 +146,7 @@ class Recorder(TorchDispatchMode):
         return Call(op, sum(map(_nbytes, _tensors(args[_WHOLE_OF.get(op, 0)]))), self._ranks[group.group_name])
 
     def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
-        if func._overloadpacket in _FREE:
+        if _is_free(func):
             return
         counted = _FLOPS.get(func._overloadpacket)
         flops = counted(*args, **kwargs, out_val=found) if counted is not None else 0
@@ -153,6 +155,7 @@ class Recorder(TorchDispatchMode):
         dtype = outputs[0].dtype if outputs else torch.float32
         cost = self.cost
         cost.flops += flops
+        cost.graded += flops if torch.is_grad_enabled() else 0
         cost.moved += moved
         cost.operators += 1
         cost.seconds += self._clock(flops, moved, dtype)
@@ -212,8 +215,13 @@ _FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
 """Torch's own counts, and those of ops that it does not count."""
-_FREE = frozenset([_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided])
-"""What touches no memory."""
+_FREE = frozenset(
+    [
+        *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided),
+        *(_aten._unsafe_view, _aten.lift, _aten.detach_, _aten.record_stream),
+    ]
+)
+"""What touches no memory, beside views: new memory as it is, and other names of the same memory whose schema does not say so."""
 _IN_PLACE_ELSEWHERE = frozenset(
     [_aten.scatter_add, _aten.scatter, _aten.index_add, _aten.index_put, _aten.masked_fill, _aten.masked_scatter]
 )
@@ -226,3 +234,12 @@ def _is_view(func: Any) -> bool:
     """Whether it gives the same memory again, and does nothing to it."""
     returns = func._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@cache
+def _is_free(func: Any) -> bool:
+    """Whether it starts nothing on a device: look-ups (`prim.device` comes with every `.device` of a fake tensor), views, new memory."""
+    if func.namespace == "prim" or func._overloadpacket in _FREE or torch.Tag.inplace_view in func.tags:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(each.type) for each in returns)

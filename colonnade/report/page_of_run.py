@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from colonnade.comm.phases import PHASES
+from colonnade.paths import local_path
 from colonnade.report.cells import heat_map
 from colonnade.report.charts import MOST_POINTS, Points, Series, line_chart, stacked_chart, thinned
 from colonnade.report.runs import RATE, Run, read_run
@@ -21,7 +22,7 @@ MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 40, 90, 120, 200
 
 def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
     """Write the page of one run, or one page that compares several; returns it."""
-    target = Path(out)
+    target = local_path(out, "the page's file")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(run_page(sources), encoding="utf-8")
     return target

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import ConfigError
+from colonnade.paths import local_path
 
 Line = dict[str, Any]
 MARKS = ("clipped", "skipped")
@@ -113,7 +114,7 @@ class Run:
 
 def read_run(source: str | Path) -> Run:
     """The run of a log, or of the folder it is in. Lines that are damaged are left out, and counted."""
-    path = find_log(Path(source))
+    path = find_log(local_path(source, "the run"))
     run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path)
     homes = {"train": [], "test": run.tests, "event": run.events, "run": run.starts}
     with path.open(encoding="utf-8", errors="replace") as file:

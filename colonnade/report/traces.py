@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from colonnade.errors import ConfigError
+from colonnade.paths import local_path
 
 NAME = "trace-rank-{:05d}.json"
 """What the trace of a rank is called."""
@@ -21,7 +22,7 @@ def merge_traces(folder: str | Path, out: str | Path) -> Path:
     Times of a trace are those of its own machine's clock. Each rank has noted them at moments that were the same for all
     (ends of barriers), so how much the clocks differ is known, and taken out.
     """
-    files = sorted(Path(folder).glob("trace-rank-*.json"))
+    files = sorted(local_path(folder, "the folder of the traces").glob("trace-rank-*.json"))
     if not files:
         raise ConfigError(f"{folder} has no trace-rank-*.json; a ProfilerHook(folder) in the hooks of fit writes them")
     events: list[dict[str, Any]] = []
@@ -40,7 +41,7 @@ def merge_traces(folder: str | Path, out: str | Path) -> Path:
         if "ts" in event:
             event["ts"] = round(event["ts"] - first, 3)
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    target = Path(out)
+    target = local_path(out, "the trace's file")
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".gz":
         target.write_bytes(gzip.compress(text.encode(), 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colonnade._launch import launch
 from colonnade.comm.torch_versions import HashStore, PrefixStore
 from colonnade.context import rendezvous
+from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, LaunchError
+from colonnade.testing import run_world
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -109,10 +113,8 @@ def test_before_python_ends_threads_are_seen_at_rest_many_times_in_a_row(monkeyp
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_takes_a_launch_that_failed_back(monkeypatch, rank):
-    store = HashStore()
-    store.set(rendezvous._launch_key(), "7")
-    monkeypatch.setattr(rendezvous, "_store", lambda *args: PrefixStore("launch", store))
+def test_after_a_launch_that_failed_the_next_one_begins_as_the_first(monkeypatch, rank):
+    monkeypatch.setattr(rendezvous, "_store", lambda *args: PrefixStore("launch", HashStore()))
 
     def fails(*args: object) -> None:
         raise RuntimeError("nobody came")
@@ -121,8 +123,7 @@ def test_rank_0_takes_a_launch_that_failed_back(monkeypatch, rank):
     monkeypatch.setattr(distributed_c10d._world, "group_count", 5)
     with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not join the world at .*: nobody came"):
         rendezvous.join_world(rank, 2, None, "localhost", 1, 1.0)
-    assert store.get(rendezvous._launch_key()) == (b"" if rank == 0 else b"7")
-    assert distributed_c10d._world.group_count == 0  # the next one begins as the first
+    assert distributed_c10d._world.group_count == 0
 
 
 def test_a_world_of_one_that_cannot_be_joined_says_why(monkeypatch):
@@ -166,42 +167,40 @@ def test_which_store_ranks_meet_at(monkeypatch, size, host, port, message):
 )
 def test_rank_0_serves_the_store_unless_the_launcher_does(monkeypatch, rank, agent, serves):
     base, asked = HashStore(), []
-    base.set(rendezvous._launch_key(), "colonnade/other")
-    monkeypatch.setattr(rendezvous, "_last_prefix", "")
+    monkeypatch.setattr(rendezvous, "_prefix", lambda *args: "colonnade/other")
     monkeypatch.setattr(rendezvous, "_connect", lambda *args: asked.append(args) or base)
     if agent is not None:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
     rendezvous._store(rank, 2, "here", 7, timedelta(seconds=5))
     assert asked == [("here", 7, 2, serves, timedelta(seconds=5))]
-    assert (base.get(rendezvous._launch_key()) == b"colonnade/other") is (rank == 1)
 
 
-class Leaving:
-    """A store that is going away while it is asked, so often."""
+class Leaving(HashStore):
+    """A store that is going away while it is asked, so often; then rank 0 answers."""
 
     def __init__(self, times: float) -> None:
+        super().__init__()
         self.times = times
 
-    def get(self, key: str) -> bytes:
+    def add(self, key: str, number: int) -> int:
         self.times -= 1
         if self.times >= 0:
             raise dist.DistNetworkError("connection reset")
-        return b"colonnade/new"
+        return super().add(key, number)
 
     def set(self, key: str, value: str) -> None:
-        self.get(key)
+        super().set(key, value)
+        if key.startswith("colonnade/launch/arrival/"):
+            super().set(f"colonnade/launch/answer/{value.partition(' ')[0]}", "colonnade/new")
 
 
-def test_a_rank_comes_back_to_a_store_that_went_away_and_rank_0_does_not(monkeypatch):
+def test_a_rank_comes_back_to_a_store_that_went_away(monkeypatch):
     left = Leaving(2)
     monkeypatch.setattr(rendezvous, "_last_prefix", "colonnade/old")
     monkeypatch.setattr(rendezvous, "_connect", lambda *args: left)
     monkeypatch.setattr(rendezvous, "PrefixStore", lambda prefix, base: prefix)
     assert rendezvous._store(1, 2, "here", 7, timedelta(seconds=5)) == "colonnade/new"
     assert rendezvous._last_prefix == "colonnade/new"
-    left.times = 1
-    with pytest.raises(LaunchError, match="rank 0 could not reach rank 0 at here:7: connection reset"):
-        rendezvous._store(0, 2, "here", 7, timedelta(seconds=5))
     left.times, begin = float("inf"), time.monotonic()
     with pytest.raises(LaunchError, match="rank 1 could not reach rank 0 at here:7: "):
         rendezvous._store(1, 2, "here", 7, timedelta(seconds=0.2))
@@ -211,23 +210,100 @@ def test_a_rank_comes_back_to_a_store_that_went_away_and_rank_0_does_not(monkeyp
         left.times += 1
         raise RuntimeError("refused")
 
-    left.times = 0
-    monkeypatch.setattr(rendezvous, "_connect", refused)
-    with pytest.raises(LaunchError, match="rank 1 could not reach rank 0 at here:7: refused"):
-        rendezvous._store(1, 2, "here", 7, timedelta(seconds=5))
-    assert left.times == 1  # not tried again
+    for rank in (0, 1):
+        left.times = 0
+        monkeypatch.setattr(rendezvous, "_connect", refused)
+        with pytest.raises(LaunchError, match=f"rank {rank} could not reach rank 0 at here:7: refused"):
+            rendezvous._store(rank, 2, "here", 7, timedelta(seconds=5))
+        assert left.times == 1  # not tried again
 
 
-def test_a_launch_that_rank_0_has_given_up_or_this_rank_has_used_is_not_joined(monkeypatch):
+def test_a_rank_takes_only_an_answer_to_its_own_token(monkeypatch):
     base = HashStore()
-    monkeypatch.setattr(rendezvous, "_last_prefix", "used")
-    for told in ("used", ""):
-        base.set(rendezvous._launch_key(), told)
+    monkeypatch.setattr(rendezvous, "_last_prefix", "")
+    first = rendezvous._prefix(base, 0, 0.0)
+    assert rendezvous._prefix(base, 0, 0.0) != first  # for every launch another
+    base.add(rendezvous._ARRIVALS, 1)  # a rank of an earlier start, killed before it left its token
+    for _ in range(2):  # ranks that nobody answered
         with pytest.raises(TimeoutError, match="rank 0 did not launch again"):
             rendezvous._prefix(base, 1, time.monotonic() + 0.05)
-    first = rendezvous._prefix(base, 0, 0.0)
-    assert base.get(rendezvous._launch_key()).decode() == first == rendezvous._last_prefix
-    assert rendezvous._prefix(base, 0, 0.0) != first
+    old = rendezvous._Answers(base, "old")
+    old.give()
+    with pytest.raises(TimeoutError, match="rank 0 did not launch again"):  # a new token, and the old answers
+        rendezvous._prefix(base, 1, time.monotonic() + 0.05)
+    came: list[str] = []
+    waiting = threading.Thread(target=lambda: came.append(rendezvous._prefix(base, 1, time.monotonic() + 20)))
+    waiting.start()
+    new = rendezvous._Answers(base, "new")
+    while not came and waiting.is_alive():
+        new.give()
+    waiting.join()
+    assert came == ["new"]
+    assert rendezvous._last_prefix == "new"
+
+
+def test_rank_0_looks_at_each_rank_that_has_come_once_and_leaves_those_it_has_refused_to_the_next_launch():
+    base = HashStore()
+
+    def come(token: str, last: str = "") -> None:
+        base.set(rendezvous._ARRIVAL.format(base.add(rendezvous._ARRIVALS, 1)), f"{token} {last}")
+
+    def answer(token: str) -> str:
+        key = rendezvous._ANSWER.format(token)
+        return base.get(key).decode() if base.check([key]) else "none"
+
+    come("a")
+    late = base.add(rendezvous._ARRIVALS, 1)
+    one = rendezvous._Answers(base, "one")
+    one.give()
+    assert answer("a") == "one"
+    base.delete_key(rendezvous._ANSWER.format("a"))
+    base.set(rendezvous._ARRIVAL.format(late), "b ")
+    come("c", last="one")  # was told that the launch `one` fails
+    one.give()
+    assert [answer(token) for token in "abc"] == ["none", "one", "none"]
+    two = rendezvous._Answers(base, "two")
+    two.give()
+    assert answer("c") == "two"
+    two.close()
+    base.delete_key(rendezvous._ANSWER.format("c"))
+    rendezvous._Answers(base, "three").give()
+    assert answer("c") == "none"  # where a launch has come up, what was before it is over
+
+
+def _launched_with(port: int, count: str, ends: bool) -> tuple[float, str]:
+    """Join by a store of the launcher's, as under torchrun, with a count of restarts of this rank's own."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": count[rank], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["MASTER_PORT"] = str(port)
+    context = launch({}, context=ParallelContext(), verbose=False, timeout=20)
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    if ends:
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.destroy()
+    return value.item(), rendezvous._last_prefix
+
+
+def test_ranks_with_unequal_counts_of_restarts_meet_in_a_store_that_outlives_them():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run_world(3, _launched_with, store.port, "000", True, backend=None, check=False)  # all are killed
+    alone = {"RANK": "1", "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    run_world(1, _waits_in_vain, store.port, backend=None, env=alone)
+    prefixes = set()
+    for count in ("001", "120"):
+        results = run_world(3, _launched_with, store.port, count, False, backend=None, timeout=30).values
+        assert [total for total, _ in results] == [6.0] * 3
+        assert len({prefix for _, prefix in results}) == 1
+        prefixes.add(results[0][1])
+    assert len(prefixes) == 2
+
+
+def _waits_in_vain(port: int) -> None:
+    """A rank that comes, and is answered by nobody."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with pytest.raises(LaunchError, match="rank 0 did not launch again"):
+        launch({}, 1, 3, "127.0.0.1", port, context=ParallelContext(), verbose=False, timeout=0.5)
 
 
 def test_a_connection_is_waited_for_a_little_longer_than_it_waits_itself():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 import colonnade
 from colonnade.config import Config
@@ -42,6 +43,15 @@ def llama(context: ParallelContext) -> Any:
     sizes = dict(vocab_size=size["vocabulary"], hidden_size=size["hidden"], intermediate_size=2 * size["hidden"])
     heads = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     return colonnade.parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), context=context)
+
+
+def mlp() -> nn.Module:
+    """Of which weights and their gradients are nearly all."""
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+
+def vectors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(64, 256), torch.zeros(64, 256)
 
 
 def collated(config: Config) -> dict[str, torch.Tensor]:
@@ -91,5 +101,6 @@ def _cut(model: Any, context: ParallelContext) -> Any:
 
 JOBS = {
     **{name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))},
+    "mlp": Job(mlp, vectors, nn.MSELoss, optimizer=adamw),
     "llama": Job(llama, collated, optimizer=adamw),
 }

@@ -7,17 +7,18 @@ from typing import Any
 import colonnade
 from colonnade.core import global_context
 from colonnade.planner.observe import Observed, observe
+from colonnade.verification.named import call_given
 from tests.planner.jobs import JOBS
 
 
 def counted_step(config: dict[str, Any], name: str, timed: int = 0) -> Observed:
     colonnade.launch(config, verbose=False)
     job, context = JOBS[name], global_context
-    model = job.build(context)
+    model = call_given(job.build, {"context": context, "config": context.config}, "model")
     whole = model.whole if hasattr(model, "whole") else model
-    criterion = whole.criterion() if hasattr(whole, "criterion") else None
+    criterion = job.criterion() if job.criterion else whole.criterion() if hasattr(whole, "criterion") else None
     engine, *_ = colonnade.initialize(model, job.optimizer, criterion, verbose=False)
-    data = job.batch(context.config)
+    data = job.loaded(context)
 
     def step() -> None:
         for _ in range(engine.accumulation):

@@ -68,6 +68,31 @@ def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
         assert one.memory.total == pytest.approx(found.memory, rel=WIDER.get(name, 0.05))
 
 
+@pytest.mark.parametrize(
+    ("job", "settings"),
+    [
+        ("gpt", dict(flat_step=False)),
+        ("gpt", dict(flat_step=False, activation_checkpoint="full")),
+        ("gpt", dict(zero=3, activation_checkpoint="full")),  # which one rank has nobody to share with
+        ("mlp", dict()),
+        ("mlp", dict(zero=3)),
+    ],
+)
+def test_gradients_count_where_and_when_they_are_there(job: str, settings: dict[str, Any]) -> None:
+    """In a bucket all the time; in none from the moment that autograd makes them, which may be after the fullest."""
+    (one,) = plan(load_config(settings), 1, _on_cpu(), JOBS[job]).classes
+    (found,) = run_world(1, counted_step, settings, job, backend=None, timeout=60).values
+    assert one.memory.total == pytest.approx(found.memory, rel=0.003)
+
+
+@pytest.mark.parametrize("option", [dict(reduce_dtype="bfloat16"), dict(compress="fp16"), dict(reduce_dtype="float64")])
+def test_stage_3_reduces_in_the_dtype_that_sync_names(option: dict[str, Any]) -> None:
+    config = dict(zero=3, sync={**BY_GROUP, **option})
+    (one,) = plan(load_config(config), 2, _on_cpu(), JOBS["mlp"]).classes
+    real = run_world(2, counted_step, config, "mlp", backend=None, timeout=60).values
+    assert planned_calls(one) == real[0].calls
+
+
 def _on_cpu() -> Any:
     from dataclasses import replace
 

@@ -11,6 +11,7 @@ from colonnade.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest,
 from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.storage.folder import Found, published, step_of
 from colonnade.errors import CheckpointError
+from colonnade.paths import local_path
 
 _CHUNK = 1 << 20
 _LONGEST = 1 << 28
@@ -21,7 +22,7 @@ def verify(checkpoint: str | Path, content: bool = True) -> Manifest:
 
     Without `content` only the manifest, the list of files and their sizes are looked at.
     """
-    path = Path(checkpoint)
+    path = local_path(checkpoint, "the checkpoint", CheckpointError)
     manifest = read_manifest(path)
     check_files(path, manifest.files, content)
     return manifest

@@ -13,6 +13,7 @@ from typing import Literal
 import typer
 
 from colonnade.errors import LaunchError, did_you_mean
+from colonnade.paths import local_path
 
 _MANY_PER_CORE = 8
 _LAST_PORT = 65535
@@ -59,7 +60,7 @@ def _check_target(job: Job) -> None:
                 f"there is no module {top!r} to run. Is it installed, or is this another folder?", code="C022"
             )
         return
-    script = Path(job.target)
+    script = local_path(job.target, "the script", LaunchError)
     if script.is_file():
         return
     if script.is_dir():

@@ -144,14 +144,21 @@ def _enter(
 ) -> list[str]:
     """Mark the rows that this reduction covers; returns what is wrong with it."""
     factors = _matching(demand, reduction, layout, rank)
-    what = f"{demand.name}: {handler} sums over {reduction.mode.name} {list(reduction.ranks)}"
+    over = reduction.mode.name if factors is None else " and ".join(factor.mode.name for factor in factors)
+    what = f"{demand.name}: {handler} sums over {over} {list(reduction.ranks)}"
     if factors is None:
         owes = "; ".join(f"{f.mode.name} {list(f.ranks)} / {f.divisor:g}" for f in demand.owed) or "nothing"
         return [f"{what}, but its placement ({demand.placement}) owes {owes}"]
     if all(done.get((demand.name, factor)) == handler for factor in factors):
-        return [f"{demand.name}: {handler} sums twice over {reduction.mode.name} {list(reduction.ranks)}"]
+        return [f"{demand.name}: {handler} sums twice over {over} {list(reduction.ranks)}"]
     divisor = prod(factor.divisor for factor in factors)
     if not isclose(reduction.divisor, divisor):
+        missing = [factor for factor in demand.owed if factor not in factors]
+        if missing and isclose(reduction.divisor, prod(factor.divisor for factor in demand.owed)):
+            left = " and ".join(f"{factor.mode.name} {list(factor.ranks)}" for factor in missing)
+            return [
+                f"{what} and divides by {reduction.divisor:g}, the divisor of all that is owed, but does not sum over {left}"
+            ]
         return [f"{what} and divides by {reduction.divisor:g}, but {divisor} ranks saw distinct data"]
     problems = []
     for factor in factors:

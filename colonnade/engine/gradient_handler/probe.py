@@ -218,6 +218,7 @@ def _with_repeats(
 
     A sum that is done twice and divided once looks like one that is not divided. How many elements went through sums
     over these ranks tells them apart (`unseen`: elements of gradients that were not looked at, and may be among them).
+    Among them may also be those of a sum over more ranks that was taken in levels, first over these and then over others.
     """
     sizes: Counter[_Sum | tuple[int, ...]] = Counter()
     for one, answer in zip(seen, answers, strict=True):
@@ -228,7 +229,9 @@ def _with_repeats(
         if answer.mode is None:
             continue
         due = next(possible.divisor for possible in one.sums if possible.ranks == answer.ranks)
-        twice = summed[answer.ranks] >= sizes[answer.ranks] + sizes[answer] + unseen
+        larger = [ranks for ranks in sizes if isinstance(ranks, tuple) and set(ranks) > set(answer.ranks)]
+        levels = sum(max(sizes[ranks] - summed[ranks], 0) for ranks in larger)
+        twice = summed[answer.ranks] >= sizes[answer.ranks] + sizes[answer] + unseen + levels
         divisors = [due, answer.divisor] if due is not None and due != answer.divisor and twice else [answer.divisor]
         found += [(one.demand, Owed(answer.mode, answer.ranks, divisor)) for divisor in divisors]  # type: ignore[arg-type]
     return found

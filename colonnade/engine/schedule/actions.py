@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from colonnade.errors import ScheduleError, listed
+from colonnade.paths import local_path
 
 
 class Kind(StrEnum):
@@ -101,8 +102,9 @@ def parse_table(rows: Mapping[int, Row] | Sequence[Row]) -> Table:
 
 def read_csv(path: str | Path) -> Table:
     """Read a table from a CSV file: line r has the actions of pipeline rank r, empty cells are waits. Errors name the file."""
+    file_path = local_path(path, "the table of actions", ScheduleError)
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
+        with file_path.open(encoding="utf-8", newline="") as file:
             return parse_table([row for row in csv.reader(file) if row])
     except OSError as error:
         raise ScheduleError(f"the table of actions {str(path)!r} cannot be read: {error}", code="C051") from error

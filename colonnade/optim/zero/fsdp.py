@@ -6,6 +6,7 @@ over their expert-data twin and are divided by all who sent tokens, and norm, le
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.logging import get_dist_logger
 from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
@@ -115,6 +117,9 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
     with agreed_errors(context.device):
         axis = replica_mode(context.layout, settings.replicate)
+        between = shards_between_hosts(context.layout, settings.replicate, os.environ.get("LOCAL_WORLD_SIZE"))
+        if between and not context.is_simulated:
+            get_dist_logger().warning(between, ranks=[0])
         left = left_whole(model, roots)
         shard_modes = {
             id(p): None if id(p) in left else shard_modes_of(p, context.layout, context.get_global_rank(), axis)
@@ -310,6 +315,26 @@ def replica_mode(layout: Layout, name: str | None) -> ParallelMode | None:
             code="C003",
         )
     return names[name]
+
+
+def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str | None) -> str | None:
+    """What to say where the ranks that share shards lie on several hosts although smaller groups would not; else None."""
+    here = int(ranks_per_host) if ranks_per_host and ranks_per_host.isdigit() else 0
+    stride, data = layout.grid.digits["data"]
+    span = stride * data
+    if name is None or not 0 < here < layout.world_size or here % span == 0:
+        return None
+    copies = layout.grid.sizes[name] * data
+    best = max(
+        (size for size in range(1, here // stride + 1) if here % (size * stride) == copies % size == 0), default=1
+    )
+    if best == 1:
+        return None
+    return (
+        f"zero.replicate={name!r}: the {data} ranks that share shards, such as {list(layout.group_of(ParallelMode.DATA, 0)[:8])}, "
+        f"do not lie on one host of {here} ranks (LOCAL_WORLD_SIZE), so every layer is gathered and scattered between hosts. "
+        f"With data={best} and {name} of size {copies // best} they would"
+    )
 
 
 def shard_modes_of(parameter: Tensor, layout: Layout, rank: int, axis: ParallelMode | None) -> ShardModes | None:

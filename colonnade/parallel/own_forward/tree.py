@@ -16,39 +16,50 @@ Tensors = Callable[[Tensor], Tensor]
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose calls a forward pass is made of, by name: blocks, and what stands beside the lists of them.
 
-    Blocks are members of the outermost nn.ModuleLists, and of nn.Sequentials of like members, that have layers inside.
-    What has blocks inside (the model itself, its decoder) is none, nor is a list or a dict of modules. Empty if there are
-    no blocks.
+    Blocks are members of the outermost nn.ModuleLists, and of nn.Sequentials of like members, that have layers inside. Where
+    the model has no such block, plain layers in an nn.ModuleList count as blocks. What has blocks inside (the model itself,
+    its decoder) is none, nor is a list or a dict of modules. Empty if there are no blocks.
     """
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-    for name, unit in _units(model, ""):
-        if id(unit) not in seen:
-            seen.add(id(unit))
-            found[name] = unit
-    return found if _has_blocks(model) else {}
+    for is_block_list in (_is_list_of_blocks, _is_list_of_layers):
+        tree = _Tree(is_block_list)
+        if tree.has_blocks(model):
+            found: dict[str, nn.Module] = {}
+            seen: set[int] = set()
+            for name, unit in tree.units(model, ""):
+                if id(unit) not in seen:
+                    seen.add(id(unit))
+                    found[name] = unit
+            return found
+    return {}
 
 
-def _units(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        cannot_run = type(child).forward is nn.Module.forward  # nn.ModuleList, nn.ModuleDict
-        if cannot_run or (_has_blocks(child) and (_is_list(child) or not _is_block_list(module))):
-            yield from _units(child, f"{prefix}{name}.")
-        else:
-            yield prefix + name, child
+class _Tree:
+    """The tree of a model, where `is_block_list` says which modules are lists of blocks."""
+
+    def __init__(self, is_block_list: Callable[[nn.Module], bool]) -> None:
+        self._is_block_list = is_block_list
+
+    def units(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            cannot_run = type(child).forward is nn.Module.forward  # nn.ModuleList, nn.ModuleDict
+            if cannot_run or (self.has_blocks(child) and (_is_list(child) or not self._is_block_list(module))):
+                yield from self.units(child, f"{prefix}{name}.")
+            else:
+                yield prefix + name, child
+
+    def has_blocks(self, module: nn.Module) -> bool:
+        """Whether it is a list of blocks, or has one inside that is not itself inside a block."""
+        return self._is_block_list(module) or any(self.has_blocks(child) for child in module.children())
 
 
-def _has_blocks(module: nn.Module) -> bool:
-    """Whether it is a list of blocks, or has one inside that is not itself inside a block."""
-    if _is_block_list(module):
-        return True
-    return any(_has_blocks(child) for child in module.children())
-
-
-def _is_block_list(module: nn.Module) -> bool:
+def _is_list_of_blocks(module: nn.Module) -> bool:
     kinds = Counter(type(member) for member in module.children() if _is_block(member))
     least = 1 if isinstance(module, nn.ModuleList) else 2
     return _is_list(module) and any(count >= least for count in kinds.values())
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and any(has_parameters(member) for member in module)
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.errors import CheckpointError
+from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 
@@ -37,7 +38,11 @@ class SaveCheckpointHook(BaseHook):
         background: bool = False,
     ) -> None:
         super().__init__(priority)
-        self.interval, self.folder, self.by_epoch = checked_interval(interval), Path(folder), by_epoch
+        self.interval, self.folder, self.by_epoch = (
+            checked_interval(interval),
+            local_path(folder, f"{type(self).__name__}'s folder", CheckpointError),
+            by_epoch,
+        )
         self._model, self.keep, self.background = model, keep, background
         self._manager: CheckpointManager | None = None
         self._saved: int | None = None
@@ -91,7 +96,11 @@ class LoadCheckpointHook(BaseHook):
         priority: int = -100,
     ) -> None:
         super().__init__(priority)
-        self.folder, self.step, self.required = Path(folder), step, required
+        self.folder, self.step, self.required = (
+            local_path(folder, f"{type(self).__name__}'s folder", CheckpointError),
+            step,
+            required,
+        )
         self._model = model
 
     def before_train(self, trainer: Trainer) -> None:

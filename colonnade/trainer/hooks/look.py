@@ -13,6 +13,7 @@ from torch import Tensor
 from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.manager import CheckpointManager
 from colonnade.errors import CheckpointError, ConfigError
+from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 from colonnade.trainer.hooks.metrics import LRSchedulerHook
@@ -60,7 +61,12 @@ class LRFinderHook(BaseHook):
             raise ConfigError(
                 f"LRFinderHook: start={start} is above 0 and below end={end}; stop_at={stop_at} is above 1", code="C092"
             )
-        self.start, self.end, self.stop_at, self.folder = start, end, stop_at, Path(folder)
+        self.start, self.end, self.stop_at, self.folder = (
+            start,
+            end,
+            stop_at,
+            local_path(folder, f"{type(self).__name__}'s folder"),
+        )
         self.rates: list[float] = []
         self.losses: list[float] = []
         """Of each step; smoothed, as a running mean over about 20 steps."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
+from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.report.traces import NAME
 from colonnade.trainer.exchange import alone
@@ -39,7 +40,12 @@ class ProfilerHook(BaseHook):
         super().__init__(priority)
         if steps < 1 or skip < 0:
             raise ConfigError(f"ProfilerHook: steps={steps} is from 1 on, skip={skip} from 0 on")
-        self.folder, self._steps, self._skip, self._memory = Path(folder), steps, skip, memory
+        self.folder, self._steps, self._skip, self._memory = (
+            local_path(folder, f"{type(self).__name__}'s folder"),
+            steps,
+            skip,
+            memory,
+        )
         self._profile: Any = None
         self._seen = 0
         self._met: list[float] = []

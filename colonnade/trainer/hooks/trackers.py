@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ConfigError
+from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.base import BaseHook, checked_interval
 from colonnade.trainer.hooks.run_facts import flat_config
@@ -93,7 +94,7 @@ class TensorBoardHook(_Tracker):
 
     def __init__(self, folder: str | Path, interval: int = 1, priority: int = 10) -> None:
         super().__init__(interval, priority)
-        self.folder = Path(folder)
+        self.folder = local_path(folder, f"{type(self).__name__}'s folder")
 
     def open(self, package: Any) -> Any:
         return package.SummaryWriter(str(self.folder))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
+from colonnade.paths import local_path
 from colonnade.registry import HOOKS
 from colonnade.trainer.hooks.base import BaseHook
 from colonnade.trainer.hooks.log import peak_memory
@@ -37,7 +38,7 @@ class _Lines(BaseHook, ABC):
 
     def __init__(self, path: str | Path, priority: int) -> None:
         super().__init__(priority)
-        self.path = Path(path)
+        self.path = local_path(path, f"{type(self).__name__}'s path")
         self._file: TextIO | None = None
 
     @abstractmethod

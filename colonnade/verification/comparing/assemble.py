@@ -90,6 +90,7 @@ def assemble(
                     *(note for record in records for note in record.notes),
                     *notes,
                     *_not_stepped(records, names),
+                    *_not_cut(records),
                 ]
             )
         ),
@@ -115,6 +116,24 @@ def _not_stepped(records: Sequence[Record], names: Names) -> list[str]:
     return [
         f"warning: no group of the optimizer has {listed(left[:5])}{more}: the gradient is compared, and nobody steps on it. "
         f"If that is meant, freeze it: requires_grad_(False)"
+    ]
+
+
+def _not_cut(records: Sequence[Record]) -> list[str]:
+    """A warning of pipeline stages that all hold the same parameters, none of them tied: each rank has the whole model."""
+    stages: dict[int, set[str]] = {}
+    for record in records:
+        stage = record.about.get("coordinates", {}).get("pipeline", 0)
+        untied = {name for name, note in record.tensors.items() if note.is_parameter and "Tied(" not in note.placement}
+        stages.setdefault(stage, set()).update(untied)
+    (first, *others) = stages.values()
+    if not others or not first or any(other != first for other in others):
+        return []
+    shown = sorted(first)
+    return [
+        f"warning: all {len(stages)} pipeline stages hold {listed(shown[:3])}{', ...' if len(shown) > 3 else ''}: if each rank "
+        f"has built the whole model, a step runs {len(stages)} models one after another. Cut it before initialize(): "
+        f"model = colonnade.split(model, num_stages={len(stages)})"
     ]
 
 

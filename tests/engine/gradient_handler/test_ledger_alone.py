@@ -105,7 +105,7 @@ def test_what_is_wrong_is_refused_by_name(known):
     with pytest.raises(LedgerError, match=r"sums over DATA \[0\], but its placement .* owes DATA"):
         matched(known, reduction(known, "0.weight", "DATA", ranks=(0,)))
     both = reduction(known, "0.weight", "DATA", ranks=(0, 2, 4, 6), divisor=4)
-    with pytest.raises(LedgerError, match=r"H sums over DATA \[0, 2, 4, 6\], which H does already"):
+    with pytest.raises(LedgerError, match=r"H sums over DATA and SEQUENCE \[0, 2, 4, 6\], which H does already"):
         match(known.demands, [("H", good), ("H", both)], LAYOUT, 0)
 
 

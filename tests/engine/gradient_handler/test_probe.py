@@ -123,6 +123,18 @@ class Wrong(OverData):
 
 
 @GRADIENT_HANDLER.register_module
+class InLevels(OverData):
+    """The weight over DATA and then over SEQUENCE; `how` says what becomes of the bias."""
+
+    def handle_gradient(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            over = ["DATA", "SEQUENCE"] if name == "weight" else self.how.split()
+            for mode in over:
+                dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode[mode]))
+            parameter.grad /= 4 if name == "weight" or len(set(over)) == 1 else 8
+
+
+@GRADIENT_HANDLER.register_module
 class Unlike(OverData):
     """Ranks that do different things."""
 
@@ -221,6 +233,28 @@ def test_wrong_sums_are_told_by_what_they_are(built, how):
         assert isinstance(error, str)
         if rank == 0:
             assert WRONG[how] in error
+
+
+def _in_levels(hows: list[str]) -> list[str]:
+    found = []
+    for how in hows:
+        config = {"parallel": {"sequence": 2}, "gradient_handler": [{"type": "InLevels", "how": how}]}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            torch.manual_seed(0)
+            with pytest.raises(LedgerError) as refused:
+                initialize(nn.Linear(6, 3), lambda p: torch.optim.SGD(p, lr=1), context=gpc)
+            found.append(str(refused.value))
+    return found
+
+
+def test_a_level_that_was_forgotten_is_named():
+    forgot_sequence, forgot_data, wrong_divisor = run_world(
+        4, _in_levels, ["DATA", "SEQUENCE", "DATA SEQUENCE"]
+    ).values[0]
+    divided = "and divides by 4, the divisor of all that is owed, but does not sum over"
+    assert f"bias: InLevels sums over DATA [0, 2] {divided} SEQUENCE [0, 1]" in forgot_sequence
+    assert f"bias: InLevels sums over SEQUENCE [0, 1] {divided} DATA [0, 2]" in forgot_data
+    assert "bias: InLevels sums over DATA and SEQUENCE [0, 1, 2, 3] and divides by 8, but 4 ranks saw" in wrong_divisor
 
 
 @pytest.mark.parametrize("how", UNLIKE)

@@ -125,12 +125,29 @@ def _hybrid() -> None:
         engine = initialize(model, adamw(model.parameters()), context=gpc)[0]  # built before: carried over
         weight: Any = model.head.weight
         assert [str(spec) for spec in weight.placements] == ["R", f"S({shard_dim(weight.shape, 2)})"]
-        check(engine, gpc, 2 * gpc.get_local_rank(ParallelMode.DATA) + gpc.get_local_rank(MINE), 4)
+        rank = gpc.get_global_rank()
+        assert gpc.get_ranks_in_group(ParallelMode.DATA) == [rank - rank % 2, rank - rank % 2 + 1]  # on one host of two
+        assert gpc.get_ranks_in_group(MINE) == [rank % 2, rank % 2 + 2]
+        check(engine, gpc, rank, 4)
         engine.close()
 
 
-def test_hybrid_shards_are_replicas_on_another_axis():
-    run_world(4, _hybrid)
+def test_hybrid_shards_lie_inside_a_host_and_are_replicas_on_others():
+    told = run_world(4, _hybrid, env={"LOCAL_WORLD_SIZE": "2"}).stderr[0]
+    assert "zero.replicate" not in told
+
+
+def test_shards_that_need_not_lie_on_two_hosts_are_told():
+    world = run_world(4, _wide, env={"LOCAL_WORLD_SIZE": "2"})
+    assert "the 4 ranks that share shards" in world.stderr[0]
+    assert "With data=2 and mine of size 2 they would" in world.stderr[0]
+    assert "zero.replicate" not in world.stderr[1]
+
+
+def _wide() -> None:
+    config = {"parallel": {"mine": {"size": 1, "mode": "scenario_mine"}}, "zero": {"stage": 3, "replicate": "mine"}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        initialize(Net(), adamw, context=gpc)[0].close()
 
 
 def _given() -> None:

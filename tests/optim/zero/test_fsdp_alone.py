@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from colonnade.optim.zero.fsdp import (
     make_fp32,
     replica_mode,
     shard_modes_of,
+    shards_between_hosts,
 )
 from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
@@ -64,6 +66,56 @@ def test_shards_are_replicas_on_an_axis_beside_data_that_sees_distinct_data():
     for name in ("data", "tensor", "min"):
         with pytest.raises(ConfigError, match=f"zero.replicate='{name}': no axis .* there are mine"):
             replica_mode(layout, name)
+
+
+HYBRID = {"stage": 3, "replicate": "mine"}
+
+
+@pytest.mark.parametrize("hosts", [4, 16])
+@pytest.mark.parametrize("further", [{}, {"tensor": 2}, {"pipeline": 2}, {"sequence": 2, "tensor": 2}, {"pipeline": 4}])
+def test_shards_lie_inside_a_host_and_replicas_on_others(hosts, further):
+    """Of 8 ranks each, numbered host by host, as the page of ZeRO has it."""
+    inside = further.get("tensor", 1) * further.get("sequence", 1)
+    data = 8 // inside
+    copies = 8 * hosts // (data * inside * further.get("pipeline", 1))
+    parallel = {"data": data, "mine": {"size": copies, "mode": "scenario_mine"}, **further}
+    layout = build_layout({"parallel": parallel, "zero": HYBRID}, world_size=8 * hosts)
+    for rank in range(8 * hosts):
+        shards, replicas = layout.group_of(DATA, rank), layout.group_of(MINE, rank)
+        assert {each // 8 for each in shards} == {rank // 8}
+        assert len({each // 8 for each in replicas}) == copies
+    assert shards_between_hosts(layout, "mine", "8") is None
+    if (hosts, further) == (16, {}):
+        assert layout.group_of(DATA, 0) == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert layout.group_of(MINE, 0) == list(range(0, 128, 8))
+
+
+def test_without_replicas_of_shards_the_axes_stay_in_their_order():
+    for zero in (None, 3, {"stage": 3}, {"stage": 3, "replicate": None}, {"stage": 3, "replicate": "tensor"}):
+        layout = build_layout({"parallel": {**AXIS, "tensor": 2}, "zero": zero}, world_size=8)
+        assert [axis.name for axis in layout.axes] == ["data", "pipeline", "mine", "tensor"]
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "here", "told"),
+    [
+        (8, 1, "8", None),
+        (8, 1, None, None),
+        (8, 1, "1", None),
+        (8, 1, "32", None),
+        (8, 1, "4", "With data=4 and mine of size 8 they would"),
+        (16, 1, "8", r"the 16 ranks .* such as \[0, 1, 2, 3, 4, 5, 6, 7\], do not lie on one host of 8 ranks"),
+        (8, 2, "8", "With data=4 and mine of size 4 they would"),
+        (4, 4, "4", None),  # a host has no room for two
+        (8, 1, "6", "With data=2 and mine of size 16 they would"),
+    ],
+)
+def test_shards_between_hosts_are_told_where_smaller_groups_would_fit(data, tensor, here, told):
+    parallel = {"mine": {"size": 32 // data // tensor, "mode": "scenario_mine"}, "data": data, "tensor": tensor}
+    layout = build_layout({"parallel": parallel, "zero": HYBRID}, world_size=32)
+    found = shards_between_hosts(layout, "mine", here)
+    assert found is None if told is None else re.search(told, found or "")
+    assert shards_between_hosts(layout, None, here) is None
 
 
 def test_the_root_is_sharded_over_data_or_else_as_most_elements_are():

@@ -189,8 +189,19 @@ def _as_an_optimizer() -> None:
         assert calls == ["hook"] * 3
         assert engine.optimizer.param_groups[0] is original.param_groups[0]
         compare(dict(plain.named_parameters()), dict(model.named_parameters()), 1e-12)
+        for change in (
+            lambda groups: groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(2))]}),
+            lambda groups: groups.pop(0),
+            lambda groups: groups.append({**groups.pop(0)}),  # options of the other would be read by nobody
+        ):
+            kept = list(original.param_groups)
+            change(original.param_groups)
+            with pytest.raises(ColonnadeError, match="are not those that were sharded"):
+                engine.optimizer.step()
+            original.param_groups[:] = kept
+        engine.optimizer.step()
         original.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
-        with pytest.raises(ColonnadeError, match="added to the optimizer"):
+        with pytest.raises(ColonnadeError, match="are not those that were sharded"):
             engine.optimizer.step()
         engine.close()
 

@@ -66,6 +66,29 @@ def assert_same(model: nn.Module, stages: Sequence[nn.Module], *args: Any, **kwa
     assert set(held) == set(own)
 
 
+class Plain(nn.Module):
+    """Its blocks are plain layers, in lists that are gone through side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_plain_layers_in_a_list_are_blocks(count: int) -> None:
+    torch.manual_seed(0)
+    model, x = Plain().double(), torch.randn(3, 4, dtype=torch.float64)
+    assert_same(model, split(model, num_stages=count, sample=x).stages, x)
+    cut = split(model, at=["layers.1", "layers.3"], sample=x)
+    assert [{name.split(".")[1] for name, _ in stage.named_parameters()} for stage in cut] == [{"0"}, {"1", "2"}, {"3"}]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_cut_of_a_decoder(tied: bool) -> None:
     torch.manual_seed(0)
@@ -467,7 +490,10 @@ UNITS: dict[str, tuple[Model, list[str]]] = {
         Model(h=nn.Sequential(nn.Sequential(nn.Linear(2, 2)), block(), block())),
         ["h.0", "h.1", "h.2"],
     ),
-    "no layers inside": (Model(h=nn.ModuleList([nn.Linear(2, 2)])), []),
+    "plain layers": (Model(a=nn.Linear(2, 2), h=nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])), ["a", "h.0", "h.1"]),
+    "plain layers beside blocks": (Model(h=nn.ModuleList([block()]), n=nn.ModuleList([nn.LayerNorm(2)])), ["h.0", "n.0"]),
+    "plain layers inside a model": (Model(inner=Model(h=nn.ModuleList([nn.Linear(2, 2)]))), ["inner.h.0"]),
+    "no layers in a list": (Model(h=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []),
     "no parameters": (Model(h=nn.ModuleList([Model(act=nn.ReLU())])), []),
     "blocks inside blocks": (Model(h=nn.ModuleList([Model(h=nn.ModuleList([block(), block()]))])), ["h.0"]),
     "lists of lists": (Model(h=nn.ModuleList([nn.ModuleList([block()]), nn.ModuleList([block()])])), ["h.0.0", "h.1.0"]),

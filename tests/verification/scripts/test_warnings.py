@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from colonnade.verification.comparing.assemble import _not_cut
 from colonnade.verification.runs.joined import Axis
-from colonnade.verification.runs.record import Piece, Record, StepRecord
+from colonnade.verification.runs.record import Piece, Record, StepRecord, TensorNote
 from colonnade.verification.scripts.run import _not_cleared, _repeated, _truth
 
 FIRST, SECOND = torch.tensor([1.0, 2.0]), torch.tensor([0.5, -3.0])
@@ -39,3 +40,24 @@ def test_the_norm_is_that_of_all_unless_the_script_clips_by_another() -> None:
     for norm in (whole, part):
         record = Record(0, steps=[step(FIRST, FIRST, norm=norm)], about={"norm_type": 2.0})
         assert _truth(record, 0).norm == pytest.approx(norm)
+
+
+@pytest.mark.parametrize(
+    ("names", "placement", "stages", "warned"),
+    [
+        (("w", "w"), "replicated", (0, 1), True),
+        (("w", "w"), "replicated", (0, 0), False),  # data ranks
+        (("w", "v"), "replicated", (0, 1), False),
+        (("w", "w"), "{PIPELINE: Tied(0, 1 as 'w')}", (0, 1), False),
+    ],
+)
+def test_stages_that_all_hold_the_same_parameters_are_warned_of(
+    names: tuple[str, str], placement: str, stages: tuple[int, int], warned: bool
+) -> None:
+    records = [
+        Record(rank, {name: TensorNote((name,), (2,), None, placement)}, about={"coordinates": {"pipeline": stage}})
+        for rank, (name, stage) in enumerate(zip(names, stages, strict=True))
+    ]
+    told = _not_cut(records)
+    assert bool(told) == warned
+    assert all("colonnade.split(model, num_stages=2)" in note for note in told)

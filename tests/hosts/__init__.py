@@ -1,0 +1,1 @@
+"""Jobs over two hosts, which are namespaces of this machine."""

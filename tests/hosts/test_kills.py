@@ -1,0 +1,67 @@
+"""A rank of the second host is killed: all ranks start again by themselves, and the end is the same to the bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colonnade.testing.hosts import listening, two_hosts, wait_until, why_not
+from tests.hosts.kills import killed, undisturbed
+
+needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
+KILLS, STEPS = 3, 30
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@needs_hosts
+def test_a_job_on_two_hosts_comes_back_after_each_kill_under_torchrun_and_colonnade_run(tmp_path: Path) -> None:
+    truth = undisturbed(tmp_path / "undisturbed", STEPS)
+    for launcher in ("torchrun", "colonnade"):
+        back, job = killed(tmp_path / launcher, launcher, KILLS, STEPS)
+        assert back == KILLS, job.logs()
+        assert job.digests() == truth
+
+
+HOLDS = "import socket, time; held = socket.create_server(('', 7777)); print('up', flush=True); time.sleep(600)"
+
+
+@needs_hosts
+def test_two_hosts_have_names_addresses_and_processes_of_their_own(tmp_path: Path) -> None:
+    with two_hosts() as (one, two):
+        assert [host.output("hostname").strip() for host in (one, two)] == ["alpha", "beta"]
+        one.start([sys.executable, "-c", HOLDS], tmp_path / "log", {"RANK": "3"})
+        assert wait_until(lambda: (tmp_path / "log").read_text() == "up\n", 20)
+        assert one.listening() == [("0.0.0.0", 7777)]
+        assert two.listening() == []
+        asks = "import socket; print(socket.create_connection(('alpha', 7777)).getpeername()[0])"
+        assert two.output(sys.executable, "-c", asks).strip() == "10.77.0.1"
+        assert [*one.ranks()] == [3]
+        os.kill(one.ranks()[3], signal.SIGKILL)
+        assert wait_until(lambda: not one.processes(), 20)
+    assert not Path(f"/proc/{one.first}").exists()
+
+
+@needs_hosts
+def test_hosts_end_with_the_process_that_made_them() -> None:
+    script = "from colonnade.testing.hosts import *\nwith two_hosts() as (a, b):\n    print(a.first, flush=True)\n    time.sleep(600)"
+    maker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    first = int(maker.stdout.readline())
+    maker.kill()
+    maker.wait()
+    assert wait_until(lambda: not Path(f"/proc/{first}").exists(), 20)
+
+
+def test_sockets_that_listen_are_found_with_their_addresses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("::", 0), family=socket.AF_INET6) as two:
+        here = ("127.0.0.1", one.getsockname()[1])
+        assert here in listening()
+        assert ("::", two.getsockname()[1]) in listening()
+    assert here not in listening()
