@@ -73,7 +73,7 @@ def initialize(
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
+        scaler, zero = precision.build_scaler(device), zero_settings(config, precision)
         schedule: BaseSchedule = build_schedule(context)
         built, start, was_split = _build_model(model, context, schedule)
         criterion, own_loss = _losses(built, criterion, schedule)
@@ -121,7 +121,7 @@ def _announced(engine: Engine) -> Engine:
     return engine
 
 
-def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
+def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
     """The `zero` section, with what others say of dtypes."""
     sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
     options = SyncOptions.read(sync)
