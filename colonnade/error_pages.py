@@ -229,7 +229,7 @@ PAGES: dict[str, Page] = {
     ),
     "C052": Page(
         "A batch that cannot be cut into micro-batches",
-        "A pipeline cuts every tensor of a batch along dimension 0.",
+        "A pipeline cuts every tensor of a batch along dimension 0. Evaluations fill up a batch that is too small with rows that do not count; training does not.",
         "Let num_microbatches be at most the number of rows, and give tensors with the same number of rows.",
         "reference/schedules",
     ),
@@ -336,6 +336,13 @@ PAGES: dict[str, Page] = {
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",
         "Define the function at the top level of a file, and pass plain data.",
+        "howto/test_my_code",
+    ),
+    "C115": Page(
+        "An older spelling of a keyword of run_world",
+        "Keywords that run_world does not know go to the function that the ranks call. `init=` is what `backend=` was called once, so it is refused "
+        "instead of being passed on, unless that function names a parameter `init`.",
+        'Write backend=: "gloo", "nccl", or None for a function that launches by itself.',
         "howto/test_my_code",
     ),
     "C120": Page(
