@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, _resolve_process_group
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
