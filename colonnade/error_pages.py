@@ -229,7 +229,7 @@ PAGES: dict[str, Page] = {
     ),
     "C052": Page(
         "A batch that cannot be cut into micro-batches",
-        "A pipeline cuts every tensor of a batch along dimension 0.",
+        "A pipeline cuts every tensor of a batch along dimension 0. Evaluations fill up a batch that is too small with rows that do not count; training does not.",
         "Let num_microbatches be at most the number of rows, and give tensors with the same number of rows.",
         "reference/schedules",
     ),

@@ -26,6 +26,7 @@ from colonnade.comm.torch_versions import (
     default_store,
     gather_rows,
     gloo_all_gather,
+    meeting_store,
     timeout_of,
 )
 from colonnade.errors import GradientError, listed
@@ -155,8 +156,9 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     on_device = dist.get_backend(group) == "nccl" and "cpu:" not in dist.get_backend_config(group)
     where = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     tokens = gather_rows(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).to(where), group)
-    store = PrefixStore(f"colonnade/{bytes(tokens[0].tolist()).hex()}", default_store())
+    store = meeting_store(PrefixStore(f"colonnade/{bytes(tokens[0].tolist()).hex()}", default_store()), len(tokens))
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
+    store.forget()
     # A rank that let go of its connections now would break those that others are still opening.
     gloo_all_gather(gloo, torch.empty(len(tokens), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)).wait()
     return gloo

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from colonnade.comm.gone import Processes, named
 from colonnade.comm.phases import PhaseClock
 from colonnade.comm.torch_versions import default_store, timeout_of
 from colonnade.errors import GradientError, listed
@@ -39,6 +40,8 @@ _LOOKER = "colonnade/waits/looks"
 _NEEDY = "colonnade/waits/needs all"
 """A rank that stands at the end of a step and needs all others to come there: the last one to say so."""
 _RANKS_NAMED = 16
+_LONGEST = 300
+_AFTER = f"{OUTSIDE}, after an error "
 
 
 def pauses(longest: float) -> Iterator[float]:
@@ -70,13 +73,16 @@ class _During:
         self._waits, self._what, self._phase, self._before = waits, what, phase, OUTSIDE
 
     def __enter__(self) -> None:
-        self._before = self._waits._place[0]
+        before = self._waits._place[0]
+        self._before = OUTSIDE if before.startswith(_AFTER) else before
         self._waits.at(self._what)
         self._phase = self._waits.enter(self._phase)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits.at(self._before)
         self._waits.enter(self._phase)
+        if error is not None:
+            self._waits.note_error(error, self._what)
 
 
 class WaitWatch:
@@ -87,6 +93,7 @@ class WaitWatch:
         self.step: int | None = None
         """How many steps the engine has made; None before there is one."""
         self.at(OUTSIDE)
+        self._processes: Processes | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
@@ -138,7 +145,12 @@ class WaitWatch:
             now = time.monotonic()
             if now > look:
                 look = now + SAY_AFTER / 5
-                stuck = self._needs_me() or (f"{whole - count} have not for {limit:g} s" if now > began + limit else "")
+                left = self._processes.gone(0) if self._processes is not None else []
+                stuck = (
+                    (f"rank {listed(left)} has left" if left else "")
+                    or self._needs_me()
+                    or (f"{whole - count} have not for {limit:g} s" if now > began + limit else "")
+                )
                 if stuck:
                     store.add(key, -1)
                     raise GradientError(f"{what} is for all ranks to call, and {stuck}", code="C043")
@@ -157,6 +169,13 @@ class WaitWatch:
             )
         return ""
 
+    def note_error(self, error: BaseException, doing: str) -> None:
+        """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
+        told = named(error, doing, self._processes)
+        self.at(f"{_AFTER}{doing}: {type(error).__name__}: {error}"[:_LONGEST])
+        if told is not None:
+            raise told from error
+
     def enter(self, phase: str | None) -> str | None:
         """Go to a phase of `comm.phases`, if time is kept; returns the one before, None where nothing has changed."""
         return self.clock.enter(phase) if self.clock is not None and phase is not None else None
@@ -165,6 +184,7 @@ class WaitWatch:
         """Begin to watch in a world that has just come up."""
         if world_size > 1:
             default_store().set(_KEY.format(rank), "")
+            self._processes = Processes(rank, world_size, default_store())
             self._thread = threading.Thread(
                 target=self._watch, args=(rank, world_size, say), name="colonnade waits", daemon=True
             )
@@ -186,6 +206,8 @@ class WaitWatch:
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
             while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
+                if self._processes is not None:
+                    self._processes.remember_first()
                 if told is not None and now is not told:
                     told = None
                     default_store().set(_KEY.format(rank), "")
@@ -201,7 +223,7 @@ class WaitWatch:
                     default_store().set(_KEY.format(rank), json.dumps(place))
                     if place.what in NEEDS_ALL:
                         default_store().set(_NEEDY, str(rank))
-                if told is not None and place.what != OUTSIDE and stood > due:
+                if told is not None and place.what != OUTSIDE and not place.what.startswith(_AFTER) and stood > due:
                     if place.what in NEEDS_ALL:
                         default_store().set(_NEEDY, str(rank))
                     # Who looks says so anew each time. Where that stays away for long, another takes over.

@@ -55,7 +55,7 @@ class MetaStart:
         self._everywhere = everywhere
         if not everywhere:
             return
-        located = locate_tensors(self._model, self._context, "starting from the meta device")
+        located = locate_tensors(self._model, self._context, "starting from the meta device", own_names=True)
         self._places = {name: tensor for tensor in located for name in tensor.names}
 
     def materialise(self, device: torch.device) -> None:
