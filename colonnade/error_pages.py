@@ -345,6 +345,13 @@ PAGES: dict[str, Page] = {
         'Write backend=: "gloo", "nccl", or None for a function that launches by itself.',
         "howto/test_my_code",
     ),
+    "C116": Page(
+        "A value that a comparison cannot tell to another rank",
+        "`verify` sends what ranks noted, and their batches, to the first rank: as JSON and the bytes of tensors, never as pickles, which could run "
+        "code where they are read. Numbers, texts, tensors, and tuples, lists, dicts, dataclasses and named tuples of them travel.",
+        "Let the batch consist of these; define a dataclass or a named tuple at the top of a module.",
+        "reference/verify",
+    ),
     "C120": Page(
         "A URL where a path is needed",
         "Checkpoints, outputs, reports, logs, exports, configs and folders of models are read from and written to file systems. `s3://bucket/run` "
