@@ -175,7 +175,7 @@ class Engine(LastStep, WholeWeights):
         the mean; `after_step` (an LR scheduler's step, say) is called after each of those. The body of the
         loop must call `backward` and `step` once for every batch.
         """
-        if any(hasattr(module, "unshard") for module in self._model.modules()):
+        if self.gathers_weights:
             raise GradientError(
                 "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
                 "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
@@ -200,6 +200,11 @@ class Engine(LastStep, WholeWeights):
                 self._pass_without_batch(after_step)
         finally:
             self._book.uneven = False
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether the ranks gather weights of each other in every forward pass (zero stage 3), so that none may leave one out."""
+        return any(hasattr(module, "unshard") for module in self._model.modules())
 
     def ledger(self) -> Ledger:
         """Which reduction each parameter owes and which handler does it."""
