@@ -182,9 +182,7 @@ def _layers(run: Run, several: bool) -> list[str]:
     """The norm of each layer over time."""
     names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
     if len(names) < 2:
-        note = (
-            'not measured: clip_grad_norm=dict(max_norm=..., per="layer") in the config and a GradientNormHook give it'
-        )
+        note = 'not measured: clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook give it'
         return [] if several else [card(title, "", note, wide=True)]
     shown = (
         [names[round(at * (len(names) - 1) / (MOST_LAYERS - 1))] for at in range(MOST_LAYERS)]
