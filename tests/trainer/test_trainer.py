@@ -83,7 +83,7 @@ def test_the_ancestors_flow(ranks):
     log = world.stderr[0]
     assert "epoch 3 train: Loss = " in log
     assert "epoch 3 test: Loss = " in log
-    assert "MB at most" in log
+    assert "MiB at most" in log
     assert ", a step " in log
     assert all("epoch 3" not in other for other in world.stderr[1:])
 
