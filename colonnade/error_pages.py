@@ -332,6 +332,13 @@ PAGES: dict[str, Page] = {
         "Follow the message. The page of verify shows what a script needs.",
         "reference/verify",
     ),
+    "C130": Page(
+        "An evaluation that some of the ranks make alone",
+        "The parameters are split over ranks (tensor or expert parallelism), so that a forward pass sends activations between them. A pass "
+        "on one rank alone would meet those of the others' training step, and give a wrong number.",
+        "Call the model on every rank, in evaluation as in training, and only print or log under `if rank == 0`.",
+        "howto/from_ddp",
+    ),
     "C101": Page(
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",

@@ -93,6 +93,7 @@ def named(error: BaseException, doing: str, processes: Processes | None) -> Colo
     return kind(
         f"{who} while this rank was {where}{doing}; the cause is in the output of the rank that left first, not here",
         code="C043",
+        ranks=found,
     )
 
 

@@ -52,7 +52,9 @@ def pauses(longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a rank is: doing what, after how many steps, since when."""
+
     what: str
     step: int | None
     since: float
@@ -161,7 +163,7 @@ class WaitWatch:
         """Which rank is at the end of a step that this one has not made."""
         store = default_store()
         rank = store.get(_NEEDY).decode() if store.check([_NEEDY]) else ""
-        place = _place_of(int(rank)) if rank else None
+        place = place_of(int(rank)) if rank else None
         if place is not None and place.what in NEEDS_ALL and place.step is not None and place.step >= (self.step or 0):
             return (
                 f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
@@ -214,7 +216,7 @@ class WaitWatch:
                     if looker.startswith(f"{rank} "):
                         default_store().compare_set(_LOOKER, looker, "")
                     looker = ""
-                place = _Place(*now)
+                place = Place(*now)
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
                     told, due = now, 1.5 * self._limit
@@ -236,7 +238,7 @@ class WaitWatch:
                         self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
                         due = 1.5 * self._limit
 
-    def _explain(self, rank: int, world_size: int, place: _Place) -> str | None:
+    def _explain(self, rank: int, world_size: int, place: Place) -> str | None:
         """Where the others are; None where all are at the same place."""
         store, keys = default_store(), [_KEY.format(each) for each in range(world_size)]
         if not store.check(keys):
@@ -244,7 +246,7 @@ class WaitWatch:
         notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)]
         places: dict[str, list[int]] = {}
         for other, note in enumerate(notes):
-            found = _Place(*note) if note is not None else None
+            found = Place(*note) if note is not None else None
             if other != rank and (found is None or found[:2] != place[:2]):
                 places.setdefault(_described(found), []).append(other)
         if not places:
@@ -258,20 +260,21 @@ class WaitWatch:
 
 def told_by(rank: int) -> tuple[str, Any] | None:
     """(Where a rank stands that has not moved for `SAY_AFTER` seconds, what it tells beside that); None if it goes on."""
-    store, key, place = default_store(), _KEY.format(rank), _place_of(rank)
+    store, key, place = default_store(), _KEY.format(rank), place_of(rank)
     if place is None:
         return None
     more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
     return str(place), json.loads(more.decode())
 
 
-def _place_of(rank: int) -> _Place | None:
+def place_of(rank: int) -> Place | None:
+    """Where a rank stands that has not moved for `SAY_AFTER` seconds; None if it goes on."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
-    return _Place(*json.loads(note.decode())) if note else None
+    return Place(*json.loads(note.decode())) if note else None
 
 
-def _described(place: _Place | None) -> str:
+def _described(place: Place | None) -> str:
     return "going on" if place is None else f"{place} for {time.time() - place.since:.0f} s"
 
 
