@@ -102,7 +102,12 @@ _CLIP = Section(
         ).means("parameters that are clipped apart"),
         "nonfinite": any_of(choice("skip", "raise", "propagate"), NONE).means("what to do when the norm is nan or inf"),
         "method": with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)").means("how the threshold is found"),
-        "per": choice("group", "layer", "parameter").means("what gets a norm of its own"),
+        "per": choice("group", "layer", "parameter").means(
+            "what is clipped by its own norm; group: the whole, and groups with a max_norm"
+        ),
+        "report": choice("group", "layer", "parameter").means(
+            "what engine.grad_norms() tells apart; the same as `per` by itself"
+        ),
     },
     renamed=_words(
         max_norm="max_grad_norm clip_grad_norm clip_norm norm value max",

@@ -139,7 +139,7 @@ class Told(BaseHook):
 
 
 def recorded(config: dict[str, Any], accumulation: int) -> list[StepRecord]:
-    config = {**config, "gradient_accumulation": accumulation, "clip_grad_norm": {"max_norm": 9.0, "per": "layer"}}
+    config = {**config, "gradient_accumulation": accumulation, "clip_grad_norm": {"max_norm": 9.0, "report": "layer"}}
     trainer = make_trainer(config, lr=0.2)
     told = Told()
     mine = cut(range(24), 24)

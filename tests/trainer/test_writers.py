@@ -50,7 +50,7 @@ def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     path = tmp_path / "new" / "deeper" / "log.jsonl"
-    trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "per": "layer"}, "NAME": "mine"}, lr=0.1)
+    trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "report": "layer"}, "NAME": "mine"}, lr=0.1)
     hooks = [LossHook(), GradientNormHook(), Spoil(), JsonlHook(path)]
     trainer.fit(cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=hooks)
     (begun,) = lines_of(path, "run")
