@@ -143,7 +143,7 @@ def _named(entry: Any, registry: Registry) -> tuple[Any, dict[str, Any]]:
 def _drawn(model: nn.Module, engine: Engine, step: int, labels: bool) -> Any:
     """A batch that fits the model's first layer: the same on ranks that see the same data, another one in each step."""
     context = engine.context
-    rank = context.get_local_rank(ParallelMode.DATA) if context.is_initialized(ParallelMode.DATA) else 0
+    rank = context.layout.coordinates(context.get_global_rank())["data"]
     random = torch.Generator().manual_seed(1000 * step + rank)
     rows = 2 * micro_batches(engine) * context.tensor_parallel_size
     first: Any = next(
