@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from colonnade import logging as _logging
+from colonnade.comm import failing
 from colonnade.config import Config
 from colonnade.config.files import refuse_in_a_config
 from colonnade.context.environment import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
@@ -111,6 +112,8 @@ def _start(
         chosen = _seed(context.config, seed)
     context.verbose = verbose
     context.init_global_dist(address.rank, address.world_size, backend, address.host, address.port, timeout)
+    if context.world_size > 1:
+        failing.install()
     try:
         context.set_device(address.local_rank)
         _logging.attach(_rank_in(context), verbose)

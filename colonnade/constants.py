@@ -28,3 +28,7 @@ SAVED = "COLONNADE_SAVED"
 
 TERMINAL = "COLONNADE_TERMINAL"
 """Environment variable: the width of the terminal on which a launcher shows what rank 0 prints."""
+
+FOLLOWS_AFTER = 3.0
+"""Seconds that a rank which failed only because of another one stays under a launcher, so that the other one, which may be slow
+to leave, is seen first."""

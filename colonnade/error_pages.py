@@ -229,7 +229,7 @@ PAGES: dict[str, Page] = {
     ),
     "C052": Page(
         "A batch that cannot be cut into micro-batches",
-        "A pipeline cuts every tensor of a batch along dimension 0.",
+        "A pipeline cuts every tensor of a batch along dimension 0. Evaluations fill up a batch that is too small with rows that do not count; training does not.",
         "Let num_microbatches be at most the number of rows, and give tensors with the same number of rows.",
         "reference/schedules",
     ),
@@ -332,11 +332,32 @@ PAGES: dict[str, Page] = {
         "Follow the message. The page of verify shows what a script needs.",
         "reference/verify",
     ),
+    "C130": Page(
+        "An evaluation that some of the ranks make alone",
+        "The parameters are split over ranks (tensor or expert parallelism), so that a forward pass sends activations between them. A pass "
+        "on one rank alone would meet those of the others' training step, and give a wrong number.",
+        "Call the model on every rank, in evaluation as in training, and only print or log under `if rank == 0`.",
+        "howto/from_ddp",
+    ),
     "C101": Page(
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",
         "Define the function at the top level of a file, and pass plain data.",
         "howto/test_my_code",
+    ),
+    "C115": Page(
+        "An older spelling of a keyword of run_world",
+        "Keywords that run_world does not know go to the function that the ranks call. `init=` is what `backend=` was called once, so it is refused "
+        "instead of being passed on, unless that function names a parameter `init`.",
+        'Write backend=: "gloo", "nccl", or None for a function that launches by itself.',
+        "howto/test_my_code",
+    ),
+    "C116": Page(
+        "A value that a comparison cannot tell to another rank",
+        "`verify` sends what ranks noted, and their batches, to the first rank: as JSON and the bytes of tensors, never as pickles, which could run "
+        "code where they are read. Numbers, texts, tensors, and tuples, lists, dicts, dataclasses and named tuples of them travel.",
+        "Let the batch consist of these; define a dataclass or a named tuple at the top of a module.",
+        "reference/verify",
     ),
     "C120": Page(
         "A URL where a path is needed",
@@ -353,6 +374,13 @@ PAGES: dict[str, Page] = {
         "Cut the model: model = colonnade.split(model, num_stages=...) before initialize(). If the stages start equal on purpose, pass them as "
         "colonnade.split([first, second, ...]), or set compare_stages=False in the config.",
         "howto/cut_for_a_pipeline",
+    ),
+    "C121": Page(
+        "The state of an optimizer that zero has sharded, asked of the optimizer itself",
+        "At stages 1 and 2 each rank keeps the state of its slices, and the optimizer that was given to initialize() has none. Its "
+        "`state_dict()` would be empty, and what its `load_state_dict()` loads would be ignored.",
+        "Save and load with CheckpointManager, or ask `engine.optimizer` on every rank. A state from elsewhere is loaded before initialize().",
+        "reference/zero",
     ),
     "C161": Page(
         "Groups of an initializer from which a rank's place cannot be read",

@@ -17,7 +17,7 @@ from colonnade.checkpoint.format.records import Damaged
 from colonnade.checkpoint.format.tensors import TensorReader
 from colonnade.checkpoint.plan.load import LoadPlan
 from colonnade.checkpoint.plan.optimizer import OptimizerLoader, load_optimizer
-from colonnade.checkpoint.plan.tensors import EXTRA_STATE, locate_tensors
+from colonnade.checkpoint.plan.tensors import EXTRA_STATE, locate_tensors, prefix_of
 from colonnade.checkpoint.plan.values import RandomSource, SavedValues
 from colonnade.checkpoint.storage.folder import Found, published
 from colonnade.checkpoint.storage.verify import check_files, read_manifest
@@ -70,7 +70,7 @@ def load_checkpoint(
         states, plain = values.extras(extra)
         takers = [_Taker(f"extra[{name!r}]", extra[name].state_dict, extra[name].load_state_dict) for name in states]
         for name, module in model.named_modules():
-            key = f"model/{name}{'.' if name else ''}{EXTRA_STATE}"
+            key = f"model/{prefix_of(model)}{name}{'.' if name else ''}{EXTRA_STATE}"
             if values.has(key):
                 states[key] = values.get(key)
                 takers.append(_Taker(f"the module {name}", module.get_extra_state, module.set_extra_state))

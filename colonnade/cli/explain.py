@@ -30,7 +30,7 @@ def explain(
         str | None,
         typer.Option(
             help="MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or what colonnade.split returns. It may take "
-            "`config` and `context`. Built on the meta device."
+            "`config` and `context`. Built on the meta device. A function `optimizer` beside it is used too."
         ),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="How many ranks; else the least that the config fits.")] = None,
@@ -59,6 +59,8 @@ def explain(
     for name in imports or ():
         import_named(name, config.parent)
     build = function_named(model, config.parent, "--model") if model is not None else None
+    beside = vars(import_named(model.rpartition(":")[0], config.parent)) if model is not None else {}
+    optimizer = beside.get("optimizer") if callable(beside.get("optimizer")) else None
     loaded = load_config(config)
     count = world_size if world_size is not None else least_world(loaded)
     if ratio is not None:
@@ -75,7 +77,7 @@ def explain(
         return
     from colonnade.verification.explaining.explain import explain as explain_config
 
-    explained = explain_config(loaded, count, build, param)
+    explained = explain_config(loaded, count, build, param, optimizer=optimizer)
     if as_json:
         typer.echo(json.dumps(explained.to_dict()))
     else:

@@ -49,14 +49,15 @@ def show_search(found: SearchResult, limit: int = 10) -> None:
     console = Console(highlight=False)
     table = _table(
         f"{found.world_size} x {found.hardware.name}: {len(found.fitting)} layouts fit, {len(found.cut)} were cut",
-        "layout", "step", "memory", "of the peak", "bubble", "exposed",
+        "layout", "step", "memory", "MFU", "HFU", "bubble", "exposed",
     )  # fmt: skip
     for one in found.fitting[:limit]:
         table.add_row(
             layout_text(one.layout),
             seconds(one.step_seconds or 0.0),
             size(one.peak_memory or 0),
-            f"{one.utilisation or 0:.0%}",
+            f"{one.mfu or 0:.0%}",
+            f"{one.hfu or 0:.0%}",
             f"{one.bubble or 0:.0%}",
             seconds(one.exposed_seconds or 0.0),
         )
@@ -104,12 +105,17 @@ def _head(console: Console, plan: Plan) -> None:
         per = f", {totals.tokens / totals.step_seconds:,.0f} tokens/s" if totals.tokens else ""
         console.print(
             f"{totals.parameters:,} parameters; a step takes {seconds(totals.step_seconds)}{per}, "
-            f"{totals.utilisation:.1%} of the peak",
+            f"MFU {totals.mfu:.1%}, HFU {totals.hfu:.1%}",
             markup=False,
         )
         console.print(
+            "  MFU: flops without recomputed products / (step x ranks x peak); HFU: with them",
+            markup=False,
+            style="dim",
+        )
+        console.print(
             f"  computing {seconds(totals.compute_seconds)}, collectives that nothing hides {seconds(totals.exposed_seconds)}, "
-            f"waiting {seconds(totals.bubble_seconds)}, optimizer {seconds(totals.optimizer_seconds)}",
+            f"pipeline bubble {seconds(totals.bubble_seconds)}, optimizer {seconds(totals.optimizer_seconds)}",
             markup=False,
         )
         fits = "fits" if totals.fits else "DOES NOT FIT"
@@ -178,7 +184,8 @@ def _collectives(plan: Plan) -> Table:
 def _timeline(console: Console, timeline: Timeline) -> None:
     console.print(
         f"[bold]Pipeline[/bold] {timeline.schedule}, {timeline.num_microbatches} micro-batches: {seconds(timeline.makespan)}, "
-        f"{timeline.bubble:.1%} waiting ({timeline.equal_bubble:.1%} were all stages equal)"
+        f"pipeline bubble {timeline.bubble:.1%} of ranks x makespan ({timeline.equal_bubble:.1%} were all passes equally long "
+        f"and transfers free)"
     )
     width = max(40, console.width - 12)
     for at, row in enumerate(timeline.rows):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colonnade.comm.torch_versions import is_alive, timeout_of
+from colonnade.comm.torch_versions import groups_meet, is_alive, timeout_of
 from colonnade.errors import ContextError
 
 RankSet = tuple[int, ...]
@@ -53,7 +53,8 @@ class ProcessGroups:
         `alone`, its ranks create it without the others, which need not know of it; torch then numbers it by how many
         groups a rank has, so all its ranks must have created alike before.
         """
-        group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=alone)
+        with groups_meet(len(ranks), backend):
+            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=alone)
         if self._rank in ranks:
             self._made.append(group)
         return group
@@ -81,7 +82,8 @@ class ProcessGroups:
         """Another group of `ranks`, with backends of its own. Collective over the world for all `rank_sets` at first."""
         for each in map(tuple, rank_sets):
             if (each, backend) not in self._second:
-                group = dist.new_group(list(each), timeout_of(), backend)  # as long as the world waits
+                with groups_meet(len(each), backend):
+                    group = dist.new_group(list(each), timeout_of(), backend)  # as long as the world waits
                 self._second[each, backend] = group
                 if self._rank in each:
                     self._made.append(group)

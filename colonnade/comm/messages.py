@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from colonnade.comm.torch_versions import default_store, gather_rows
-from colonnade.errors import ColonnadeError, ConfigError, listed
+from colonnade.errors import ColonnadeError, ConfigError, listed, with_users_line
 
 _NOBODY = torch.iinfo(torch.int64).max
 _DIFFERENCES_SHOWN = 8
@@ -165,16 +165,21 @@ def _raise_together(mine: Exception | None, device: torch.device, group: Any) ->
 
 
 def note_of(error: Exception) -> str:
-    """An error as a text that other ranks are told."""
-    return f"{type(error).__name__}\n{error}"
+    """An error as a text that other ranks are told, with the user's line that it began at."""
+    return f"{type(error).__name__}\n{with_users_line(error)}"
 
 
 def error_of(note: str, ranks: Iterable[int], here: int) -> ColonnadeError:
     """The error behind the note, as rank `here` raises it where `ranks` have failed."""
     kind, _, text = note.partition("\n")
+    ranks = tuple(ranks)
     where = f"on rank {listed(ranks)} (this rank is {here})"
     known = _class_of(kind)
-    return (known or ColonnadeError)(f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}")
+    told = f"{where}: {text}" if known is not None else f"{where}: {kind}: {text}"
+    kind_of = known or ColonnadeError
+    error = kind_of.__new__(kind_of)
+    ColonnadeError.__init__(error, told, ranks=ranks)  # some classes are made of something else than a text
+    return error
 
 
 def _name_difference(tables: Sequence[Alike], device: torch.device, group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store, _resolve_process_group
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
@@ -45,6 +46,11 @@ unwatched: Any = _disable_current_modes
 """`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
 
 
+def is_traced() -> bool:
+    """Whether torch makes a graph of what runs here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def fake_mode() -> Any:
     """Inside it tensors have shapes and no memory; outside, operations on such tensors and others give such tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -53,6 +59,118 @@ def fake_mode() -> Any:
 def default_store() -> Any:
     """The key-value store of the world."""
     return distributed_c10d._get_default_store()
+
+
+class _MeetingStore(Store):
+    """A store in which the ranks of a new gloo group find each other by reading as many keys as there are ranks.
+
+    Gloo lets each rank leave its address under its number, and read those of all: n * n keys of one store. Here rank 0
+    of the group reads them, and leaves one key with all of them, which each other rank reads. Any other key is the
+    store's own.
+    """
+
+    def __init__(self, store: Any, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self._own: dict[str, int] = {}
+        self._tables: dict[str, list[bytes]] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Leave a value; one under a number is this rank's address."""
+        self._store.set(key, value)
+        base, _, number = key.rpartition("/")
+        if number.isdigit() and int(number) < self._size:
+            self._own[base] = int(number)
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """Wait until the keys are there; where they are addresses of a group, until all are."""
+        for key in keys:
+            base, number = self._address(key)
+            if number is None:
+                self._store.wait([key], *timeout)
+            elif base not in self._tables:
+                self._tables[base] = self._read(base, *timeout)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key."""
+        base, number = self._address(key)
+        if number is not None and base in self._tables:
+            return self._tables[base][number]
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, and return it."""
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self._store.check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        """Take a key away."""
+        return bool(self._store.delete_key(key))
+
+    def forget(self) -> None:
+        """The group is made: no address is asked for again."""
+        self._tables.clear()
+
+    def _address(self, key: str) -> tuple[str, int | None]:
+        base, _, number = key.rpartition("/")
+        return base, int(number) if base in self._own and number.isdigit() else None
+
+    def _read(self, base: str, *timeout: Any) -> list[bytes]:
+        table = f"{base}/all"
+        if self._own[base] == 0:
+            keys = [f"{base}/{number}" for number in range(self._size)]
+            self._store.wait(keys, *timeout)
+            found = [bytes(value) for value in self._store.multi_get(keys)]
+            self._store.set(table, json.dumps([value.hex() for value in found]))
+            return found
+        self._store.wait([table], *timeout)
+        return [bytes.fromhex(value) for value in json.loads(self._store.get(table))]
+
+
+_met: list[_MeetingStore] = []
+"""Torch's groups refer to their store, and do not keep a Python object alive."""
+
+
+def meeting_store(store: Any, size: int) -> Any:
+    """A store by which a new gloo group of so many ranks connects; reads as many keys as there are ranks, not the square."""
+    _met.append(_MeetingStore(store, size))
+    return _met[-1]
+
+
+@contextmanager
+def groups_meet(size: int, backend: str | None = None) -> Iterator[None]:
+    """In the block, torch creates one group of so many ranks, whose gloo connects by a `meeting_store`.
+
+    Not with NCCL, whose threads use their group's store for as long as it lives, and would wait for Python.
+    """
+    group: Any = dist.group.WORLD
+    groups: Any = distributed_c10d._world.pg_map
+    before = groups.get(group)
+    if before is None or (backend or before[0]) != "gloo":
+        yield
+        return
+    store = meeting_store(before[1], size)
+    groups[group] = (before[0], store)
+    try:
+        yield
+    finally:
+        store.forget()
+        if group in groups:
+            groups[group] = before
+
+
+def join_by(store: Any, backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    """`init_process_group` with this store; gloo connects by a `meeting_store`."""
+    meets = backend == "gloo"
+    given = meeting_store(store, world_size) if meets else store
+    dist.init_process_group(backend, store=given, rank=rank, world_size=world_size, timeout=timeout)
+    if meets:  # what comes next needs no such store
+        given.forget()
+        groups: Any = distributed_c10d._world.pg_map
+        groups[dist.group.WORLD] = (groups[dist.group.WORLD][0], PrefixStore("world", store))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Who waits for what: ranks that stand still say where, so that a hang is explained within seconds.
 
 A rank notes where it is as it goes along, which costs an assignment. A thread looks at the note once in a while. Only when
-it has not changed for seconds is it written to the store of the world, and only then are the others' notes read.
+it has not changed for seconds is it written to the store of the world. Of the ranks that wait, one reads the others' notes,
+at pauses that grow; the others read one key. So a wait of a whole world of n ranks costs the store n keys at a time, not n * n.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from colonnade.comm.gone import Processes, named
 from colonnade.comm.phases import PhaseClock
 from colonnade.comm.torch_versions import default_store, timeout_of
 from colonnade.errors import GradientError, listed
@@ -33,7 +35,13 @@ NEEDS_ALL = (
 )
 """Places at the end of a step, from which a rank goes on when all have come to the end of that step."""
 _KEY = "colonnade/waits/{}"
+_LOOKER = "colonnade/waits/looks"
+"""Which rank reads the notes of all, and for the how-manieth time; empty when none does."""
+_NEEDY = "colonnade/waits/needs all"
+"""A rank that stands at the end of a step and needs all others to come there: the last one to say so."""
 _RANKS_NAMED = 16
+_LONGEST = 300
+_AFTER = f"{OUTSIDE}, after an error "
 
 
 def pauses(longest: float) -> Iterator[float]:
@@ -44,7 +52,9 @@ def pauses(longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a rank is: doing what, after how many steps, since when."""
+
     what: str
     step: int | None
     since: float
@@ -65,13 +75,16 @@ class _During:
         self._waits, self._what, self._phase, self._before = waits, what, phase, OUTSIDE
 
     def __enter__(self) -> None:
-        self._before = self._waits._place[0]
+        before = self._waits._place[0]
+        self._before = OUTSIDE if before.startswith(_AFTER) else before
         self._waits.at(self._what)
         self._phase = self._waits.enter(self._phase)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits.at(self._before)
         self._waits.enter(self._phase)
+        if error is not None:
+            self._waits.note_error(error, self._what)
 
 
 class WaitWatch:
@@ -82,6 +95,7 @@ class WaitWatch:
         self.step: int | None = None
         """How many steps the engine has made; None before there is one."""
         self.at(OUTSIDE)
+        self._processes: Processes | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
@@ -133,8 +147,11 @@ class WaitWatch:
             now = time.monotonic()
             if now > look:
                 look = now + SAY_AFTER / 5
-                stuck = self._needs_me(world_size) or (
-                    f"{whole - count} have not for {limit:g} s" if now > began + limit else ""
+                left = self._processes.gone(0) if self._processes is not None else []
+                stuck = (
+                    (f"rank {listed(left)} has left" if left else "")
+                    or self._needs_me()
+                    or (f"{whole - count} have not for {limit:g} s" if now > began + limit else "")
                 )
                 if stuck:
                     store.add(key, -1)
@@ -142,21 +159,24 @@ class WaitWatch:
             time.sleep(pause)
             count = store.add(key, 0)
 
-    def _needs_me(self, world_size: int) -> str:
+    def _needs_me(self) -> str:
         """Which rank is at the end of a step that this one has not made."""
-        for rank in range(world_size):
-            place = _place_of(rank)
-            if (
-                place is not None
-                and place.what in NEEDS_ALL
-                and place.step is not None
-                and place.step >= (self.step or 0)
-            ):
-                return (
-                    f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
-                    f"such as `if rank == 0`"
-                )
+        store = default_store()
+        rank = store.get(_NEEDY).decode() if store.check([_NEEDY]) else ""
+        place = place_of(int(rank)) if rank else None
+        if place is not None and place.what in NEEDS_ALL and place.step is not None and place.step >= (self.step or 0):
+            return (
+                f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
+                f"such as `if rank == 0`"
+            )
         return ""
+
+    def note_error(self, error: BaseException, doing: str) -> None:
+        """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
+        told = named(error, doing, self._processes)
+        self.at(f"{_AFTER}{doing}: {type(error).__name__}: {error}"[:_LONGEST])
+        if told is not None:
+            raise told from error
 
     def enter(self, phase: str | None) -> str | None:
         """Go to a phase of `comm.phases`, if time is kept; returns the one before, None where nothing has changed."""
@@ -166,6 +186,7 @@ class WaitWatch:
         """Begin to watch in a world that has just come up."""
         if world_size > 1:
             default_store().set(_KEY.format(rank), "")
+            self._processes = Processes(rank, world_size, default_store())
             self._thread = threading.Thread(
                 target=self._watch, args=(rank, world_size, say), name="colonnade waits", daemon=True
             )
@@ -183,37 +204,49 @@ class WaitWatch:
 
     def _watch(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
         told: tuple[str, int | None, float] | None = None
-        self._limit = SAY_AFTER
+        self._limit, due, looker = SAY_AFTER, 0.0, ""
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
             while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
+                if self._processes is not None:
+                    self._processes.remember_first()
                 if told is not None and now is not told:
                     told = None
                     default_store().set(_KEY.format(rank), "")
-                place = _Place(*now)
+                    if looker.startswith(f"{rank} "):
+                        default_store().compare_set(_LOOKER, looker, "")
+                    looker = ""
+                place = Place(*now)
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
-                    told = now
+                    told, due = now, 1.5 * self._limit
                     if self.more is not None:
                         default_store().set(f"{_KEY.format(rank)}/more", json.dumps(self.more()))
                     default_store().set(_KEY.format(rank), json.dumps(place))
-                if told is not None and place.what != OUTSIDE and stood > 1.5 * self._limit:
-                    said = self._explain(rank, world_size, place)
+                    if place.what in NEEDS_ALL:
+                        default_store().set(_NEEDY, str(rank))
+                if told is not None and place.what != OUTSIDE and not place.what.startswith(_AFTER) and stood > due:
+                    if place.what in NEEDS_ALL:
+                        default_store().set(_NEEDY, str(rank))
+                    # Who looks says so anew each time. Where that stays away for long, another takes over.
+                    mine = f"{rank} {stood}"
+                    looker = default_store().compare_set(_LOOKER, looker, mine).decode()
+                    due = 2 * stood if looker == mine else 4 * stood if looker else stood
+                    said = self._explain(rank, world_size, place) if looker == mine else None
                     if said is not None:
                         say(said)
                         self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
+                        due = 1.5 * self._limit
 
-    def _explain(self, rank: int, world_size: int, place: _Place) -> str | None:
-        """Where the others are; None where all are at the same place, or another rank will say it."""
+    def _explain(self, rank: int, world_size: int, place: Place) -> str | None:
+        """Where the others are; None where all are at the same place."""
         store, keys = default_store(), [_KEY.format(each) for each in range(world_size)]
         if not store.check(keys):
             return None
         notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)]
         places: dict[str, list[int]] = {}
         for other, note in enumerate(notes):
-            found = _Place(*note) if note is not None else None
-            if found is not None and found.what != OUTSIDE and other < rank and found[:2] == place[:2]:
-                return None
+            found = Place(*note) if note is not None else None
             if other != rank and (found is None or found[:2] != place[:2]):
                 places.setdefault(_described(found), []).append(other)
         if not places:
@@ -227,20 +260,21 @@ class WaitWatch:
 
 def told_by(rank: int) -> tuple[str, Any] | None:
     """(Where a rank stands that has not moved for `SAY_AFTER` seconds, what it tells beside that); None if it goes on."""
-    store, key, place = default_store(), _KEY.format(rank), _place_of(rank)
+    store, key, place = default_store(), _KEY.format(rank), place_of(rank)
     if place is None:
         return None
     more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
     return str(place), json.loads(more.decode())
 
 
-def _place_of(rank: int) -> _Place | None:
+def place_of(rank: int) -> Place | None:
+    """Where a rank stands that has not moved for `SAY_AFTER` seconds; None if it goes on."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
-    return _Place(*json.loads(note.decode())) if note else None
+    return Place(*json.loads(note.decode())) if note else None
 
 
-def _described(place: _Place | None) -> str:
+def _described(place: Place | None) -> str:
     return "going on" if place is None else f"{place} for {time.time() - place.since:.0f} s"
 
 

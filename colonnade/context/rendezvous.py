@@ -25,6 +25,7 @@ from colonnade.comm.torch_versions import (
     TCPStore,
     default_store,
     forget_failed_start,
+    join_by,
     waiting_at_most,
 )
 from colonnade.comm.waits import pauses
@@ -72,9 +73,7 @@ def join_world(
     try:
         refused = _meet(store, rank, world_size, limit)
         if refused is None:
-            dist.init_process_group(
-                backend or default_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
-            )
+            join_by(store, backend or default_backend(), rank, world_size, limit)
     except Exception as error:
         forget_failed_start()
         raise LaunchError(

@@ -21,7 +21,7 @@ from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.materialise import MetaStart, read_recipes
+from colonnade.engine.materialise import MetaStart, read_recipes, refuse_meta_state
 from colonnade.engine.observers import announce
 from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
@@ -72,8 +72,9 @@ def initialize(
     config, device, stages = context.config, context.device, context.pipeline_parallel_size
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
+        refuse_meta_state(optimizer)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
-        scaler, zero = precision.build_scaler(device), _zero_settings(config, precision)
+        scaler, zero = precision.build_scaler(device), zero_settings(config, precision)
         schedule: BaseSchedule = build_schedule(context)
         built, start, was_split = _build_model(model, context, schedule)
         criterion, own_loss = _losses(built, criterion, schedule)
@@ -121,7 +122,7 @@ def _announced(engine: Engine) -> Engine:
     return engine
 
 
-def _zero_settings(config: Config, precision: Precision) -> ZeroSettings:
+def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
     """The `zero` section, with what others say of dtypes."""
     sync = {key: value for key, value in (config.get("sync") or {}).items() if key not in ("automatic", "waive")}
     options = SyncOptions.read(sync)

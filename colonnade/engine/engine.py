@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from colonnade.comm.messages import error_of, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks.loop_watch import LoopWatch
 from colonnade.engine.checks.same_batch import SameBatch
@@ -25,6 +26,7 @@ from colonnade.engine.stepper import Stepper
 from colonnade.engine.weights import WholeWeights
 from colonnade.errors import GradientError, ScheduleError, listed
 from colonnade.hf.loss import ModelLoss
+from colonnade.logging import get_dist_logger
 
 _NO_BATCH = object()
 
@@ -93,9 +95,10 @@ class Engine(LastStep, WholeWeights):
         A mean that torch's cross-entropy or ours has made counts as (sum, count): it may leave out labels.
         """
         self._check_not_failed()
-        value, count, self._schedule.loss_count = self._book.read(loss)
-        self._book.add(count)
-        self._begin_pass()
+        with self._told_to_all():
+            value, count, self._schedule.loss_count = self._book.read(loss)
+            self._book.add(count)
+            self._begin_pass()
         self.observers.loss(loss)
         with self._watched_pass():
             (value * (self.loss_scale if count is None else self.sum_scale)).backward()
@@ -123,11 +126,12 @@ class Engine(LastStep, WholeWeights):
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
         if self._passes == 0:
-            raise GradientError(
-                "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
-                "loss.backward(): that one sums nothing over the ranks",
-                code="C046",
-            )
+            with self._told_to_all():
+                raise GradientError(
+                    "step() before backward(): there are no gradients to apply. Write engine.backward(loss), not "
+                    "loss.backward(): that one sums nothing over the ranks",
+                    code="C046",
+                )
         self._check_not_failed()
         if self._passes < self.accumulation:
             return False
@@ -171,7 +175,7 @@ class Engine(LastStep, WholeWeights):
         the mean; `after_step` (an LR scheduler's step, say) is called after each of those. The body of the
         loop must call `backward` and `step` once for every batch.
         """
-        if any(hasattr(module, "unshard") for module in self._model.modules()):
+        if self.gathers_weights:
             raise GradientError(
                 "engine.batches() cannot let a rank run out of batches while FSDP2 (zero stage 3) gathers parameters in "
                 "every forward pass: give all ranks equally many batches and loop over the loader itself, or use stage 2",
@@ -196,6 +200,11 @@ class Engine(LastStep, WholeWeights):
                 self._pass_without_batch(after_step)
         finally:
             self._book.uneven = False
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether the ranks gather weights of each other in every forward pass (zero stage 3), so that none may leave one out."""
+        return any(hasattr(module, "unshard") for module in self._model.modules())
 
     def ledger(self) -> Ledger:
         """Which reduction each parameter owes and which handler does it."""
@@ -290,15 +299,32 @@ class Engine(LastStep, WholeWeights):
             raise
         self._sync.synchroniser.end_backward()
 
-    def _give_up_step(self) -> None:
-        """Take part in the others' step with nothing, and have all ranks drop it."""
-        others = sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
+    @contextmanager
+    def _told_to_all(self) -> Iterator[None]:
+        """An error in here that this rank alone may have made: it gives the step up, and all ranks raise the error."""
+        try:
+            yield
+        except GradientError as error:
+            if self.context.world_size > 1 and not self._unheard_by():
+                get_dist_logger().error(f"rank {self.context.get_global_rank()} gives this step up: {error}")
+                with suppress(GradientError):
+                    self._give_up_step(note_of(error))
+            raise
+
+    def _unheard_by(self) -> list[int]:
+        """The ranks with which this one sums no gradient: they would not hear that it gives a step up."""
+        return sorted(set(range(self.context.world_size)).difference(*self._sync.synchroniser.groups))
+
+    def _give_up_step(self, why: str = "") -> None:
+        """Take part in the others' step with nothing, and have all ranks drop it; all raise, if told `why`."""
+        others = self._unheard_by()
         if others:
             raise GradientError(
                 f"backward failed on this rank, and no gradient is summed with ranks {listed(others)}, so ranks "
                 f"{listed(others)} would not hear of it and would step; end the run, and resume from a checkpoint",
                 code="C046",
             )
+        self._failed = True
         for parameter in self._model.parameters():
             parameter.grad = None
         total = self._total_passes
@@ -308,7 +334,7 @@ class Engine(LastStep, WholeWeights):
                 self._book.someone_has(True)
             self._begin_pass()
         self._total_passes = total
-        self._sync.synchroniser.fail()
+        self._sync.synchroniser.fail(why)
         self._sync.synchroniser.end_backward()
         self._reduce()
         if not self._sync.synchroniser.failed_ranks:  # a quiet step: the others drop it on the device
@@ -371,9 +397,18 @@ class Engine(LastStep, WholeWeights):
 
     def _reduce(self) -> None:
         self.same_batch.end_step(self._book.counted, whole=not self._failed)
+        self._sync.synchroniser.counts = self._book.takes_part
         self._book.set_scale(self._sync, self._stepper.scaler)
         with self.context.waits.during("summing the gradients", "communication"):
             self._sync.finish()
+        told = self._sync.synchroniser.why_failed
+        if told:
+            first, *_ = told
+            self._watch.unsummed = False
+            self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
+            self._forget_passes()
+            ranks = [rank for rank in told if told[rank] == told[first]]
+            raise error_of(told[first], ranks, self.context.get_global_rank())
         self._book.refuse_two_forms()
         self.observers.reduced(self._sync.scale)
         self._watch.end_sums(complete=not self._failed)

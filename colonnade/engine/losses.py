@@ -14,11 +14,14 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
-from colonnade.engine.schedule.loss import USE_ONE_FORM, Count, LossForm, MeanWatch, count_on, split_loss
-from colonnade.errors import GradientError
+from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, count_on, split_loss
+from colonnade.errors import GradientError, listed
 from colonnade.reduce.synchroniser import Synchroniser
+from colonnade.reduce.uneven import USE_ONE_FORM
 
 _NUMBERS = struct.Struct("2d")
+_LEAST = 1e-300
+"""A count is 0 or above; the bits of a whole number of 8 bytes make a number below."""
 
 
 class LossBook:
@@ -52,6 +55,7 @@ class LossBook:
 
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
         """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
+        self._joins = self._joins or isinstance(loss, (tuple, list))  # also where its count is none, and refused
         value, count = split_loss(loss)
         if isinstance(loss, Tensor) and (self._one_mean or count is None):
             if not self._one_mean:
@@ -64,8 +68,10 @@ class LossBook:
 
         `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
         """
+        self._joins = (
+            self._joins or count is not None
+        )  # first: what follows may fail, and the others count on this rank
         self._form.keep(count is not None)
-        self._joins = self._joins or count is not None
         if not here:
             return
         if count is None:
@@ -85,7 +91,7 @@ class LossBook:
 
         `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of the step.
         """
-        if self._takes_part:
+        if self.takes_part:
             self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
 
     def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
@@ -95,10 +101,11 @@ class LossBook:
         host, in a tenth of the time of a collective, or in a collective of their own.
         """
         if not self._carried:
-            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self._takes_part else None)
+            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self.takes_part else None)
 
     @property
-    def _takes_part(self) -> bool:
+    def takes_part(self) -> bool:
+        """Whether this rank tells the others what its losses of this step count."""
         return self._joins or self.uneven
 
     def _numbers(self) -> Tensor:
@@ -112,6 +119,11 @@ class LossBook:
                 dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
                 return mine
             told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+            others = [rank for rank, (count, _) in zip(world.ranks, told, strict=True) if 0 < count < _LEAST]
+            if others:  # they sum gradients already, and told the number of their step
+                raise GradientError(
+                    f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
+                )
             return torch.tensor(told, dtype=torch.float64).sum(0)
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint.collective import agreed
-from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.plan.tensors import PREFIX, LocalTensor
 from colonnade.checkpoint.whole import WholeTensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -46,6 +46,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
         self.base = base_model(model)
+        self._prefix = next((f"{name}." for name, module in model.named_modules() if module is self.base and name), "")
         self._context = context
         self._configs: Mapping[str, Any] = getattr(model, "peft_config", {})
         self._off = dict(lora_layers(self.base))
@@ -59,6 +60,8 @@ class Adapters:
         """Give a stage, whose layers are cut by these entries, the adapters of its layers, cut likewise."""
         if self._configs and not hasattr(stage, "peft_config"):
             stage.peft_config = self._configs  # type: ignore[assignment]  # no wrapper of peft is around a stage
+        if stage is not self.base:
+            setattr(stage, PREFIX, self._prefix)
         here = {id(module) for module in stage.modules()}
         for name, layer in list(self._off.items()):
             if id(layer.get_base_layer()) in here:

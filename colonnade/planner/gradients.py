@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler.base import PlannedGradientHandler
 from colonnade.engine.gradient_handler.ledger import Ledger, match
-from colonnade.engine.gradient_handler.sync import SyncPlan, build_gradient_handler, plan_sync
+from colonnade.engine.gradient_handler.sync import SyncPlan, build_handlers, plan_sync
 from colonnade.errors import ColonnadeError
 from colonnade.optim.bucket_step import wants_flat
 from colonnade.optim.zero.inner import state_dtypes
@@ -146,16 +147,19 @@ def _synchronised(
 ) -> SyncPlan:
     config = context.config
     covered = []
-    for entry in config.get("gradient_handler") or config.get("gradient_handlers") or ():
-        handler = build_gradient_handler(entry, model, optimizer)
-        handler.attach(context)
-        said = handler.covers()
+    named = config.get("gradient_handler") or config.get("gradient_handlers") or ()
+    for handler, said in build_handlers(named, model, optimizer, context):
+        name = type(handler).__name__
         if said is None:
             notes[
-                f"{type(handler).__name__} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
+                f"{name} (named in the config) sums by hand: what it calls is found by a trial in `initialize`, "
                 f"and is not in this plan. What is said of its parameters is what the automatic handlers would do"
             ] = None
             continue
+        if said and not isinstance(handler, PlannedGradientHandler):
+            notes[
+                f"{name} sums gradients itself: which parameters is in the ledger, what it calls is not in this plan"
+            ] = None
         covered.append((handler, said))
     flat = shards is None and wants_flat(list(model.parameters()), optimizer, config.get("flat_step"))
     everywhere = flat and not (device == "cuda" and not config.get("graph_step"))

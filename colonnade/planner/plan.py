@@ -128,7 +128,7 @@ def _totals(
     communicators = len({(each.digits or each.groups, each.count) for each in modes})
     number = sum({(each.digits or each.groups): each.count for each in modes}.values())
     if steps is None:
-        return Totals(world, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0, True, 0, 0, number, communicators)
+        return Totals(world, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0, True, 0, 0, number, communicators)
     rows, tokens = samples_of(steps.kinds.data)
     distinct = 1
     for axis in layout.axes:
@@ -139,8 +139,10 @@ def _totals(
         for call in one.collectives:
             moved[call.link] += _sent(call) * call.count * one.count
     flops = sum(one.count * steps.flops(one) for one in classes)
+    again = sum(one.count * steps.recomputed(one) for one in classes)
     peak = max(one.memory.total for one in classes)
     times = steps.times()
+    most = times.step * world * steps.peak_flops
     return Totals(
         world_size=world,
         parameters=_elements(steps.kinds),
@@ -152,7 +154,9 @@ def _totals(
         samples=rows * distinct * steps.accumulation,
         tokens=tokens * distinct * steps.accumulation,
         flops=flops,
-        utilisation=flops / (times.step * world * steps.peak_flops) if times.step else 0.0,
+        model_flops=flops - again,
+        mfu=(flops - again) / most if most else 0.0,
+        hfu=flops / most if most else 0.0,
         peak_memory=peak,
         fits=peak <= hardware.memory,
         bytes_inside_nodes=moved["node"],

@@ -15,6 +15,7 @@ from colonnade.config import Config
 from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import zero_settings
 from colonnade.engine.checks.same_stages import forms_of, same_stages
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.precision import Precision
@@ -26,7 +27,6 @@ from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.hf.loss import ModelLoss
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
-from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
@@ -103,11 +103,7 @@ class _Planning:
         self.firsts = first_ranks(self.layout)
         self.fake, self.passes = known.fake, known.passes
         self.precision = Precision.read(config)
-        self.zero = replace(
-            ZeroSettings.read(config.get("zero")),
-            master_weights=self.precision.master_weights,
-            gather_dtype=self.precision.dtype,
-        )
+        self.zero = zero_settings(config, self.precision)
         self.sums: dict[Any, GradientPlan] = {}
 
     def run(self) -> Kinds:

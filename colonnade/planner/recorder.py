@@ -59,6 +59,8 @@ class Cost:
 
     seconds: float = 0.0
     flops: float = 0.0
+    graded: float = 0.0
+    """Flops that were done with gradients on: in a backward pass, what is computed a second time."""
     moved: float = 0.0
     operators: int = 0
     calls: list[Call] = field(default_factory=list)
@@ -153,6 +155,7 @@ class Recorder(TorchDispatchMode):
         dtype = outputs[0].dtype if outputs else torch.float32
         cost = self.cost
         cost.flops += flops
+        cost.graded += flops if torch.is_grad_enabled() else 0
         cost.moved += moved
         cost.operators += 1
         cost.seconds += self._clock(flops, moved, dtype)

@@ -122,6 +122,8 @@ class Work:
     backward_weight: float
     flops: float
     """Of forward and backward."""
+    recomputed: float
+    """Of these, what backward computes a second time."""
     moved: float
     """Bytes that operators read and write, forward and backward."""
     kept: int
@@ -165,7 +167,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each pipeline rank computes what. `bubble`: the part of ranks x makespan in which ranks wait."""
+    """When each pipeline rank computes what. `bubble`: the pipeline bubble, as `schedule.simulate.bubble_of` has it."""
 
     schedule: str
     num_microbatches: int
@@ -198,7 +200,8 @@ class LedgerLine:
 
 @dataclass(frozen=True)
 class Totals:
-    """The whole step, of the slowest class of ranks."""
+    """The whole step. `step_seconds` is the sum of the four parts that follow; what the passes take is the mean of the pipeline's
+    ranks, what comes after them that of the slowest class of ranks."""
 
     world_size: int
     parameters: int
@@ -208,15 +211,20 @@ class Totals:
     exposed_seconds: float
     """Collectives that nothing hides."""
     bubble_seconds: float
+    """Of the pipeline: `Timeline.bubble` of the makespans of a step."""
     optimizer_seconds: float
     samples: int
     """Samples of one step of the world."""
     tokens: int
     """Tokens of one step of the world; 0 where the batch has no tokens."""
     flops: float
-    """Of all ranks, in one step."""
-    utilisation: float
-    """flops / (step_seconds x ranks x peak)."""
+    """Of all ranks, in one step, with what is computed a second time."""
+    model_flops: float
+    """Without it."""
+    mfu: float
+    """Model flops utilisation: model_flops / (step_seconds x ranks x peak)."""
+    hfu: float
+    """Hardware flops utilisation: flops / (step_seconds x ranks x peak)."""
     peak_memory: int
     fits: bool
     bytes_inside_nodes: int
@@ -261,7 +269,8 @@ class Candidate:
     peak_memory: int | None = None
     bubble: float | None = None
     exposed_seconds: float | None = None
-    utilisation: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def _longer(one: Cost, two: Cost, more: int) -> Cost:
     return Cost(
         two.seconds + more * (two.seconds - one.seconds),
         two.flops + more * (two.flops - one.flops),
+        two.graded + more * (two.graded - one.graded),
         two.moved + more * (two.moved - one.moved),
         two.operators + more * (two.operators - one.operators),
         calls + new * (1 + more) if len(one.calls) != len(two.calls) else calls + new,

@@ -175,7 +175,8 @@ class _Search:
             totals.peak_memory,
             made.timeline.bubble if made.timeline is not None else 0.0,
             totals.exposed_seconds,
-            totals.utilisation,
+            totals.mfu,
+            totals.hfu,
         )
         if not totals.fits:
             again = " even when activations are computed again" if layout["checkpoint"] == "full" else ""

@@ -14,7 +14,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.actions import GIVES_INPUT_GRADIENT, Action, Kind, Table
 from colonnade.engine.schedule.replay import TimedAction, live_counts, replay
-from colonnade.engine.schedule.simulate import simulate
+from colonnade.engine.schedule.simulate import bubble_of, simulate
 from colonnade.engine.schedule.transfer.link import SENDS_KEPT
 from colonnade.engine.schedule.transfer.plan import add_transfers, peer_stage, receive_early
 from colonnade.engine.schedule.transfer.values import HEADER_BYTES
@@ -40,7 +40,7 @@ COUNT_BYTES = 16
 
 @dataclass(frozen=True)
 class Times:
-    """Parts of a step: of the slowest rank's way through it. `step` is all of them together."""
+    """Parts of a step; `step` is all of them together."""
 
     step: float
     compute: float
@@ -77,33 +77,31 @@ class Steps:
 
     def timeline(self) -> Timeline:
         """The picture of it."""
-        work = sum(timed.end - timed.start for row in self.rows.values() for timed in row)
         rows = tuple(
             tuple(Interval(t.action.kind.value, t.action.stage, t.action.micro_batch, t.start, t.end) for t in row)
             for _, row in sorted(self.rows.items())
         )
-        bubble = 1 - work / (self.makespan * len(rows))
-        return Timeline(
-            self.kinds.schedule, self.kinds.num_microbatches, rows, self.makespan, bubble, simulate(self.table).bubble
-        )
+        bubble, equal = bubble_of(self.rows), simulate(self.table).bubble
+        return Timeline(self.kinds.schedule, self.kinds.num_microbatches, rows, self.makespan, bubble, equal)
 
     def times(self) -> Times:
-        """The parts of a step. Where ranks share cores, no less than all work over the cores."""
-        slowest, ends = 0.0, {}
+        """The parts of a step. Where ranks share cores, no less than all work over the cores: computing takes so much longer."""
+        ends = {}
         for rank, gradients in self.kinds.gradients.items():
             ends[rank] = self._row(rank)[-1].end + self._exposed(gradients, rank)
         rank = max(ends, key=lambda each: ends[each])
-        gradients, row = self.kinds.gradients[rank], self._row(rank)
-        slowest = ends[rank] + (self.accumulation - 1) * self.makespan
-        busy = sum(timed.end - timed.start for timed in row) * self.accumulation
-        passes = [self.kinds.passes[timed.action.stage] for timed in row if timed.action.kind is Kind.FORWARD]
+        gradients, passing = self.kinds.gradients[rank], self.makespan * self.accumulation
+        # Of the passes, the mean of the pipeline's ranks: with the bubble it is their makespan.
+        taken = [timed for row in self.rows.values() for timed in row]
+        passes = [self.kinds.passes[timed.action.stage] for timed in taken if timed.action.kind is Kind.FORWARD]
         inline = sum(self._calls_time(one.forward.calls) + self._calls_time(one.backward.calls) for one in passes)
-        after = sum(call.exposed for call in self._after(gradients, rank))
-        exposed = inline * self.accumulation + self._exposed(gradients, rank) + after
+        inline *= self.accumulation / len(self.rows)
+        bubble = bubble_of(self.rows) * passing
+        after = ends[rank] - self.makespan + sum(call.exposed for call in self._after(gradients, rank))
         optimizer = self._optimizer(gradients)
-        step = max(slowest + after + optimizer, self._on_shared_cores())
-        compute = busy - inline * self.accumulation
-        return Times(step, compute, exposed, max(0.0, step - compute - exposed - optimizer), optimizer)
+        step = max(passing + after + optimizer, self._on_shared_cores())
+        exposed = inline + after
+        return Times(step, step - exposed - bubble - optimizer, exposed, bubble, optimizer)
 
     def _on_shared_cores(self) -> float:
         """What the work of all ranks takes, where devices of a node are really a few cores: one computes while others wait."""
@@ -199,6 +197,10 @@ class Steps:
         """Of one rank of a kind, in a step."""
         return sum(work.flops for work in one.work) * self.kinds.num_microbatches * self.accumulation
 
+    def recomputed(self, one: RankClass) -> float:
+        """Of these, what backward passes compute a second time."""
+        return sum(work.recomputed for work in one.work) * self.kinds.num_microbatches * self.accumulation
+
     def _work(self, stage: int) -> Work:
         one = self.kinds.passes[stage]
         backward = self._cost(Action(stage, Kind.BACKWARD, 0))
@@ -208,6 +210,7 @@ class Steps:
             backward_input=backward * one.input_part,
             backward_weight=backward * (1 - one.input_part),
             flops=one.forward.flops + one.backward.flops,
+            recomputed=one.backward.graded,
             moved=one.forward.moved + one.backward.moved,
             kept=one.kept,
             peak=max(one.extra[:2]),

@@ -67,6 +67,11 @@ class Synchroniser:
         """Gradients have come from a backward pass that was not prepared for: nobody sums them."""
         self.failed_ranks: list[int] = []
         """The ranks that gave the last step up, so that its gradients are worth nothing."""
+        self.why_failed: dict[int, str] = {}
+        """Of those of them that told why: what they told."""
+        self._why = ""
+        self.counts = False
+        """Set before `wait` by a rank whose loss of this step is (sum, count): all ranks of a sum must have the same form."""
         self.riders: Riders | None = None
         """Set by whoever can drop a step on the device and makes a collective over the world at every step."""
         self.told: Tensor | None = None
@@ -74,6 +79,7 @@ class Synchroniser:
         self.verdict: Tensor | None = None
         """What the world has said of it already: 1.0 if the step must be dropped."""
         self._seen: list[tuple[bytes, list[bytes]]] = []
+        self._counted = False  # whether losses were (sum, count) in the last step in which the ranks agreed
         self._ended: list[tuple[Bucket, list[tuple[Tensor | None, int | None]]]] = []
         self._step = 0
         self._reported: set[tuple[int, int]] = set()
@@ -105,7 +111,8 @@ class Synchroniser:
         After the last pass of a step, nobody may change gradients until `wait`.
         """
         if not self._last:
-            self._end_pass()
+            if self._pass_open:  # not where a step is given up between two passes
+                self._end_pass()
             self._pass_open = False
             return
         self._start_early()
@@ -137,9 +144,9 @@ class Synchroniser:
             self._scale_of = scale_of
         return self._first_to_all is not None
 
-    def fail(self) -> None:
-        """Backward has failed on this rank: at the next `wait` all ranks learn of it, and drop their gradients."""
-        self._failed = True
+    def fail(self, why: str = "") -> None:
+        """Backward has failed on this rank: at the next `wait` all ranks learn of it, of `why`, and drop their gradients."""
+        self._failed, self._why = True, why
         self._last = self._pass_open = True
 
     def finish(self) -> None:
@@ -161,15 +168,18 @@ class Synchroniser:
             state.finish_turns()
         pairs = self._compare_notes(carrier)
         self.failed_ranks = sorted({rank for state, report in pairs for rank in state.failed(report)})
+        self.why_failed = {}
         if self.failed_ranks:
             self._drop()
+            self._tell_why(pairs)
         else:
             for state, report in pairs:
                 self._finish_uneven(state, report)
             self._hand_over()
             self._learn(pairs)
         self._step, self.last_scale, self.scale, self._scale_of = self._step + 1, self.scale, None, None
-        self._last = self._pass_open = self._failed = False
+        self._last = self._pass_open = self._failed = self.counts = False
+        self._why = ""
 
     def close(self) -> None:
         """Remove the hooks and the connections. Gradients stay valid; the synchroniser does not."""
@@ -274,22 +284,23 @@ class Synchroniser:
         states = [state for notes in self._group_notes for state in notes.states]
         if self.riders is not None and self.riders.quiet:
             notes = [state.close_notes() for state in states]
-            deviates = self._failed or notes != [own for own, _ in self._seen]
+            deviates = self._failed or self.counts != self._counted or notes != [own for own, _ in self._seen]
             self._ride(self.riders.numbers(deviates, unsteady=False), carrier)
             if deviates and carrier is not None and self.riders.all_deviate(carrier.tail):
                 # As when all ranks freeze a layer: then all are here, and can agree after all.
                 self.verdict = None
-                return notes_of_all(self._group_notes, self._step)
+                return notes_of_all(self._group_notes, self._step, counts=self.counts)
             return [(state, report) for state, (_, report) in zip(states, self._seen, strict=True)]
         if self.riders is not None:
-            pairs = notes_of_all(self._group_notes, self._step)
+            pairs = notes_of_all(self._group_notes, self._step, counts=self.counts)
             seen = [(bytes(state.notes), report) for state, report in pairs]
             odd = any(note & (OUTSIDE | SPARSE | FAILED) for _, report in seen for notes in report for note in notes)
-            learns = any(state.recording for state in states)
+            learns = any(state.recording for state in states) or self.counts != self._counted
+            self._counted = self.counts
             self._ride(self.riders.numbers(False, unsteady=odd or learns or seen != self._seen), carrier)
             self._seen = seen
             return pairs
-        return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets)
+        return notes_of_all(self._group_notes, self._step, meanwhile=self._finish_buckets, counts=self.counts)
 
     def _ride(self, told: Tensor, carrier: Bucket | None) -> None:
         """Send the riders' numbers with the last bucket if it can carry them; else they go with the next collective."""
@@ -337,6 +348,13 @@ class Synchroniser:
         for group in self.groups.values():
             if group.sockets is not None:
                 group.exchange(b"x")  # no rank writes to memory that another still reads
+
+    def _tell_why(self, pairs: Sequence[tuple[SumState, list[bytes]]]) -> None:
+        """Collective over each group in which a rank gave the step up."""
+        groups = {state.group.ranks: state.group for state, report in pairs if state.failed(report)}
+        for _, group in sorted(groups.items()):
+            told = group.gather_objects(self._why)
+            self.why_failed |= {rank: why for rank, why in zip(group.ranks, told, strict=True) if why}
 
     def _learn(self, reports: Sequence[tuple[SumState, list[bytes]]]) -> None:
         """Adapt the buckets to what this step has shown. Collective where something is new."""

@@ -22,7 +22,7 @@ from colonnade.comm.torch_versions import all_gather_flat
 from colonnade.errors import GradientError, listed
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
-from colonnade.reduce.bucket import MISSING, OUTSIDE, SPARSE, Bucket
+from colonnade.reduce.bucket import FAILED, MISSING, OUTSIDE, SPARSE, Bucket
 from colonnade.reduce.buffer import Buffer
 from colonnade.reduce.options import HALVES
 from colonnade.reduce.records import Sum
@@ -30,7 +30,13 @@ from colonnade.reduce.sum_state import Places, SumState
 from colonnade.reduce.transports.collective import Collective
 from colonnade.reduce.transports.local import Local
 
+USE_ONE_FORM = (
+    "use one form. A mean that cross-entropy has made counts as (sum, count): times 1.0 it is a plain mean, and where "
+    "there is nothing to learn from give (0 * output.sum(), 0)"
+)
 _STEP = Struct("<q")
+_NO_STEP = 1 << 48
+"""The number of a step is below, the bits of a count above: ranks that gave means meet counts at the place of steps."""
 
 
 class GroupNotes:
@@ -39,12 +45,14 @@ class GroupNotes:
     def __init__(self, group: RankGroup, states: Sequence[SumState]) -> None:
         self.group, self.states = group, list(states)
         self._own: list[bytes] = []
+        self._counts = b""
         self._reports: list[list[bytes]] | None = None
 
-    def announce(self, step: int) -> None:
-        """Tell the others; does not wait."""
+    def announce(self, step: int, counts: bool = False) -> None:
+        """Tell the others; does not wait. `counts`: this rank's loss of the step was given as (sum, count)."""
         self._own, self._reports = [state.close_notes() for state in self.states], None
-        digest = hashlib.blake2b(b"".join(self._own), digest_size=8).digest()
+        self._counts = bytes([counts])
+        digest = hashlib.blake2b(b"".join(self._own) + self._counts, digest_size=8).digest()
         self.group.signal(_STEP.pack(step) + digest)
 
     def resolve(self) -> list[list[bytes]]:
@@ -52,16 +60,36 @@ class GroupNotes:
         if self._reports is None:
             heard = self.group.collect()
             self._check_steps(heard)
-            own = b"".join(self._own)
+            own = b"".join(self._own) + self._counts
             whole = [own] * self.group.size if len({*heard}) == 1 else self.group.gather_bytes(own)
             self._reports, start = [], 0
             for notes in self._own:
                 self._reports.append([other[start : start + len(notes)] for other in whole])
                 start += len(notes)
+            self._check_forms([other[-1] for other in whole])
         return self._reports
+
+    def _check_forms(self, counts: list[int]) -> None:
+        """Where some ranks sum counts and others do not, the gradients have no common factor."""
+        failed = any(notes and notes[0] & FAILED for reports in self._reports or () for notes in reports)
+        if failed or len({*counts}) == 1:
+            return
+        told = [[rank for rank, one in zip(self.group.ranks, counts, strict=True) if one == form] for form in (0, 1)]
+        raise GradientError(
+            f"the loss is not of one form on all ranks: a mean on rank {listed(told[0])}; (sum, count) on rank "
+            f"{listed(told[1])}; {USE_ONE_FORM}",
+            code="C045",
+        )
 
     def _check_steps(self, heard: list[bytes]) -> None:
         steps = [step for (step,) in map(_STEP.unpack_from, heard)]
+        counting = [rank for rank, step in zip(self.group.ranks, steps, strict=True) if step > _NO_STEP]
+        if counting:
+            raise GradientError(
+                f"rank {listed(counting)} adds up the counts of its losses, given as (sum, count), and rank "
+                f"{listed(set(self.group.ranks).difference(counting))} gave a mean; {USE_ONE_FORM}",
+                code="C045",
+            )
         if len({*steps}) > 1:
             at = ", ".join(f"rank {rank}: {step}" for rank, step in zip(self.group.ranks, steps, strict=True))
             raise GradientError(
@@ -71,11 +99,11 @@ class GroupNotes:
 
 
 def notes_of_all(
-    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], None] = lambda: None
+    groups: Sequence[GroupNotes], step: int, meanwhile: Callable[[], None] = lambda: None, *, counts: bool = False
 ) -> list[tuple[SumState, list[bytes]]]:
     """Every sum with the notes of all its ranks. Collective over each group; `meanwhile` is done before waiting."""
     for notes in groups:
-        notes.announce(step)
+        notes.announce(step, counts)
     meanwhile()
     return [pair for notes in groups for pair in zip(notes.states, notes.resolve(), strict=True)]
 

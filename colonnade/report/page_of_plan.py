@@ -18,6 +18,11 @@ from colonnade.report.shell import card, cards, folded, page, seconds, short, si
 
 MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
 MOST_ROWS = 60
+FORMULAS = (
+    "MFU = model flops (without recomputed products) / (step x ranks x peak)",
+    "HFU = all flops (with recomputed products) / (step x ranks x peak)",
+    "pipeline bubble = 1 - (time of all passes of all pipeline ranks) / (pipeline ranks x makespan)",
+)
 _PARTS = 20_000
 """Of a makespan: what a time on the page is rounded to."""
 
@@ -72,14 +77,15 @@ def _figures(plan: Values) -> str:
     figures: list[tuple[str, str] | tuple[str, str, bool]] = [
         (seconds(step), "a step"),
         (short(rate[0] / step) if step else "", rate[1]),
-        (f"{totals['utilisation']:.1%}", "of the peak flops used"),
+        (f"{totals['mfu']:.1%}", "MFU, of the peak flops"),
+        (f"{totals['hfu']:.1%}", "HFU, with what is recomputed"),
         (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
-        (f"{totals['bubble_seconds'] / step:.1%}" if step else "", "of a step waits (bubble)"),
-        (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication"),
+        (f"{plan['timeline']['bubble']:.1%}" if plan["timeline"] else "", "pipeline bubble, of ranks x makespan"),
+        (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication, of a step"),
         (size(totals["bytes_between_nodes"]), "between nodes in a step"),
         (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
     ]
-    return tiles(figures)
+    return tiles(figures) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
 
 
 def _cards(plan: Values) -> list[str]:
@@ -123,8 +129,8 @@ def _mesh(plan: Values) -> str:
 def _timeline(plan: Values) -> str:
     timeline = plan["timeline"]
     note = (
-        f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches, a row for each pipeline rank; ranks wait "
-        f"{timeline['bubble']:.1%} of the time, {timeline['equal_bubble']:.1%} were all passes equally long"
+        f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches, a row for each pipeline rank; pipeline "
+        f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} were all passes equally long and transfers free)"
     )
     legend = '<div class="key">' + "".join(
         f'<span><i class="swatch" style="background:var(--c{at})"></i>{name}</span>'
@@ -249,13 +255,13 @@ def _search(search: Values) -> str:
             size(memory) if memory else "",
             "" if one["bubble"] is None else f"{one['bubble']:.1%}",
             "" if one["exposed_seconds"] is None else seconds(one["exposed_seconds"]),
-            "" if one["utilisation"] is None else f"{one['utilisation']:.1%}",
+            *("" if one[name] is None else f"{one[name]:.1%}" for name in ("mfu", "hfu")),
         )
 
-    heads = ("", "layout", "a step", "memory", "bubble", "exposed", "of peak flops")
+    heads = ("", "layout", "a step", "memory", "bubble", "exposed", "MFU", "HFU")
     fitting = [row(at, one) for at, one in enumerate(search["fitting"][:MOST_ROWS], 1)]
     cut = [(row(0, one)[1], one["reason"]) for one in search["cut"][:MOST_ROWS]]
-    parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6)) if fitting else '<p class="empty">no layout fits</p>']
+    parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6, 7)) if fitting else '<p class="empty">no layout fits</p>']
     if cut:
         parts.append(
             f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>"

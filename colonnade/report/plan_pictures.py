@@ -78,9 +78,7 @@ def timeline_svg(plan: Values) -> str:
             )
             if width > 14:
                 parts.append(_text(x + width / 2, y + 15, str(micro), "middle", "#fff"))
-    head = (
-        f"{timeline['schedule']}: forward blue, backward orange, weight part green; ranks wait {timeline['bubble']:.1%}"
-    )
+    head = f"{timeline['schedule']}: forward blue, backward orange, weight part green; pipeline bubble {timeline['bubble']:.1%}"
     return _whole(left + wide + 12, 42 + len(timeline["rows"]) * line, [_text(left, 18, head), *parts])
 
 

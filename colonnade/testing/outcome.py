@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable
@@ -16,20 +15,13 @@ from signal import SIGKILL, Signals
 from types import TracebackType
 from typing import Any, Literal
 
-from colonnade.errors import ColonnadeError
+from colonnade.errors import ColonnadeError, Consequence, consequence_of, lost_a_peer
 
 Kind = Literal["value", "exception", "signal", "exit", "timeout", "ended"]
 
 _PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 25
 _NOT_THE_USERS = ("site-packages", os.path.dirname(os.__file__))
-
-# What a healthy rank says when one of its peers has gone: never the cause while another rank has one.
-_CONSEQUENCE = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket (closed|error)|pair closure|connectFullMesh"
-    r"|failed to pass monitoredBarrier|Pair is not connected|timed out waiting|wait timeout|left during the",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,8 @@ class Outcome:
     "signal" (`signal` names it), "exit" (the process left with `exitcode` and `message` says when),
     "timeout" (it was still running at the deadline) or "ended" (another rank had failed, so it was
     stopped). `stack` holds the Python stacks of a rank that had to be stopped; `time` is the monotonic
-    clock when it ended.
+    clock when it ended. `consequence` tells whether an exception only follows from the failure of other ranks, and
+    `told_of` names these, where it says so; without it, the message decides.
     """
 
     rank: int
@@ -53,6 +46,8 @@ class Outcome:
     signal: str = ""
     exitcode: int | None = None
     stack: str = ""
+    consequence: Consequence | None = None
+    told_of: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -98,8 +93,10 @@ class Outcome:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether it failed only because another rank had gone: never the cause while another rank has one."""
-        return self.kind == "exception" and bool(_CONSEQUENCE.search(self.message))
+        """Whether it failed only because another rank had failed: never the cause while another rank has one."""
+        if self.kind != "exception":
+            return False
+        return lost_a_peer(self.message) if self.consequence is None else self.consequence == "wholly"
 
 
 @dataclass(frozen=True)
@@ -154,17 +151,18 @@ def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the outcome that explains the others, or None when every rank returned.
 
     A rank that was stopped explains nothing while another failed by itself, and neither does one that only
-    noticed a lost peer; among the rest it is the first by time.
+    noticed a lost peer, or was told of its failure. Next come ranks that failed by themselves while they dealt with
+    that of another; among the rest it is the first by time.
     """
     return min((outcome for outcome in outcomes if not outcome.ok), key=_by_blame, default=None)
 
 
 def _by_blame(outcome: Outcome) -> tuple[int, float]:
     if outcome.kind == "ended":
-        return 3, outcome.time
+        return 4, outcome.time
     if outcome.kind == "timeout":
-        return 2, outcome.time
-    return int(outcome.lost_a_peer), outcome.time
+        return 3, outcome.time
+    return 2 if outcome.lost_a_peer else int(outcome.consequence == "partly"), outcome.time
 
 
 def _titled(title: str, outcome: Outcome) -> str:
@@ -190,11 +188,14 @@ def description(error: BaseException, starters: Collection[str]) -> dict[str, An
     """Return the fields of an `Outcome` for what was raised, without the leading frames of the files that started it."""
     kind = type(error)
     trace = _users_part(error.__traceback__, starters)
+    consequence, ranks = consequence_of(error)
     return {
         "kind": "exception",
         "type": kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         "message": str(error),
         "traceback": "".join(traceback.format_exception(kind, error, trace)),
+        "consequence": consequence,
+        "told_of": ranks,
     }
 
 

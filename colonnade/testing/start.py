@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -61,6 +62,20 @@ def context_for(fn: Callable[..., Any]) -> ForkContext | ForkServerContext:
             code="C101",
         )
     return multiprocessing.get_context("fork") if typed_in else start_server()
+
+
+def check_keywords(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse `init=`, as `backend=` was called once, unless the function names such a parameter: it would be passed on to it."""
+    if "init" not in kwargs:
+        return
+    with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
+        if "init" in inspect.signature(fn).parameters:
+            return
+    raise LaunchError(
+        f"run_world has no keyword init (it got init={kwargs['init']!r}): it is called backend now. Pass backend={kwargs['init']!r}, "
+        f"or give {getattr(fn, '__qualname__', fn)} a parameter init if it is meant for that function.",
+        code="C115",
+    )
 
 
 def packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

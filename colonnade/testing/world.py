@@ -20,7 +20,15 @@ from typing import Any, Literal
 from colonnade.errors import LaunchError
 from colonnade.testing.outcome import Outcome, WorldError, WorldResult
 from colonnade.testing.rank import GUARD, JOINED, LOADED, REPORTED, STACK_SIGNAL, WorldSpec, rank_main
-from colonnade.testing.start import check_backend, context_for, environments, loopback_socket, packed, private_folder
+from colonnade.testing.start import (
+    check_backend,
+    check_keywords,
+    context_for,
+    environments,
+    loopback_socket,
+    packed,
+    private_folder,
+)
 
 # How long the other ranks may take to fail by themselves once one has, and to exit once all are done.
 _GRACE = 3.0
@@ -62,6 +70,7 @@ def run_world(
         raise LaunchError(f"A world of {n} ranks cannot be run: give at least 1.", code="C101")
     if timeout <= 0:
         raise LaunchError(f"timeout={timeout} leaves a world no time to run: give seconds above 0.", code="C101")
+    check_keywords(fn, kwargs)
     check_backend(backend)
     call, context, started = packed(fn, args, kwargs), context_for(fn), time.monotonic()
     with private_folder() as folder, loopback_socket(listening=backend is not None) as held:

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from colonnade.checkpoint.format.values import is_stateful
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
 from colonnade.hf.loss import IGNORED
-from colonnade.trainer.data import NO_BATCH, Lengths, read_lengths
+from colonnade.trainer.data import NO_BATCH, Lengths, moves_together, read_lengths
 from colonnade.trainer.exchange import gather_values, speaks
 from colonnade.trainer.records import weigh
+from colonnade.utils.sampler import DistinctDataSampler
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
 
 
 def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None]) -> None:
-    """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective."""
+    """Run the hooks' test points over all batches of all ranks, which need not have equally many. Collective.
+
+    Samples that a sampler repeats, so that all ranks have equally many, are counted once.
+    """
     hooks, engine = trainer._hooks, trainer.engine
     lengths = read_lengths(loader, trainer.context)
     with_loss = engine.gives_loss or any(hook.needs_loss for hook in hooks.hooks)
@@ -34,8 +39,16 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
     hooks.call("before_test_epoch")
     trainer.time("start", "Test-epoch")
     try:
-        with _evaluating(engine):
-            for batch in _batches_of(trainer, loader, lengths):
+        with _evaluating(engine), _each_once(loader) as counted:
+            for number, batch in enumerate(_batches_of(trainer, loader, lengths)):
+                if number == counted:  # a repeat alone: other ranks may need this pass, but nothing of it counts
+                    engine.execute_schedule(
+                        iter((batch,)),
+                        forward_only=True,
+                        return_loss=with_loss,
+                        return_output_label=trainer.returns_output,
+                    )
+                    continue
                 hooks.call("before_test_iter")
                 trainer.time("start", "Test-step")
                 output, label, loss = engine.execute_schedule(
@@ -59,11 +72,11 @@ def run_test(trainer: Trainer, loader: Iterable[Any], agree: Callable[[], None])
 def predict(trainer: Trainer, loader: Iterable[Any]) -> Any:
     """The outputs on every rank, on the host. Collective."""
     lengths = read_lengths(loader, trainer.context)
-    indices = _indices(loader)
     pieces: list[Any] = []
     own = trainer.engine.own_loss
     fit = join if own is None else _join_padded
-    with _evaluating(trainer.engine):
+    with _evaluating(trainer.engine), _whole_epoch(_sampler_of(loader)[0]):
+        indices = _indices(loader)
         for batch in _batches_of(trainer, loader, lengths):
             output, _, _ = trainer.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
             if output is not None:
@@ -87,10 +100,86 @@ def _evaluating(engine: Engine) -> Iterator[None]:
             engine.train()
 
 
+@contextmanager
+def _each_once(loader: Iterable[Any]) -> Iterator[int | None]:
+    """A loader whose sampler gives each sample of an epoch once, and is then as it was.
+
+    Samplers repeat at most one sample on a rank, the last one. It is left out of its batch before the batch is made, so
+    that collators and models never see it. A batch that would be empty then is given as it is, since other ranks may need
+    its pass; yields the number of that batch, or None.
+    """
+    sampler, batches = _sampler_of(loader)
+    with _whole_epoch(sampler):
+        if not _repeats_last(sampler):
+            yield None
+            return
+        size, last = (1 if batches is None else batches.batch_size), len(sampler) - 1
+        if batches is None or last % size == 0:
+            yield last // size
+            return
+        drop_last = batches.drop_last
+        batches.sampler = _AllButLast(sampler)
+        batches.drop_last = drop_last and len(sampler) % size != 0  # the last batch was a whole one, and is wanted
+        try:
+            yield None
+        finally:
+            batches.sampler, batches.drop_last = sampler, drop_last
+
+
+@contextmanager
+def _whole_epoch(sampler: Any) -> Iterator[None]:
+    """A sampler that begins at the start of its epoch, and then goes on where it was: in the middle of training, say."""
+    if not isinstance(sampler, DistinctDataSampler):
+        yield
+        return
+    state = sampler.state_dict()
+    sampler.load_state_dict({**state, "position": 0})
+    try:
+        yield
+    finally:
+        sampler.load_state_dict(state)
+
+
+def _sampler_of(loader: Iterable[Any]) -> tuple[Any, Any]:
+    """(the sampler of a loader, what makes batches of its samples one after another), None where there is none."""
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is BatchSampler:
+        return batches.sampler, batches
+    plain = isinstance(loader, DataLoader) and batches is None  # each sample is a batch
+    return getattr(loader, "sampler", None) if plain else None, None
+
+
+class _AllButLast:
+    """The samples of a sampler without the last one; its length is that of the sampler, and so is that of the loader."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(iter(self._sampler), len(self._sampler) - 1)
+
+
+def _repeats_last(sampler: Any) -> bool:
+    """Whether the last sample of this rank is a repeat, which makes the numbers of samples of all ranks equal."""
+    if isinstance(sampler, DistinctDataSampler):
+        return sampler.repeats_last
+    if type(sampler) is not DistributedSampler or sampler.drop_last:
+        return False
+    return (len(sampler) - 1) * sampler.num_replicas + sampler.rank >= len(sampler.dataset)  # type: ignore[arg-type]
+
+
 def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> Iterator[Any]:
     """The batches of this rank. Ranks need each other's batches only where a forward pass goes over several ranks."""
-    context = trainer.context
-    by_itself = context.world_size == context.data_parallel_size
+    by_itself = _passes_alone(trainer)
+    if not by_itself and trainer.engine.gathers_weights and lengths.known and not lengths.equal:
+        raise ConfigError(
+            f"{lengths}, and at zero stage 3 every rank needs the others in each forward pass; give all ranks equally many "
+            f"batches (colonnade.utils.get_dataloader does)",
+            code="C090",
+        )
     iterator = iter(loader)
     while True:
         try:
@@ -107,6 +196,11 @@ def _batches_of(trainer: Trainer, loader: Iterable[Any], lengths: Lengths) -> It
         if batch is NO_BATCH:
             return
         yield batch
+
+
+def _passes_alone(trainer: Trainer) -> bool:
+    """Whether a rank can run a forward pass that the others leave out."""
+    return not (moves_together(Lengths((None,)), trainer.context) or trainer.engine.gathers_weights)
 
 
 def _check_even(trainer: Trainer, has_batch: bool) -> None:

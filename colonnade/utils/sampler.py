@@ -56,6 +56,11 @@ class DistinctDataSampler(Sampler[int]):
         self._position = 0
         self.epoch += 1
 
+    @property
+    def repeats_last(self) -> bool:
+        """Whether the last sample of this rank in an epoch is one that another rank has, or this one had, in it already."""
+        return (len(self) - 1) * self._ranks + self._rank >= self._length
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch by hand; it advances by itself after each pass."""
         self.epoch = epoch

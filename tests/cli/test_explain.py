@@ -56,6 +56,19 @@ def test_a_script_that_is_given_as_a_config_does_not_run(explain, tmp_path):
     assert "[C002]" in done.err
 
 
+def test_the_optimizer_beside_the_model_is_read(explain, config):
+    (config.parent / "own_net_with_optimizer.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n    return nn.Linear(8, 8)\n\n"
+        "class Own(torch.optim.SGD):\n    def sync_grad(self): ...\n\n"
+        "def optimizer(parameters):\n    return Own(parameters, lr=0.1)\n"
+    )
+    config.write_text("")
+    done = explain(config, "--model", "own_net_with_optimizer.py:build", "--world-size", 2)
+    assert done.code == 0
+    assert "by ZeROGradientHandler: attached by itself: the optimizer sums gradients itself" in done.out
+
+
 @pytest.mark.parametrize("example", ["gradient_handler", "gradient_clipping", "gpt", "huggingface"])
 def test_the_configs_of_the_examples_are_explained(explain, example):
     done = explain(ROOT / "examples" / example / "config.py", "--json")

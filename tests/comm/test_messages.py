@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,9 +130,11 @@ def test_every_rank_hears_every_message():
         "on rank 1 (this rank is 2): wrong here",
     ]
     assert [heard.get("some") for heard in values] == [None, "on rank 2 (this rank is 1): wrong there", "wrong there"]
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise OSError" in text)
+    full_at = f'File "{__file__}", line {line}, in _talk'
     assert [heard["foreign"] for heard in values] == [
-        "ColonnadeError: on rank 2 (this rank is 0): OSError: disk full",
-        "ColonnadeError: on rank 2 (this rank is 1): OSError: disk full",
+        f"ColonnadeError: on rank 2 (this rank is 0): OSError: disk full ({full_at})",
+        f"ColonnadeError: on rank 2 (this rank is 1): OSError: disk full ({full_at})",
         "OSError: disk full",
     ]
 

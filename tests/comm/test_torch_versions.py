@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from colonnade.comm import torch_versions
 from colonnade.comm.torch_versions import (
+    HashStore,
+    PrefixStore,
     apart_from_world,
     dtensor_like,
     exchange_tensors,
@@ -22,6 +27,7 @@ from colonnade.comm.torch_versions import (
     forget_failed_start,
     is_wanted,
     leave_out_mixed_precision,
+    meeting_store,
     noting_collectives,
     refresh_shards,
     start_fsdp,
@@ -170,3 +176,49 @@ def test_a_wrapped_module_is_started_and_told_of_new_memory():
     start_fsdp(nn.Linear(1, 1))
     refresh_shards(wrapped)
     assert (wrapped.begun, wrapped.reset) == (1, 1)
+
+
+def _connected(store: object, ranks: int, size: int, seconds: float) -> list[object]:
+    """Sums over a gloo group of `size`, one for each thread of so many ranks, or the errors."""
+    found: list[object] = [None] * ranks
+
+    def connect(rank: int) -> None:
+        try:
+            group = dist.ProcessGroupGloo(meeting_store(store, size), rank, size, timedelta(seconds=seconds))
+            value = torch.tensor([rank + 1.0])
+            group.allreduce([value]).wait()
+            found[rank] = value.item()
+        except RuntimeError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_ranks_of_a_gloo_group_find_each_other_by_one_key_and_miss_one_in_time():
+    store = HashStore()
+    assert _connected(PrefixStore("one", store), 3, 3, 20) == [6.0] * 3
+    assert store.check(["one/0/all"])
+    begin = time.monotonic()
+    found = _connected(PrefixStore("two", store), 2, 3, 0.5)
+    assert all(isinstance(error, RuntimeError) for error in found), found
+    assert time.monotonic() - begin < 10
+
+
+def test_other_keys_of_a_store_by_which_groups_meet_are_its_own():
+    own = HashStore()
+    store = meeting_store(own, 2)
+    store.set("a/7", b"far")  # no rank of two
+    store.wait(["a/7"])
+    assert (store.get("a/7"), own.get("a/7")) == (b"far", b"far")
+    assert (store.add("n", 2), own.add("n", 0), store.check(["n"]), store.delete_key("n")) == (2, 2, True, True)
+    store.set("g/1", b"me")
+    own.set("g/all", '["00ff", "6d65"]')
+    store.wait(["g/0"])
+    assert [store.get("g/0"), store.get("g/1")] == [b"\x00\xff", b"me"]
+    store.forget()
+    assert store.get("g/1") == b"me"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import islice
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ def store(monkeypatch):
 
 def _stand(store, rank: int, what: str, step: int | None) -> None:
     store.set(f"colonnade/waits/{rank}", json.dumps([what, step, time.time() - 9]))
+    store.set("colonnade/waits/needs all", str(rank))
 
 
 def _opened(said: list[str], spoke: threading.Event, rank: int = 0) -> WaitWatch:
@@ -186,17 +188,85 @@ def test_a_rank_that_waits_says_where_the_others_are(store):
 
 
 @pytest.mark.parametrize(
-    ("rank", "others"), [(0, {1: "here", 2: "here", 3: "here"}), (1, {0: "here", 2: OUTSIDE, 3: "here"})]
+    ("rank", "others"), [(0, {1: "here", 2: "here", 3: "here"}), (3, {0: "here", 1: "here", 2: "here"})]
 )
-def test_nothing_is_said_where_all_are_at_one_place_or_a_lower_rank_says_it(store, rank, others):
+def test_nothing_is_said_where_all_are_at_one_place(store, rank, others):
     for other, place in others.items():
         _stand(store, other, place, None)
-    watch, said = WaitWatch(), []
+    watch = WaitWatch()
     watch.at("here")
-    assert watch._explain(rank, 4, waits._Place(*watch._place)) is None
+    assert watch._explain(rank, 4, waits.Place(*watch._place)) is None
     watch.at("there")
-    assert watch._explain(rank, 4, waits._Place(*watch._place)) is not None
-    assert said == []
+    assert watch._explain(rank, 4, waits.Place(*watch._place)) is not None
+
+
+class Counted:
+    """A store that counts, for all ranks together, how many keys are read and written."""
+
+    def __init__(self) -> None:
+        self._store, self.keys, self._lock = HashStore(), dict[str, int](), threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any) -> Any:
+            with self._lock:
+                self.keys[name] = self.keys.get(name, 0) + (len(first) if isinstance(first, list) else 1)
+            return getattr(self._store, name)(first, *rest)
+
+        return call
+
+
+def _wait_together(monkeypatch, ranks: int, seconds: float) -> tuple[dict[str, int], list[str]]:
+    """(Keys read and written, what was said) while all ranks but the last wait inside a step."""
+    store, said = Counted(), []
+    monkeypatch.setattr(waits, "default_store", lambda: store)
+    watches = [WaitWatch() for _ in range(ranks)]
+    for rank, watch in enumerate(watches):
+        watch.at(OUTSIDE if rank == ranks - 1 else "summing the gradients")
+        watch.open(rank, ranks, said.append)
+    time.sleep(seconds)
+    for watch in watches:
+        watch._stop.set()
+    for watch in watches:
+        watch.close()
+    return store.keys, said
+
+
+def test_a_wait_costs_the_store_as_many_keys_as_there_are_ranks(monkeypatch):
+    monkeypatch.setattr(waits, "SAY_AFTER", 0.2)
+    counts = {}
+    for ranks in (2, 4, 8, 16):
+        keys, said = _wait_together(monkeypatch, ranks, 1.2)
+        counts[ranks] = sum(keys.values())
+        assert len(said) >= 1, keys
+        assert f"rank {ranks - 1}: outside the engine" in said[0]
+    print(counts)
+    # A note and a look of each rank, and the notes that one rank reads two or three times: not a key for each pair of ranks.
+    assert all(count <= 14 * ranks for ranks, count in counts.items()), counts
+
+
+def test_another_rank_looks_where_the_one_that_looked_goes_on_or_stays_away(store):
+    said: list[tuple[int, str]] = []
+    _stand(store, 3, OUTSIDE, 7)
+    watches = [WaitWatch() for _ in range(3)]
+    for rank, watch in enumerate(watches):
+        watch.at("summing the gradients")
+        watch.open(rank, 4, lambda text, rank=rank: said.append((rank, text)))
+    _until(lambda: bool(said))
+    first = said[0][0]
+    watches[first].at(OUTSIDE)
+    _until(lambda: any(rank != first for rank, _ in said))
+    for watch in watches:
+        watch.close()
+
+
+def test_a_rank_that_looks_for_a_dead_one_waits_longer_and_looks_then(store):
+    store.set("colonnade/waits/looks", "2 7.5")  # by a rank that was killed
+    said: list[str] = []
+    watch = _opened(said, spoke := threading.Event())
+    watch.at("here")
+    assert spoke.wait(20)
+    assert "going on" in said[0]
+    watch.close()
 
 
 def test_a_rank_that_goes_on_or_is_outside_says_nothing_and_takes_its_note_back(store):

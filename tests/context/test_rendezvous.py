@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -381,3 +383,59 @@ def test_rank_0_leaves_the_store_last(monkeypatch, rank, others, waits):
     rendezvous._leave_store(store, rank, 2, "left")
     assert (time.monotonic() - begin >= 0.1) is waits
     assert store.add("colonnade/left", 0) == others + 1
+
+
+class Counted(dist.Store):
+    """A store that counts the keys that this rank asks for or leaves; looks of rank 0 that find nothing new are left out."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._own, self.keys = store, 0
+
+    def _count(self, name: str, first: Any, *rest: Any) -> Any:
+        keys = first if isinstance(first, list) else [first]
+        if not (name in ("add", "check") and keys[0].endswith(("launch/arrivals", "colonnade/verdict"))):
+            self.keys += len(keys)
+        return getattr(self._own, name)(first, *rest)
+
+    def set(self, *args: Any) -> Any:
+        return self._count("set", *args)
+
+    def get(self, *args: Any) -> Any:
+        return self._count("get", *args)
+
+    def add(self, *args: Any) -> Any:
+        return self._count("add", *args)
+
+    def wait(self, *args: Any) -> Any:
+        return self._count("wait", *args)
+
+    def check(self, *args: Any) -> Any:
+        return self._count("check", *args)
+
+    def multi_get(self, *args: Any) -> Any:
+        return self._count("multi_get", *args)
+
+
+def _keys_of_a_launch(config: dict[str, Any], port: int) -> int:
+    stores, connect = [], rendezvous._connect
+    rendezvous._connect = lambda *args: stores.append(Counted(connect(*args))) or stores[-1]  # type: ignore[assignment]
+    os.environ["MASTER_PORT"] = str(port)
+    with launch(config, context=ParallelContext(), verbose=False):
+        dist.barrier()
+        return stores[0].keys
+
+
+@pytest.mark.slow
+def test_a_launch_asks_the_store_for_as_many_keys_as_there_are_ranks():
+    counts = {}
+    for ranks in (2, 4, 8, 16):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        debug = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+        counts[ranks] = sum(
+            run_world(ranks, _keys_of_a_launch, {"parallel": {"tensor": 2}}, port, backend=None, env=debug).values
+        )
+    print(counts)
+    assert all(count <= 40 * ranks for ranks, count in counts.items()), counts

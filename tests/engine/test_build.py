@@ -296,6 +296,6 @@ def test_each_check_is_told_how_many_there_are_of_what_it_checks(monkeypatch):
 )
 def test_stage_3_reduces_in_what_sync_says(sync, expected):
     precision = Precision(torch.bfloat16, master_weights=False)
-    settings = build._zero_settings(load_config({"zero": 3, "sync": sync}), precision)
+    settings = build.zero_settings(load_config({"zero": 3, "sync": sync}), precision)
     assert (settings.stage, settings.reduce_dtype) == (3, expected)
     assert (settings.gather_dtype, settings.master_weights) == (torch.bfloat16, False)

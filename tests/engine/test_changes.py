@@ -6,6 +6,7 @@ Everything equals one process that does the same, from the next step on, or is a
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,19 +112,22 @@ def test_parameters_of_the_model_that_come_to_the_optimizer_later():
 
 
 def _stranger() -> None:
-    for config in [*CONFIGS, *ZERO]:
+    for config, users_own in itertools.product([*CONFIGS, *ZERO], (False, True)):
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = net()
-            engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            engine = initialize(model, optimizer, context=gpc)[0]
             engine.zero_grad()
             engine.backward(loss_of(model, 0, 0))
             engine.step()
             model.append(nn.Linear(3, 3).double())
-            engine.optimizer.add_param_group({"params": list(model[5].parameters())})
+            (optimizer if users_own else engine.optimizer).add_param_group({"params": list(model[5].parameters())})
             engine.zero_grad()
             engine.backward(loss_of(model, 0, 0))
             named = (
-                "were added" if "zero" in config else r"5\.weight of shape \(3, 3\) came to the optimizer \(group 1\)"
+                r"had \[6\] parameters, and now have \[6, 2\]\. .*\[C070\]$"
+                if "zero" in config
+                else r"5\.weight of shape \(3, 3\) came to the optimizer \(group 1\)"
             )
             with pytest.raises(GradientError, match=named):
                 engine.step()

@@ -286,7 +286,7 @@ def test_a_step_that_is_given_up_takes_part_in_what_the_others_do(failed_ranks, 
             groups={(0,): None},
             failed_ranks=failed_ranks,
             end_backward=lambda: told.append("end"),
-            fail=lambda: told.append("fail"),
+            fail=lambda why: told.append("fail"),
         )
         engine._sync = SimpleNamespace(synchroniser=synchroniser, prepare=told.append)
         engine._reduce = lambda: told.append("reduce")

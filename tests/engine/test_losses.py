@@ -340,21 +340,21 @@ def test_two_forms_in_one_step_are_refused_once(totals, device, form, is_refused
 def test_a_book_takes_part_once_counts_were_given_and_where_ranks_may_run_out():
     with world_of_one() as gpc:
         book = LossBook(gpc, 2)
-        assert (book._takes_part, book.counted, book._one_mean) == (False, None, False)
+        assert (book.takes_part, book.counted, book._one_mean) == (False, None, False)
         assert _factor(book) is None
         book.add(None)
-        assert (book._takes_part, book.counted, book._means) == (False, False, 1)
+        assert (book.takes_part, book.counted, book._means) == (False, False, 1)
         book.uneven = True
-        assert book._takes_part
+        assert book.takes_part
         assert _factor(book) == 2.0  # one of the two means of a step
         book.uneven = False
         book.clear()
         assert (book.counted, book._means, book._count, book._carried) == (None, 0, 0.0, False)
         book.add(3, here=False)  # another rank of the pipeline reports it
-        assert (book._takes_part, book.counted, book._count) == (True, True, 0.0)
+        assert (book.takes_part, book.counted, book._count) == (True, True, 0.0)
         book.clear()
         book.add(None)
-        assert book._takes_part  # or one that gives counts would be waited for
+        assert book.takes_part  # or one that gives counts would be waited for
         assert book.factor(torch.tensor([1.0, 1.0])).isnan()
 
 

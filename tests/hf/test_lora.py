@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import colonnade
 from colonnade._launch import launch
+from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -88,16 +89,11 @@ def compared(name: str, gpc: ParallelContext, truth: tuple[Steps, dict[str, Tens
         assert ranks > 1 or found.item() == pytest.approx(loss, rel=RTOL)
         engine._reduce()
         if gpc.config.get("zero") is None:  # a sharded optimizer keeps what it was given to itself
-            compare(gradients, prefixed(adapters(gather_gradients(engine.model, gpc))), RTOL)
+            compare(gradients, adapters(gather_gradients(engine.model, gpc)), RTOL)
         engine._stepper.step()  # what engine.step() does after _reduce()
         engine._end_step()
-    compare(weights, prefixed(adapters(gather_weights(engine.model, gpc))), RTOL)
+    compare(weights, adapters(gather_weights(engine.model, gpc)), RTOL)
     return engine
-
-
-def prefixed(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names that peft's wrapper gives; a stage has none."""
-    return {key if key.startswith("base_model.") else f"base_model.model.{key}": value for key, value in found.items()}
 
 
 def adapters(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -213,6 +209,37 @@ def _first_stage_alone(folder: str) -> None:
             engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
             engine.save_pretrained(Path(folder, str(number)))
             engine.close()
+
+
+def _names(folder: str) -> None:
+    """Whole weights have the names of the wrapped model on every layout, and a checkpoint goes from each to the next."""
+    whole = adapted("llama").state_dict()
+    two_each = {"type": "Interleaved1F1B", "num_microbatches": 2, "num_chunks": 2}
+    layouts: list[dict[str, Any]] = [
+        {"parallel": {"pipeline": 2}, "schedule": SCHEDULE},
+        PLAIN,
+        {"parallel": {"pipeline": 2}, "schedule": two_each},
+    ]
+    for at, config in enumerate(layouts):
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            model = colonnade.parallelize(adapted("llama"), context=gpc)
+            engine, *_ = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)
+            with CheckpointManager(folder, gpc) as manager:
+                if at:
+                    with torch.no_grad():
+                        for parameter in engine.model.parameters():
+                            parameter.zero_()
+                    manager.load(engine.model, engine.optimizer)
+                found = engine.full_state_dict()
+                assert sorted(found) == sorted(whole)
+                assert all(torch.equal(found[key], value) for key, value in whole.items())
+                manager.save(at + 1, engine.model, engine.optimizer)
+            engine.close()
+
+
+@pytest.mark.slow
+def test_whole_weights_and_checkpoints_have_the_names_of_the_wrapped_model(tmp_path):
+    run_world(2, _names, str(tmp_path))
 
 
 @pytest.mark.slow

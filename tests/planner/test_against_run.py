@@ -85,6 +85,14 @@ def test_gradients_count_where_and_when_they_are_there(job: str, settings: dict[
     assert one.memory.total == pytest.approx(found.memory, rel=0.003)
 
 
+@pytest.mark.parametrize("option", [dict(reduce_dtype="bfloat16"), dict(compress="fp16"), dict(reduce_dtype="float64")])
+def test_stage_3_reduces_in_the_dtype_that_sync_names(option: dict[str, Any]) -> None:
+    config = dict(zero=3, sync={**BY_GROUP, **option})
+    (one,) = plan(load_config(config), 2, _on_cpu(), JOBS["mlp"]).classes
+    real = run_world(2, counted_step, config, "mlp", backend=None, timeout=60).values
+    assert planned_calls(one) == real[0].calls
+
+
 def _on_cpu() -> Any:
     from dataclasses import replace
 

@@ -114,13 +114,34 @@ def test_the_timeline_is_the_table_with_the_costs_of_the_stages(planned: Any) ->
             assert each.end - each.start == pytest.approx(cost)
 
 
-def test_recomputing_keeps_less_and_computes_more() -> None:
+@pytest.mark.parametrize(
+    "world",
+    [dict(), dict(parallel=dict(pipeline=2), num_microbatches=4), dict(zero=3)],
+    ids=["data", "pipeline", "zero 3"],
+)
+def test_recomputing_keeps_less_and_computes_more_of_which_mfu_counts_nothing(world: dict[str, Any]) -> None:
     plain, again = (
-        plan(load_config(dict(activation_checkpoint=mode)), 2, load_hardware("a100"), JOBS["gpt"])
+        plan(load_config({"activation_checkpoint": mode, **world}), 2, load_hardware("a100"), JOBS["gpt"])
         for mode in ("none", "full")
     )
     assert again.classes[0].memory.activations < 0.5 * plain.classes[0].memory.activations
     assert again.totals.flops > 1.2 * plain.totals.flops
+    assert again.totals.model_flops == plain.totals.model_flops == plain.totals.flops
+    for made in (plain, again):
+        most = made.totals.step_seconds * 2 * made.hardware.matmul_flops["float32"]
+        assert made.totals.mfu == pytest.approx(made.totals.model_flops / most)
+        assert made.totals.hfu == pytest.approx(made.totals.flops / most)
+
+
+def test_the_pipeline_bubble_is_one_figure_and_the_parts_of_a_step_are_the_step(planned: Any) -> None:
+    totals, timeline = planned.totals, planned.timeline
+    work = sum(one.end - one.start for row in timeline.rows for one in row)
+    assert timeline.bubble == pytest.approx(1 - work / (2 * timeline.makespan))
+    assert totals.bubble_seconds == pytest.approx(timeline.bubble * timeline.makespan)
+    parts = totals.compute_seconds + totals.exposed_seconds + totals.bubble_seconds + totals.optimizer_seconds
+    assert parts == pytest.approx(totals.step_seconds)
+    whole = plan(load_config({}), 2, load_hardware("h100"), JOBS["gpt"])
+    assert (whole.totals.bubble_seconds, whole.timeline.bubble) == (0.0, 0.0)
 
 
 def test_equal_blocks_are_run_once_or_twice_and_counted_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +207,20 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     config = load_config(dict(sync=dict(automatic=False)))
     found = plan(config, 2, load_hardware("h100"), Job(unplaced, lambda: torch.zeros(2, 4)))
     assert "the gradients would not be those of one process" in found.problems[0]
+
+
+class SumsItself(torch.optim.SGD):
+    """An optimizer that sums gradients in its own way."""
+
+    def sync_grad(self) -> None: ...
+
+
+def test_an_optimizer_that_sums_gradients_itself_is_in_the_plan_as_in_the_run() -> None:
+    job = Job(lambda: nn.Linear(4, 4), lambda: torch.zeros(2, 4), optimizer=lambda held: SumsItself(held, lr=0.1))
+    found = plan(load_config({}), 2, load_hardware("h100"), job)
+    assert {line.done_by for line in found.ledger} == {"ZeROGradientHandler"}
+    assert found.classes[0].collectives == ()
+    assert [note for note in found.notes if note.startswith("ZeROGradientHandler sums gradients itself")]
 
 
 def test_what_is_not_planned_is_noted() -> None:

@@ -34,6 +34,14 @@ def test_a_plan_is_on_the_page(planned):
         0 <= start < end <= data["timeline"]["parts"] for row in data["timeline"]["rows"] for *_, start, end in row
     )
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
+    bubble = f"{plan['timeline']['bubble']:.1%}"
+    assert f"<b>{bubble}</b><span>pipeline bubble" in text
+    assert f"pipeline bubble {bubble} (" in text  # above the timeline: the same
+    totals = plan["totals"]
+    for name in ("mfu", "hfu"):
+        assert f"<b>{totals[name]:.1%}</b><span>{name.upper()}" in text
+    assert "MFU = model flops (without recomputed products) / (step x ranks x peak)" in text
+    assert "HFU = all flops (with recomputed products) / (step x ranks x peak)" in text
 
 
 def test_a_hundred_thousand_ranks_are_a_small_page():
@@ -57,7 +65,7 @@ def test_a_hundred_thousand_ranks_are_a_small_page():
 @slow
 def test_a_search_shows_what_fits_and_why_others_were_cut(planned):
     plan, _ = planned
-    numbers = dict(step_seconds=0.25, peak_memory=10**9, bubble=0.1, exposed_seconds=0.01, utilisation=0.5)
+    numbers = dict(step_seconds=0.25, peak_memory=10**9, bubble=0.1, exposed_seconds=0.01, mfu=0.3, hfu=0.4)
     fitting = [{"layout": {"tensor": 2, "pipeline": 2}, "reason": "", **numbers}]
     cut = [{"layout": {"tensor": 8}, "reason": "needs 99 GB of 75 GB", **dict.fromkeys(numbers)}]
     search = dict(
@@ -77,6 +85,9 @@ def test_a_search_shows_what_fits_and_why_others_were_cut(planned):
         "colonnade verify x",
         "250 ms",
         ">Mesh<",
+        '<th class="number">MFU</th>',
+        "30.0%",
+        "40.0%",
     ):
         assert told in text
     assert "no layout fits" in plan_page({**search, "fitting": [], "best": None})

@@ -63,6 +63,22 @@ def test_an_argument_that_cannot_travel_is_named() -> None:
         run_world(2, echo, lock=threading.Lock())
 
 
+def takes_anything(**options: object) -> dict[str, object]:
+    return options
+
+
+def takes_init(init: str) -> str:
+    return init
+
+
+def test_the_older_spelling_of_backend_is_refused_and_not_passed_on() -> None:
+    for fn in (takes_anything, print):
+        with pytest.raises(LaunchError, match=r"no keyword init .* Pass backend='nccl'.*\[C115\]"):
+            run_world(1, fn, init="nccl")
+    assert run_world(1, takes_init, init="mine").values == ["mine"]
+    assert run_world(1, takes_anything, backend=None, lr=2).values == [{"lr": 2}]
+
+
 def test_a_static_method_can_be_run() -> None:
     assert run_world(2, Namespace.method, backend=None).values == ["0", "1"]
 

@@ -149,6 +149,7 @@ class Measured:
         self.outputs = outputs or {}
         self.engine: Any = SimpleNamespace(
             gives_loss=gives_loss,
+            gathers_weights=False,
             training=True,
             eval=lambda: self.told.append("eval"),
             train=lambda: self.told.append("train"),

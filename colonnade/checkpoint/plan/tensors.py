@@ -19,6 +19,8 @@ from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, p
 from colonnade.parallel.shards import packed_runs, part_indices
 
 EXTRA_STATE = "_extra_state"
+PREFIX = "_colonnade_prefix"
+"""Attribute of a pipeline stage: how names begin in the whole model that the stage itself does not begin so."""
 Sizes = Mapping[str, Mapping[str, Sequence[int]]]
 """What a rank says of its uneven tensors: label -> dimension -> (index of its part, size of its part)."""
 
@@ -60,13 +62,22 @@ class LocalTensor:
         return bool(self.by_hand) and placement_of(self.tensor).shape is not None
 
 
-def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> list[LocalTensor]:
+def prefix_of(model: nn.Module) -> str:
+    """What the names of a rank's part lack of those in the whole model: a stage is cut out of what a wrapper of peft holds."""
+    stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
+    return str(getattr(stage, PREFIX, ""))
+
+
+def locate_tensors(
+    model: nn.Module, context: ParallelContext, doing: str, own_names: bool = False
+) -> list[LocalTensor]:
     """Every parameter and persistent buffer of this rank's model, once. Collective over the world.
 
+    Names are those in the whole model, the same under every layout; with `own_names` those of this rank's model.
     Sizes of uneven parts are known only to the ranks that hold them, so the ranks tell each other.
     """
     with agreed(context, doing):
-        found = _tensors_of(model, context)
+        found = _tensors_of(model, context, "" if own_names else prefix_of(model))
     everyone = gather_json(_uneven_sizes(found), context)
     with agreed(context, doing):
         return [_located(tensor, everyone, context) for tensor in found]
@@ -74,7 +85,7 @@ def locate_tensors(model: nn.Module, context: ParallelContext, doing: str) -> li
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules add to the model's state by `get_extra_state`, by key."""
-    return {key: value for key, value in model.state_dict().items() if _is_extra_state(key)}
+    return {f"{prefix_of(model)}{key}": value for key, value in model.state_dict().items() if _is_extra_state(key)}
 
 
 def memory_order(local: Tensor) -> tuple[int, ...]:
@@ -97,7 +108,7 @@ def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) 
         done += filled.numel
 
 
-def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]:
+def _tensors_of(model: nn.Module, context: ParallelContext, prefix: str) -> list[LocalTensor]:
     """The tensors as this rank alone sees them: each as if its own part were the whole."""
     named: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in model.state_dict(keep_vars=True).items():
@@ -114,7 +125,7 @@ def _tensors_of(model: nn.Module, context: ParallelContext) -> list[LocalTensor]
             f"saved; a hook of the model replaces or drops them",
             code="C082",
         )
-    return [_alone(tuple(names), tensor, context) for tensor, names in named.values()]
+    return [_alone(tuple(f"{prefix}{name}" for name in names), tensor, context) for tensor, names in named.values()]
 
 
 def _is_extra_state(key: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from colonnade.cli.launching.failures import HIDDEN_FROM_HERE, write_failure
+from colonnade.constants import FOLLOWS_AFTER
 from colonnade.testing.outcome import description, end_with_parent
 
 LAUNCHER = "COLONNADE_LAUNCHER_PID"
@@ -111,6 +112,10 @@ def _fail(error: BaseException) -> NoReturn:
     os.write(2, HIDDEN_FROM_HERE + b"\n" + fields["traceback"].encode("utf-8", "backslashreplace"))
     if isinstance(error, KeyboardInterrupt):
         os._exit(status)  # to take torch's groups down would wait for ranks that are gone
+    if fields["consequence"] == "wholly":
+        time.sleep(
+            FOLLOWS_AFTER
+        )  # the launcher ends all ranks when one leaves: that which failed leaves its note first
     sys.exit(status)
 
 

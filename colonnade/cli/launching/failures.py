@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.error_pages import codes_in
+from colonnade.errors import listed
 from colonnade.testing.outcome import Outcome, first_failure, tail
 
 HIDDEN_FROM_HERE = b"\x1e"
@@ -45,7 +46,10 @@ def write_failure(file: Path, fields: Mapping[str, Any], status: int) -> None:
 
 def read_failure(rank: int, file: Path) -> Outcome | None:
     """Return what a rank left, or None if it died without a word."""
-    return Outcome(rank=rank, **json.loads(file.read_text())["outcome"]) if file.is_file() else None
+    if not file.is_file():
+        return None
+    fields = json.loads(file.read_text())["outcome"]
+    return Outcome(rank=rank, **{**fields, "told_of": tuple(fields.get("told_of", ()))})
 
 
 def silent_failure(rank: int, exitcode: int, seen: float) -> Outcome:
@@ -68,8 +72,8 @@ def report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple
     """
     first = first_failure(outcomes.values())
     assert first is not None
-    others = _others([outcomes[rank] for rank in sorted(outcomes) if rank != first.rank], first.rank)
-    verdict = f"colonnade: rank {first.rank} failed first, exit status {exit_status(first)}"
+    others = _others([outcomes[rank] for rank in sorted(outcomes) if rank != first.rank], first)
+    verdict = f"colonnade: {who_failed(first)}, exit status {exit_status(first)}"
     if first.traceback:
         more = "".join(f"; colonnade explain {code} says more" for code in codes_in(first.message)[-1:])
         told = [verdict + more, first.traceback]
@@ -80,14 +84,33 @@ def report(outcomes: Mapping[int, Outcome], stderr: Mapping[int, Path]) -> tuple
     return "\n".join(part for part in [*others, *told] if part).rstrip(), exit_status(first)
 
 
+def who_failed(first: Outcome) -> str:
+    """Name the rank that failed first; `first` may be one that only lost it, or was told of it."""
+    if not first.lost_a_peer:
+        return f"rank {first.rank} failed first"
+    if first.told_of:
+        ranks = f"rank {first.told_of[0]}" if len(first.told_of) == 1 else f"ranks {listed(first.told_of)}"
+        return f"{ranks} failed first, as rank {first.rank} was told"
+    return (
+        f"rank {first.rank} lost another rank, and none that failed by itself has said so here: look at the output of the "
+        f"other hosts and at what ended that rank"
+    )
+
+
 def without_frames(text: str) -> str:
     """Fold the stacks that torch's C++ writes: they say where in torch, never what went wrong."""
     return _FRAMES.sub(lambda found: f"({found[0].count(chr(10))} lines of torch's stack)\n", text)
 
 
-def _others(outcomes: list[Outcome], first: int) -> list[str]:
+def _others(outcomes: list[Outcome], first: Outcome) -> list[str]:
     """A line for each rank that failed by itself, and one for all those that only lost a peer."""
     lost = [outcome.rank for outcome in outcomes if outcome.lost_a_peer or outcome.kind == "ended"]
     own = [outcome.headline for outcome in outcomes if outcome.rank not in lost]
-    ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
-    return [*own, *([f"{ranks}: ended because rank {first} was gone"] if lost else [])]
+    gone = f"rank {first.rank}"
+    if (
+        first.lost_a_peer
+    ):  # the rank that failed is another one, which had no time to leave a note, or is on another host
+        lost = [rank for rank in lost if rank not in first.told_of]
+        gone = f"rank {listed(first.told_of)}" if first.told_of else "another rank"
+    ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {listed(lost)}"
+    return [*own, *([f"{ranks}: ended because {gone} was gone"] if lost else [])]

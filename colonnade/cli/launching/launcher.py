@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from colonnade.cli.launching.bootstrap import LAUNCHER
 from colonnade.cli.launching.console import Console
-from colonnade.cli.launching.failures import read_failure, report, silent_failure
+from colonnade.cli.launching.failures import read_failure, report, silent_failure, who_failed
 from colonnade.cli.launching.job import Job, cores
 from colonnade.constants import SAVED, STOPPED_IN_ORDER, TERMINAL
 from colonnade.testing.outcome import Outcome, first_failure
@@ -102,7 +102,11 @@ class RankLogs(LogsSpecs):
         if restart:
             self._console.drain()
             first = first_failure(self._notes().values())
-            self._console.say(f"colonnade: {first.headline if first else 'a rank died'}; restart {restart}")
+            if first is not None and first.lost_a_peer:
+                why = f"{who_failed(first)} ({first.cause})" if first.told_of else "a rank died"
+            else:
+                why = first.headline if first is not None else "a rank died"
+            self._console.say(f"colonnade: {why}; restart {restart}")
         self._current = self._folder / f"restart{restart}" if restart else self._folder
         self._current.mkdir(parents=True, exist_ok=True)
         ranks = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
@@ -120,12 +124,17 @@ class RankLogs(LogsSpecs):
         )
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
-        """Return the text on the ranks that the agent saw fail, with what they left, and the exit status."""
+        """Return the text on the ranks that failed, with what they left, and the exit status.
+
+        The agent ends the others as soon as it has seen one leave: who left a note and had not left yet counts too.
+        """
         notes = self._notes()
-        outcomes = {
-            rank: notes.get(rank) or silent_failure(rank, failure.exitcode, failure.timestamp)
+        silent = {
+            rank: silent_failure(rank, failure.exitcode, failure.timestamp)
             for rank, failure in failures.items()
+            if rank not in notes
         }
+        outcomes = {**notes, **silent}
         return report(outcomes, {rank: self._file(rank, "stderr") for rank in outcomes})
 
     def stopped_in_order(self) -> bool:

@@ -157,15 +157,15 @@ class Guard:
         """Return when all ranks are here; raise if one never will be."""
         store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
         here = store.add(key, 1)
-        begin = time.monotonic()
+        begin, after = time.monotonic(), 1.5 * waits.SAY_AFTER
         for pause in waits.pauses(0.05):
             if here >= self._context.world_size:
                 return
             time.sleep(pause)
             here = store.add(key, 0)
-            if time.monotonic() - begin > 1.5 * waits.SAY_AFTER:
+            if time.monotonic() - begin > after:
                 self._look_for_stuck()
-                begin = time.monotonic()
+                after = 2 * (time.monotonic() - begin)  # each look reads what all ranks have told
 
     def _look_for_stuck(self) -> None:
         """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""

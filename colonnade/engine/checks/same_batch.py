@@ -18,9 +18,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks.ordered_sum import ordered_sum
 from colonnade.engine.schedule.base import rows_of
 from colonnade.engine.schedule.executor.micro_batch import FEED_ALIKE
-from colonnade.engine.schedule.loss import USE_ONE_FORM
 from colonnade.errors import GradientError, ScheduleError, listed
 from colonnade.parallel.checksum import words_of
+from colonnade.reduce.uneven import USE_ONE_FORM
 
 _FORMS = ("", "a mean", "(sum, count)")
 _SAMPLED = 1 << 16

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.messages import agreed_errors
+from colonnade.comm.messages import agreed_errors, note_of
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.gradient_handler.automatic import attach_automatic, describe
@@ -63,19 +63,30 @@ class GradientSync:
 
     def finish(self) -> None:
         """After the last backward pass: every gradient is final when this returns."""
-        self.synchroniser.check_untouched()
+        changed = self._changed()
         self.scale = self.synchroniser.scale
         if any(not group.alone for group in self.synchroniser.groups.values()):
             self.synchroniser.finish()
             if self.synchroniser.failed_ranks:
                 return  # there are no gradients that a handler could look at
             self.scale = self.synchroniser.last_scale
+        if changed is not None:
+            raise changed
         unscaled = self._tell_handlers(self.scale)
         for handler in self.handlers:
             handler.handle_gradient() if self.log is None else self.log.run(handler)
         self.synchroniser.finish()
         if self.scale is not None:
             scale_all([parameter.grad for parameter in unscaled if parameter.grad is not None], self.scale)
+
+    def _changed(self) -> GradientError | None:
+        """The error of gradients that were changed by hand; the ranks of a sum are told of it in the sum, and drop it."""
+        try:
+            self.synchroniser.check_untouched()
+        except GradientError as error:
+            self.synchroniser.fail(note_of(error))
+            return error
+        return None
 
     @property
     def world(self) -> RankGroup | None:
@@ -107,15 +118,19 @@ BuiltHandler = tuple[BaseGradientHandler, list[Reduction] | None]
 def build_handlers(
     named: Sequence[Any], model: nn.Module, optimizer: Any, context: ParallelContext
 ) -> list[BuiltHandler]:
-    """The handlers that the config names, attached."""
+    """The handlers that the config names, and that of an optimizer with `sync_grad()`, attached."""
     handlers = [build_gradient_handler(entry, model, optimizer) for entry in named]
-    if callable(getattr(optimizer, "sync_grad", None)) and not any(
-        isinstance(h, ZeROGradientHandler) for h in handlers
-    ):
+    if needs_own_handler(optimizer, handlers):
         handlers.insert(0, ZeROGradientHandler(model, optimizer))
     for handler in handlers:
         handler.attach(context)
     return [(handler, handler.covers()) for handler in handlers]
+
+
+def needs_own_handler(optimizer: Any, handlers: Sequence[BaseGradientHandler]) -> bool:
+    """Whether the optimizer sums gradients itself, and none of these handlers asks it to."""
+    asked = any(isinstance(handler, ZeROGradientHandler) for handler in handlers)
+    return callable(getattr(optimizer, "sync_grad", None)) and not asked
 
 
 def build_sync(

@@ -20,13 +20,9 @@ from colonnade.errors import GradientError
 from colonnade.logging import get_dist_logger
 from colonnade.optim.blocks import to_device
 from colonnade.parallel.placement import is_dtensor
+from colonnade.reduce.uneven import USE_ONE_FORM
 
 Count = Tensor | int | float
-
-USE_ONE_FORM = (
-    "use one form. A mean that cross-entropy has made counts as (sum, count): times 1.0 it is a plain mean, and where "
-    "there is nothing to learn from give (0 * output.sum(), 0)"
-)
 
 _NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _IGNORE_INDEX = -100  # torch's default

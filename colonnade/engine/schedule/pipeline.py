@@ -148,7 +148,7 @@ class PipelineSchedule(BaseSchedule):
         with_loss = return_loss or not forward_only
         confirm = with_loss and self._loss_everywhere  # all ranks wait for the last stage then anyway
         try:
-            micro_batches, label = self._micro_batches(data_iter)
+            micro_batches, label = self._micro_batches(data_iter, fill=forward_only)
         except Exception as error:
             raise executor.refuse(error, forward_only=forward_only, confirm=confirm) from error.__cause__
         step = executor.run(
@@ -170,14 +170,14 @@ class PipelineSchedule(BaseSchedule):
         if not (return_output_label and executor.has_last_stage):
             return None, None, loss
         if self._stage_data_func:
-            label = join([micro_batch.label for micro_batch in micro_batches])
+            label = join([micro_batch.label for micro_batch in micro_batches if micro_batch.counts])
         return join(step.outputs), label, loss
 
-    def _micro_batches(self, data_iter: Iterator[Any] | None) -> tuple[list[MicroBatch], Any]:
+    def _micro_batches(self, data_iter: Iterator[Any] | None, fill: bool) -> tuple[list[MicroBatch], Any]:
         if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
         data, label = self.load_batch(data_iter)  # type: ignore[arg-type]  # None is its error to tell
-        pieces = cut_batch(data, label, self.num_microbatches)
+        pieces = cut_batch(data, label, self.num_microbatches, fill)
         for piece in pieces:
             piece.weight = piece.weight if self._loss_reduction == "mean" else 1.0
             piece.data = (piece.data, piece.label) if self._stage_data_func else piece.data

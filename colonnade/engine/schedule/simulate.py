@@ -5,6 +5,7 @@ Costs are given or all equal; nothing is executed and no process group is needed
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from colonnade.engine.schedule.actions import Action, Kind, Table
@@ -47,7 +48,7 @@ class Timeline:
     makespan: float
     """From the first start to the last end."""
     bubble: float
-    """The fraction of ranks x makespan in which ranks wait."""
+    """The pipeline bubble, as of `bubble_of`."""
     peak_live: dict[int, float] = field(repr=False)
     """For each rank, the most micro-batches held at once; each of v chunks counts 1/v."""
 
@@ -80,15 +81,20 @@ class Timeline:
         return "\n".join(lines)
 
 
+def bubble_of(rows: Mapping[int, Sequence[TimedAction]]) -> float:
+    """The pipeline bubble: the part of ranks x makespan in which ranks wait, 1 - (sum of all passes) / (ranks x makespan)."""
+    makespan = max(row[-1].end for row in rows.values())
+    work = sum(timed.end - timed.start for row in rows.values() for timed in row)
+    return 1 - work / (makespan * len(rows)) if len(rows) > 1 else 0.0  # one rank waits for nobody
+
+
 def simulate(table: Table, costs: Costs = EQUAL_COSTS) -> Timeline:
     """When each action of a valid table runs; an invalid table is the checker's error."""
     check(table)
     rows = replay(table, costs, costs.transfer).rows
-    makespan = max(row[-1].end for row in rows.values())
-    work = sum(timed.end - timed.start for row in rows.values() for timed in row)
     return Timeline(
         rows=rows,
-        makespan=makespan,
-        bubble=1 - work / (makespan * len(table)),
+        makespan=max(row[-1].end for row in rows.values()),
+        bubble=bubble_of(rows),
         peak_live={rank: max(live_counts(actions), default=0.0) for rank, actions in table.items()},
     )

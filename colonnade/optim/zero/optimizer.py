@@ -4,6 +4,7 @@ that hold the same parameters and see distinct data.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,10 @@ class ZeroOptimizer(Optimizer):
             for parameter in [one.bucket.parameters[span.index]]
         ]
         self._inner = optimizer_of_parts(self._original, parts)
+        self._refusals = [
+            self._original.register_state_dict_pre_hook(refuse_state_dict),
+            self._original.register_load_state_dict_pre_hook(refuse_load_state_dict),
+        ]
         self._state = ShardedState(self._inner, self._values, parts)
         by_group: dict[int, tuple[Any, list[BucketValues]]] = {}
         for one in self._values:
@@ -179,7 +184,11 @@ class ZeroOptimizer(Optimizer):
 
     def close(self) -> None:
         """Remove hooks; parameters stay where they are, and the state here: the original has none."""
+        for refusal in self._refusals:
+            refusal.remove()
         self._original.is_sharded_elsewhere = bool(self._inner.state)  # type: ignore[attr-defined]
+        if self._inner.state:
+            self._original.register_state_dict_pre_hook(refuse_empty_state_dict)
         self.wait()
         self._bucket_step.close()
         if self._ahead is not None:
@@ -252,10 +261,41 @@ class ZeroOptimizer(Optimizer):
                     f"which nobody would step on; set requires_grad before initialize()",
                     code="C070",
                 )
-        if [len(group["params"]) for group in self.param_groups] != self._sizes:
+        # Groups are shared with the original, the list of them is not.
+        given = self._original.param_groups
+        shared = len(given) == len(self.param_groups) and all(map(operator.is_, given, self.param_groups))
+        mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, given))
+        if not shared or mine != self._sizes:
             raise GradientError(
-                "parameters were added to the optimizer after it was sharded; add them before initialize()", code="C070"
+                f"the parameter groups of the optimizer are not those that were sharded: they had {self._sizes} parameters, and now have "
+                f"{theirs if mine == self._sizes else mine}. Nobody would step on others; add parameters before initialize(), and change options in the groups themselves",
+                code="C070",
             )
+
+
+def refuse_state_dict(optimizer: Optimizer) -> None:
+    """Of the optimizer that was sharded: the ranks have its state, and no rank may gather it alone."""
+    raise GradientError(
+        f"the state of this {type(optimizer).__name__} is sharded over the ranks by zero, so its own state_dict() is empty. Save it with "
+        f"CheckpointManager.save(step, engine.model, engine.optimizer), which any layout can load; or call "
+        f"engine.optimizer.state_dict() on every rank at once, which gathers the whole state",
+        code="C121",
+    )
+
+
+def refuse_load_state_dict(optimizer: Optimizer, state: Any) -> None:
+    """Of the optimizer that was sharded: nobody would step with what it loads."""
+    raise GradientError(
+        f"this {type(optimizer).__name__} was sharded by initialize(), so nobody would step with a state that it loads. Load it before "
+        f"initialize(); or call engine.optimizer.load_state_dict(state) on every rank, or CheckpointManager.load for what that saved",
+        code="C121",
+    )
+
+
+def refuse_empty_state_dict(optimizer: Optimizer) -> None:
+    """The same after the engine was closed, until a state is loaded."""
+    if not optimizer.state:
+        refuse_state_dict(optimizer)
 
 
 # Its step hooks run where the slices are stepped on; torch would run them around `step` once more.

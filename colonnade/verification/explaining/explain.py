@@ -19,8 +19,10 @@ from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.automatic import RULES, attach_automatic
+from colonnade.engine.gradient_handler.base import BaseGradientHandler
+from colonnade.engine.gradient_handler.built_in import ZeROGradientHandler
 from colonnade.engine.gradient_handler.ledger import Covered, Ledger, LedgerRow, match, require_complete
-from colonnade.engine.gradient_handler.sync import build_gradient_handler
+from colonnade.engine.gradient_handler.sync import build_gradient_handler, needs_own_handler
 from colonnade.errors import ColonnadeError, ConfigError, LedgerError, RegistryError, did_you_mean
 from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
@@ -109,11 +111,13 @@ def explain(
     model: BuildModel | None = None,
     param: str | None = None,
     context: ParallelContext | None = None,
+    optimizer: Callable[..., Any] | None = None,
 ) -> Explanation:
     """Explain the config on so many ranks: for the parameters of `model`, or for one of each kind of placement.
 
     `param` keeps parameters of these names only, as a pattern. `context` is each kind of rank in turn, as long as its
-    model is built; by default the global one, which a model's code may ask.
+    model is built; by default the global one, which a model's code may ask. `optimizer` takes parameters: handlers may need it,
+    and one that sums gradients itself has a handler of its own.
     """
     if context is None:
         from colonnade.core import global_context  # what a model's own code asks
@@ -129,7 +133,8 @@ def explain(
     for role in roles(config, world_size, model, context):
         problems |= _schedule_problem(context)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
-        ledger = _ledger(role, config, context, reasons, problems, notes)
+        stepper = optimizer(role.model.parameters()) if optimizer is not None else None
+        ledger = _ledger(role, stepper, config, context, reasons, problems, notes)
         names.update(name for name, _ in role.model.named_parameters())
         _collect(role, layout, ledger, sharded, param, found)
     if param is not None and not found:
@@ -169,6 +174,7 @@ def _collect(
 
 def _ledger(
     role: Role,
+    optimizer: Any,
     config: Config,
     context: ParallelContext,
     reasons: dict[str, str],
@@ -182,11 +188,21 @@ def _ledger(
     demands = read_demands(role.model, context.layout, role.rank)
     covered: list[Covered] = []
     unknown = []
-    for entry in config.get("gradient_handler") or config.get("gradient_handlers") or ():
-        name = entry if isinstance(entry, str) else entry["type"]
-        reasons[name] = "named in the config"
+    own = ZeROGradientHandler.__name__
+    built: list[BaseGradientHandler] = []
+    entries = list(config.get("gradient_handler") or config.get("gradient_handlers") or ())
+    for entry in [*entries, None]:  # after all that are named, that of an optimizer which sums gradients itself
+        name = own if entry is None else entry if isinstance(entry, str) else entry["type"]
         try:
-            handler = build_gradient_handler(entry, role.model, None)
+            if entry is not None:
+                reasons[name] = "named in the config"
+                handler = build_gradient_handler(entry, role.model, optimizer)
+            elif needs_own_handler(optimizer, built):
+                handler = ZeROGradientHandler(role.model, optimizer)
+                reasons[name] = f"attached by itself: {handler.reason}"
+            else:
+                continue
+            built.append(handler)
             handler.attach(context)
             planned = handler.covers()
         except RegistryError as error:
@@ -203,7 +219,7 @@ def _ledger(
     try:
         ledger = match(demands, covered, context.layout, role.rank, waive)
         if options.get("automatic", True):
-            attached, ledger = attach_automatic(ledger, role.model, None)
+            attached, ledger = attach_automatic(ledger, role.model, optimizer)
             reasons |= {type(one).__name__: f"attached by itself: {one.reason}" for one in attached}
         if not unknown:
             require_complete(ledger)

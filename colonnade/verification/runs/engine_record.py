@@ -31,7 +31,7 @@ class EngineRecorder(Observer):
     def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
         self._engine = engine
         context = engine.context
-        located = locate_tensors(engine.model, context, "verifying")
+        located = locate_tensors(engine.model, context, "verifying", own_names=True)
         self.tracked = [_tracked(one) for one in located]
         self._by_tensor = {id(one.tensor): one for one in self.tracked}
         self.recorder = Recorder(

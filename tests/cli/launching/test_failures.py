@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,35 @@ def test_a_silent_death_is_blamed_before_the_peers_that_noticed_it() -> None:
 
 def test_a_rank_killed_long_after_the_first_failure_is_not_blamed() -> None:
     assert blamed(raised(0, 10.0), killed(1, 15.0)) == 0
+
+
+def told_of(rank: int, time: float, *of: int, consequence: Any = "wholly") -> Outcome:
+    return replace(raised(rank, time, "PeerFailed", "another"), consequence=consequence, told_of=of)
+
+
+def test_a_rank_that_was_told_of_a_failure_is_never_blamed_however_early() -> None:
+    assert blamed(told_of(0, 1.0, 1), raised(1, 9.0)) == 1
+    assert blamed(told_of(0, 1.0, 1), killed(1, 9.0)) == 1
+    # Both failed by themselves; the one that was dealing with the other's failure comes second.
+    assert blamed(told_of(0, 1.0, 1, consequence="partly"), raised(1, 9.0)) == 1
+    assert blamed(told_of(0, 9.0, 1), told_of(2, 9.5, consequence="partly")) == 2
+
+
+def test_where_the_rank_that_failed_left_nothing_the_one_that_was_told_says_who_it_was() -> None:
+    assert told(told_of(0, 5.0, 1), ended(1, 6.0), ended(2, 6.0)) == [
+        "rank 2: ended because rank 1 was gone",
+        "colonnade: rank 1 failed first, as rank 0 was told, exit status 1",
+        "Traceback of 0",
+        "PeerFailed: another",
+    ]
+
+
+def test_where_all_only_lost_a_rank_nobody_is_said_to_have_failed_first() -> None:
+    lost = [raised(rank, 5.0 + rank, "RuntimeError", "Connection closed by peer") for rank in (0, 1)]
+    lines = told(*lost)
+    assert lines[0] == "rank 1: ended because another rank was gone"
+    assert lines[1].startswith("colonnade: rank 0 lost another rank, and none that failed by itself has said so here")
+    assert not any("failed first" in line for line in lines)
 
 
 def test_the_traceback_comes_last_and_alone() -> None:

@@ -154,15 +154,15 @@ def test_what_a_step_asks_of_the_executor_and_gives(
 def test_a_stage_in_the_middle_may_have_no_data_and_else_reads_along():
     schedule: Any = PipelineSchedule(2, loss_reduction="sum")
     schedule.uses_batch = False
-    pieces, label = schedule._micro_batches(None)
+    pieces, label = schedule._micro_batches(None, fill=False)
     assert ([(piece.index, piece.data) for piece in pieces], label) == ([(0, None), (1, None)], None)
     batches = iter([(torch.arange(4), torch.ones(4))] * 2)
-    pieces, label = schedule._micro_batches(batches)
+    pieces, label = schedule._micro_batches(batches, fill=False)
     assert ([piece.weight for piece in pieces], len(label)) == ([1.0, 1.0], 4)
     assert len(list(batches)) == 1
     schedule.uses_batch = True
     with pytest.raises(ScheduleError, match="needs a data iterator on this rank"):
-        schedule._micro_batches(None)
+        schedule._micro_batches(None, fill=False)
 
 
 def test_a_function_of_stages_gets_what_the_stage_before_gave():
@@ -170,7 +170,7 @@ def test_a_function_of_stages_gets_what_the_stage_before_gave():
     schedule: Any = PipelineSchedule(
         2, data_process_func=lambda before, batch: told.append((before, batch)) or (7, "label")
     )
-    pieces, _ = schedule._micro_batches(iter([(torch.arange(4), torch.ones(4))]))
+    pieces, _ = schedule._micro_batches(iter([(torch.arange(4), torch.ones(4))]), fill=False)
     schedule._switch_virtual_rank = told.append
     for stage in (0, 1, 2):
         assert schedule._forward(stage, lambda given: given, "before", pieces[0]) == 7

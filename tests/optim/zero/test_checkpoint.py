@@ -13,6 +13,7 @@ from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.errors import ColonnadeError
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.testing import gather_weights, run_world
 from tests.engine.gradient_handler.scenarios import numbers
@@ -186,6 +187,38 @@ def _torch_state() -> None:
 
 def test_state_goes_to_and_comes_from_ordinary_optimizers():
     run_world(2, _torch_state)
+
+
+def _asked_of_the_users_own(stage: int, folder: Path) -> None:
+    """What was given to `initialize` says where its state is, while the engine lives and after it."""
+    with launch({"zero": stage}, context=ParallelContext(), verbose=False) as gpc:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(before)
+        engine = initialize(model, optimizer, context=gpc)[0]
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        for ask in (
+            optimizer.state_dict,
+            lambda: optimizer.load_state_dict(before),
+            lambda: CheckpointManager(folder, gpc).save(1, engine.model, optimizer),
+        ):
+            with pytest.raises(ColonnadeError, match=r"Adam.* sharded .*engine\.optimizer.*\[C121\]$"):
+                ask()
+        whole = engine.optimizer.state_dict()
+        assert sorted(whole["state"]) == [0, 1]
+        engine.optimizer.load_state_dict(whole)
+        engine.close()
+        with pytest.raises(ColonnadeError, match=r"CheckpointManager.*\[C121\]$"):
+            optimizer.state_dict()
+        optimizer.load_state_dict(whole)
+        assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_optimizer_that_was_given_says_where_its_state_is(stage, tmp_path):
+    run_world(2, _asked_of_the_users_own, stage, tmp_path)
 
 
 def _resume(name: str, folder: Path, stages: tuple[int, int]) -> None:

@@ -189,8 +189,19 @@ def _as_an_optimizer() -> None:
         assert calls == ["hook"] * 3
         assert engine.optimizer.param_groups[0] is original.param_groups[0]
         compare(dict(plain.named_parameters()), dict(model.named_parameters()), 1e-12)
+        for change in (
+            lambda groups: groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(2))]}),
+            lambda groups: groups.pop(0),
+            lambda groups: groups.append({**groups.pop(0)}),  # options of the other would be read by nobody
+        ):
+            kept = list(original.param_groups)
+            change(original.param_groups)
+            with pytest.raises(ColonnadeError, match="are not those that were sharded"):
+                engine.optimizer.step()
+            original.param_groups[:] = kept
+        engine.optimizer.step()
         original.param_groups[0]["params"].append(nn.Parameter(torch.zeros(2)))
-        with pytest.raises(ColonnadeError, match="added to the optimizer"):
+        with pytest.raises(ColonnadeError, match="are not those that were sharded"):
             engine.optimizer.step()
         engine.close()
 
@@ -388,7 +399,7 @@ def _methods(clip: dict[str, Any]) -> list[Any]:
         {"max_norm": 0.1, "norm_type": "inf"},
         {"method": {"type": "adagc", "warmup": 2}, "per": "parameter"},
         {"method": {"type": "zclip", "warmup": 2}, "groups": {"biases": {"params": "*.bias", "max_norm": 0.05}}},
-        {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "per": "layer", "norm_type": 3},
+        {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "report": "layer", "norm_type": 3},
         {"method": {"type": "percentile", "window": 4}},
     ],
     ids=lambda clip: str(clip.get("method", {}).get("type", "inf")),

@@ -34,6 +34,36 @@ def moe(context: ParallelContext) -> Split | nn.Module:
     return split(model, num_stages=stages) if stages > 1 else model
 
 
+class SumsItself(torch.optim.SGD):
+    """An optimizer that sums gradients in its own way."""
+
+    def sync_grad(self) -> None: ...
+
+
+def test_the_handler_of_an_optimizer_that_sums_gradients_itself_is_explained() -> None:
+    told = explain(
+        load_config({}),
+        2,
+        lambda: nn.Linear(4, 4),
+        context=ParallelContext(),
+        optimizer=lambda held: SumsItself(held, lr=0.1),
+    )
+    (sums,) = [each for one in told.classes for each in one.sums]
+    assert (sums.handler, sums.why_handled) == (
+        "ZeROGradientHandler",
+        "attached by itself: the optimizer sums gradients itself and has sync_grad()",
+    )
+    named = explain(
+        load_config({"gradient_handler": ["ZeROGradientHandler"]}),
+        2,
+        lambda: nn.Linear(4, 4),
+        context=ParallelContext(),
+        optimizer=lambda held: SumsItself(held, lr=0.1),
+    )
+    assert [each.why_handled for one in named.classes for each in one.sums] == ["named in the config"]
+    assert named.notes == told.notes
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "experts in a pipeline": {"parallel": {"pipeline": 2, "expert": 2}, "num_microbatches": 2},
     "experts and tensor": {"parallel": {"tensor": {"size": 2, "mode": "1d"}, "expert": 2}},

@@ -29,7 +29,7 @@ from colonnade.engine.schedule.executor.step import ForwardHook, LossFunction, S
 from colonnade.engine.schedule.loss import LossForm
 from colonnade.engine.schedule.transfer.link import Link, PeerFailed
 from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, peer_stage, receive_early
-from colonnade.errors import ScheduleError, listed
+from colonnade.errors import ScheduleError, listed, with_users_line
 from colonnade.nn.activations import recomputes
 
 _CPU = torch.device("cpu")
@@ -39,6 +39,8 @@ _ENDED = (
 )
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 """Of the executors that these ranks make, the same on all of them."""
+_TEXT_KEPT = 1200
+"""How many characters of its reason a failing rank tells: the place where it began comes after them, and must fit too."""
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 _RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
@@ -229,11 +231,13 @@ class Executor:
         ends only if the other side does its part. `heard`: whether all ranks will hear of it in this step, and say so.
         Returns whether they did.
         """
-        text = f"{type(error).__name__}: {error}"
-        self._failure = text if self._peers else ""
+        # Who hears of it from a rank that has only heard of it is told of the rank that failed, with that one's reason.
+        told = error if isinstance(error, PeerFailed) else None
+        text = told.text if told is not None else f"{type(error).__name__}: {with_users_line(error, _TEXT_KEPT)}"
+        self._failure = "" if not self._peers else text if told is None else str(told)
         links = [self.link_to(peer) for peer in self._peers]
         for link in links:
-            link.fail(text, no_batch)
+            link.fail(text, no_batch, told.ranks[0] if told is not None else None)
         with contextlib.suppress(RuntimeError):  # a rank is gone, or does not come
             for action in rest:
                 if action.kind in _SENDS:
@@ -275,7 +279,8 @@ class Executor:
             everyone = gather_json(mine, self.device, self.group)
             failed = [(rank, text) for rank, (_, text) in zip(self.ranks, everyone, strict=True) if text]
             if problem is None and failed:
-                problem = ScheduleError("rank {} cannot run this table: {}".format(*failed[0]), code="C051")
+                rank, text = failed[0]
+                problem = ScheduleError(f"rank {rank} cannot run this table: {text}", code="C051", ranks=[rank])
             if problem is None and len({digest for digest, _ in everyone}) > 1:
                 problem = ScheduleError(
                     f"the ranks {listed(self.ranks)} of this pipeline have different tables of actions; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,17 +29,26 @@ class MicroBatch:
     weight: float = 1.0
     """Its share of the loss of the batch: all weights together are 1 for a mean."""
     rows: int | None = None
-    """How many rows it has; None where no batch was given."""
+    """How many rows of the batch it has, 0 for a copy; None where no batch was given."""
+    counts: bool = True
+    """Whether its loss and its output are part of those of the batch."""
 
 
-def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
+def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[MicroBatch]:
     """Cut a batch into `count` pieces whose sizes differ by at most one row, larger ones first.
+
+    With `fill`, for a forward pass alone, a batch of fewer rows is filled up with copies of its last row that do not count.
 
     Tensors are cut, at any depth of tuples, lists and dicts; 0-d tensors and everything else go whole into
     every piece. The weight of a piece is its part of the rows, which makes mean losses add up to the mean
     over the batch.
     """
     rows = _rows(data, label)
+    if fill and 0 < rows < count:
+        pieces = cut_batch(data, label, rows)
+        return pieces + [
+            replace(pieces[-1], index=index, weight=0.0, rows=0, counts=False) for index in range(rows, count)
+        ]
     if rows < count:
         raise ScheduleError(
             f"a batch of {rows} rows cannot be cut into {count} micro-batches. Set num_microbatches to "
@@ -47,8 +56,8 @@ def cut_batch(data: Any, label: Any, count: int) -> list[MicroBatch]:
             code="C052",
         )
     sizes = [rows // count + (index < rows % count) for index in range(count)]
-    pieces = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
-    return [MicroBatch(index, item, mark, size / rows, size) for index, (item, mark, size) in enumerate(pieces)]
+    cuts = zip(_cut(data, sizes), _cut(label, sizes), sizes, strict=True)
+    return [MicroBatch(index, item, mark, size / rows, size) for index, (item, mark, size) in enumerate(cuts)]
 
 
 def join(pieces: Sequence[Any]) -> Any:

@@ -131,6 +131,8 @@ class Step:
 
     def _finish_forward(self, output: Any, micro_batch: MicroBatch) -> list[Tensor]:
         """The end of the pipeline: the loss, scaled for the backward pass."""
+        if not micro_batch.counts:
+            return []
         if self.keep_outputs:
             self.outputs[micro_batch.index] = tree_map_only(Tensor, Tensor.detach, output)
         if not self.with_loss or self.executor.loss_fn is None:

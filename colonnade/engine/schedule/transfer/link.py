@@ -62,9 +62,12 @@ _ANY = Action.parse("0SENT_F0")
 class PeerFailed(ScheduleError):
     """Another rank of the pipeline failed, and this one cannot go on; `no_batch` where it had none for the step."""
 
+    no_batch = False
+
     def __init__(self, peer: int, text: str, no_batch: bool) -> None:
-        super().__init__(f"the pipeline stopped because rank {peer} failed: {text}")
+        super().__init__(f"the pipeline stopped because rank {peer} failed: {text}", ranks=(peer,))
         self.no_batch = no_batch
+        self.text = text
 
 
 @dataclass
@@ -241,15 +244,16 @@ class Link:
         self._sent_frames.next_step()
         self._received_frames.next_step()
 
-    def fail(self, text: str, no_batch: bool) -> None:
-        """Start to tell the peer, in place of the next message, that this rank has failed.
+    def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
+        """Start to tell the peer, in place of the next message, that this rank has failed, or has heard that `rank` has.
 
         Then this rank goes through the rest of its program with `skip_send` and `skip_receive`, and so does the peer once it
         has heard; `hear_out` takes the message that is one too many.
         """
         self._patience = None if no_batch else _FAILURE_TIMEOUT  # every rank comes to a step, sooner or later
         with contextlib.suppress(RuntimeError):
-            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, text.encode()[:_TEXT_SENT])
+            told = f"{'' if rank is None else rank}\n{text}".encode()[:_TEXT_SENT]
+            self._failure = self._send_bytes(_NO_BATCH if no_batch else _FAILED, told)
 
     def skip_send(self, key: Action) -> None:
         """Send nothing as `key`, and anything where the peer has begun to receive tensors."""
@@ -305,7 +309,8 @@ class Link:
         text = bytes(data.tolist()).decode(errors="replace")
         if number in (_FAILED, _NO_BATCH):
             self._heard = True
-            raise PeerFailed(self._peer, text, number == _NO_BATCH)
+            rank, _, reason = text.partition("\n")
+            raise PeerFailed(int(rank) if rank else self._peer, reason, number == _NO_BATCH)
         if len(self._received_descriptions) == _DESCRIPTIONS_KEPT:
             self._received_descriptions.clear()
         self._received_descriptions.append(text)

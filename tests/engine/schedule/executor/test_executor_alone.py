@@ -182,8 +182,8 @@ class Written:
     def __init__(self, told: list[Any], peer: int, hears: bool = True, is_gone: bool = False) -> None:
         self.told, self.peer, self.hears, self.is_gone = told, peer, hears, is_gone
 
-    def fail(self, text: str, no_batch: bool) -> None:
-        self.told.append(("fail", self.peer, text, no_batch))
+    def fail(self, text: str, no_batch: bool, rank: int | None = None) -> None:
+        self.told.append(("fail", self.peer, text, no_batch, *([rank] if rank is not None else [])))
 
     def skip_send(self, action: Action) -> None:
         if self.is_gone:
@@ -241,6 +241,13 @@ def test_a_rank_that_fails_tells_both_sides_and_goes_through_the_rest(no_batch):
     made._peers = []
     assert made._stop(ValueError("a bug"), [], True, no_batch) is True
     assert made._failure == ""  # alone, the next step may run
+
+
+def test_a_rank_that_heard_of_a_failure_passes_on_the_rank_that_failed_and_its_reason():
+    made, told = middle()
+    made._stop(PeerFailed(6, "ValueError: a bug", no_batch=False), [], False, False)
+    assert told == [("fail", peer, "ValueError: a bug", False, 6) for peer in (0, 2)]
+    assert made._failure == "the pipeline stopped because rank 6 failed: ValueError: a bug"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,21 @@ def test_a_batch_may_have_as_many_pieces_as_rows() -> None:
         cut_batch(torch.arange(3), None, 4)
 
 
+def test_an_evaluation_fills_a_batch_of_few_rows_with_copies_that_do_not_count() -> None:
+    data, label = torch.arange(2.0)[:, None], torch.arange(2)
+    pieces = cut_batch(data, label, 4, fill=True)
+    assert [piece.data.tolist() for piece in pieces] == [[[0.0]], [[1.0]], [[1.0]], [[1.0]]]
+    assert [(piece.index, piece.rows, piece.weight, piece.counts) for piece in pieces] == [
+        (0, 1, 0.5, True),
+        (1, 1, 0.5, True),
+        (2, 0, 0.0, False),
+        (3, 0, 0.0, False),
+    ]
+    assert all(piece.counts for piece in cut_batch(data, label, 2, fill=True))
+    with pytest.raises(ScheduleError, match="0 rows"):
+        cut_batch(data[:0], label[:0], 2, fill=True)
+
+
 def test_what_cannot_be_cut_is_told() -> None:
     with pytest.raises(ScheduleError, match=r"data\['x'\] has 4, data\['mask'\] has 2, label has 4"):
         cut_batch({"x": torch.zeros(4), "mask": torch.zeros(2, 2)}, torch.zeros(4), 2)

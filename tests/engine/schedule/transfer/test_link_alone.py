@@ -142,6 +142,15 @@ def test_values_of_any_form_arrive_in_both_directions(mail, monkeypatch, kind):
     mail.assert_empty()
 
 
+def test_what_is_told_of_a_third_rank_names_that_rank(mail, monkeypatch):
+    one, other = ends(monkeypatch)
+    one.fail("a reason", False, 7)
+    other.expect(key(0))
+    with pytest.raises(PeerFailed, match=r"^the pipeline stopped because rank 7 failed: a reason$") as caught:
+        other.take(key(0))
+    assert caught.value.ranks == (7,)
+
+
 def test_what_came_twice_alike_is_counted_on():
     layouts = _Layouts()
     one, other = (("a",), ("b",))
