@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from colonnade._launch import launch
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.engine import Engine
 from colonnade.errors import ConfigError
