@@ -382,6 +382,22 @@ PAGES: dict[str, Page] = {
         "Save and load with CheckpointManager, or ask `engine.optimizer` on every rank. A state from elsewhere is loaded before initialize().",
         "reference/zero",
     ),
+    "C161": Page(
+        "Groups of an initializer from which a rank's place cannot be read",
+        "An initializer may group the ranks of an axis otherwise than the grid does. The place of a rank on the axis is then its position in its group, and its "
+        "place in the data is the number of its replica. That needs groups of the axis's size with every rank in one, each at one place of the other "
+        "axes, and ranks that ascend along the modes by which layers are cut.",
+        "Correct the groups that the message names. build_layout(config, world_size) of colonnade.context.build tries them without a process. Groups that are "
+        "those of no axis belong to a mode of another name.",
+        "howto/write_a_mode",
+    ),
+    "C162": Page(
+        "A parameter on a mode whose groups join ranks that see other data",
+        "A mode is registered with data='same', and its groups were written down across ranks of an axis that see distinct data. A part of a parameter would "
+        "be held by ranks whose gradients are of other samples, and no sum would be that of one process.",
+        "Return groups of ranks of one replica, give the mode an axis of its own in `parallel`, or register it with data='distinct'.",
+        "howto/write_a_mode",
+    ),
 }
 
 
