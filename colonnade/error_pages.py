@@ -352,6 +352,13 @@ PAGES: dict[str, Page] = {
         "Let the batch consist of these; define a dataclass or a named tuple at the top of a module.",
         "reference/verify",
     ),
+    "C117": Page(
+        "A wait for other ranks that has ended at its limit",
+        "This rank waited for others as long as `timeout=` of launch allows. The message says where they are, with their hosts: dead, stopped, silent "
+        "(its host is dead or cut off), or at another place of the step.",
+        "Look at the output of the ranks that are named and at their hosts; where they are elsewhere in the step, make the same calls on all ranks.",
+        "howto/debug_a_hang",
+    ),
     "C120": Page(
         "A URL where a path is needed",
         "Checkpoints, outputs, reports, logs, exports, configs and folders of models are read from and written to file systems. `s3://bucket/run` "
