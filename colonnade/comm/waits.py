@@ -66,7 +66,9 @@ def pauses(longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Where a rank is: doing what, after how many steps, since when."""
+
     what: str
     step: int | None
     since: float
@@ -176,7 +178,7 @@ class WaitWatch:
         """Which rank is at the end of a step that this one has not made."""
         store = default_store()
         rank = store.get(_NEEDY).decode() if store.check([_NEEDY]) else ""
-        place = _place_of(int(rank)) if rank else None
+        place = place_of(int(rank)) if rank else None
         if place is not None and place.what in NEEDS_ALL and place.step is not None and place.step >= (self.step or 0):
             return (
                 f"rank {rank} is {place}, for which it needs this rank: make the call on every rank, not under a condition "
@@ -186,7 +188,7 @@ class WaitWatch:
 
     def note_error(self, error: BaseException, doing: str) -> None:
         """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
-        here = _Place(doing, self.step, time.time())
+        here = Place(doing, self.step, time.time())
         told = named(error, doing, self._processes, lambda: self.where_others_are(here)[0])
         if told is None or not told.ranks:
             told = self._at_the_limit(error, doing) or told
@@ -201,7 +203,7 @@ class WaitWatch:
             return None
         if isinstance(error, ColonnadeError) and error.code == "C117":
             return None
-        where, ranks = self.where_others_are(_Place(doing, self.step, time.time()))
+        where, ranks = self.where_others_are(Place(doing, self.step, time.time()))
         if not where:
             return None
         if isinstance(error, ColonnadeError) and error.code is not None:
@@ -216,14 +218,14 @@ class WaitWatch:
             ranks=ranks,
         )
 
-    def where_others_are(self, place: _Place | None = None) -> tuple[str, list[int]]:
+    def where_others_are(self, place: Place | None = None) -> tuple[str, list[int]]:
         """Where ranks are that are elsewhere than this one, in words, and which they are; nothing where it is not known.
 
         Of the ranks that ask within a minute one looks, and the others take its answer. Takes some seconds at most.
         """
         if self._processes is None:
             return "", []
-        here = place or _Place(*self._place)
+        here = place or Place(*self._place)
         try:
             found = _answer(lambda: self._look_at_limit(default_store().clone(), here))
         except (RuntimeError, ValueError):  # the store is gone, and rank 0 with it
@@ -232,7 +234,7 @@ class WaitWatch:
             found = (self._no_answer(), [])
         return found
 
-    def _look_at_limit(self, store: Any, here: _Place) -> tuple[str, list[int]]:
+    def _look_at_limit(self, store: Any, here: Place) -> tuple[str, list[int]]:
         rank, world_size = self._world
         told = store.get(_AT_LIMIT).decode() if store.check([_AT_LIMIT]) else ""
         mine = json.dumps([time.time(), rank, None, []])
@@ -304,7 +306,7 @@ class WaitWatch:
                     if looker.startswith(f"{rank} "):
                         store.compare_set(_LOOKER, looker, "")
                     looker = ""
-                place = _Place(*now)
+                place = Place(*now)
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
                     told, due = now, 1.5 * self._limit
@@ -333,13 +335,13 @@ class WaitWatch:
                         due = 1.5 * self._limit
 
     def _look(
-        self, rank: int, world_size: int, place: _Place, store: Any, before: str, mine: str
+        self, rank: int, world_size: int, place: Place, store: Any, before: str, mine: str
     ) -> tuple[str, str | None]:
         """(Who looks, what it sees, if that is this rank.)"""
         looker = store.compare_set(_LOOKER, before, mine).decode()
         return looker, self._explain(rank, world_size, place, store) if looker == mine else None
 
-    def _explain(self, rank: int, world_size: int, place: _Place, store: Any = None) -> str | None:
+    def _explain(self, rank: int, world_size: int, place: Place, store: Any = None) -> str | None:
         """Where the others are; None where all are at the same place."""
         found = self._others(rank, world_size, place, store if store is not None else default_store())
         if found is None:
@@ -354,7 +356,7 @@ class WaitWatch:
         )
         return f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. {advice}"
 
-    def _others(self, rank: int, world_size: int, place: _Place, store: Any) -> tuple[str, list[int], bool] | None:
+    def _others(self, rank: int, world_size: int, place: Place, store: Any) -> tuple[str, list[int], bool] | None:
         """Where ranks are that are elsewhere, in words; which; and whether one of them cannot come. None where all are here."""
         keys = [_KEY.format(each) for each in range(world_size)]
         if not store.check(keys):
@@ -363,7 +365,7 @@ class WaitWatch:
         quiet = self._processes.quiet(store) if self._processes is not None else {}
         places: dict[tuple[str, str], list[int]] = {}
         for other, note in enumerate(notes):
-            found = _Place(*note) if note is not None else None
+            found = Place(*note) if note is not None else None
             if other == rank or (other not in quiet and found is not None and found[:2] == place[:2]):
                 continue
             where = _described(found)
@@ -423,20 +425,21 @@ def _speaks_for_host(rank: int) -> bool:
 
 def told_by(rank: int) -> tuple[str, Any] | None:
     """(Where a rank stands that has not moved for `SAY_AFTER` seconds, what it tells beside that); None if it goes on."""
-    store, key, place = default_store(), _KEY.format(rank), _place_of(rank)
+    store, key, place = default_store(), _KEY.format(rank), place_of(rank)
     if place is None:
         return None
     more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
     return str(place), json.loads(more.decode())
 
 
-def _place_of(rank: int) -> _Place | None:
+def place_of(rank: int) -> Place | None:
+    """Where a rank stands that has not moved for `SAY_AFTER` seconds; None if it goes on."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
-    return _Place(*json.loads(note.decode())) if note else None
+    return Place(*json.loads(note.decode())) if note else None
 
 
-def _described(place: _Place | None) -> str:
+def _described(place: Place | None) -> str:
     return "going on" if place is None else f"{place} for {time.time() - place.since:.0f} s"
 
 

@@ -65,6 +65,7 @@ class Stepper:
                 self._slots.group_of,
                 names=self._slots.names,
                 nonfinite=clip.nonfinite,
+                each=clip.per != "group",
             )
             self._norm_type = clip.norm_type
         slot_of = partial(_slot_of, self._slots)
