@@ -24,6 +24,7 @@ from colonnade.comm.torch_versions import (
     PrefixStore,
     all_gather_flat,
     default_store,
+    gather_rows,
     gloo_all_gather,
     meeting_store,
     timeout_of,
@@ -152,9 +153,10 @@ class RankGroup:
 
 def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     """Connections for CPU tensors, of their own, between the ranks of `group`, or of the world. Collective."""
-    tokens: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(tokens, os.urandom(8).hex(), group=group)
-    store = meeting_store(PrefixStore(f"colonnade/{tokens[0]}", default_store()), len(tokens))
+    on_device = dist.get_backend(group) == "nccl" and "cpu:" not in dist.get_backend_config(group)
+    where = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
+    tokens = gather_rows(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).to(where), group)
+    store = meeting_store(PrefixStore(f"colonnade/{bytes(tokens[0].tolist()).hex()}", default_store()), len(tokens))
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
     store.forget()
     # A rank that let go of its connections now would break those that others are still opening.

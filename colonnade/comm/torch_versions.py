@@ -46,6 +46,11 @@ unwatched: Any = _disable_current_modes
 """`with unwatched():` no mode of torch's dispatcher sees what runs inside: selective checkpointing wants the same ops again."""
 
 
+def is_traced() -> bool:
+    """Whether torch makes a graph of what runs here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def fake_mode() -> Any:
     """Inside it tensors have shapes and no memory; outside, operations on such tensors and others give such tensors."""
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -5,6 +5,7 @@ Whole tensors are sent, whatever `scatter_gather_tensors` says.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -157,7 +158,13 @@ def send_obj_meta(obj: Values, need_meta: bool = True, next_rank: int | None = N
     if need_meta:
         shapes = tuple(obj.shape) if isinstance(obj, Tensor) else [tuple(tensor.shape) for tensor in obj]
         peer = gpc.get_next_global_rank(_PIPELINE) if next_rank is None else next_rank
-        dist.send_object_list([shapes], peer, group=gpc.get_group(_PIPELINE), device=gpc.device)
+        text = json.dumps([isinstance(obj, Tensor), shapes]).encode()
+        where = _message_device()
+        for told in (
+            torch.tensor([len(text)], device=where),
+            torch.frombuffer(bytearray(text), dtype=torch.uint8).to(where),
+        ):
+            dist.send(told, peer, group=gpc.get_group(_PIPELINE))
     return False
 
 
@@ -165,11 +172,18 @@ def recv_obj_meta(obj_shape: Shapes, prev_rank: int | None = None) -> Shapes:
     """The shapes that the stage before sends, unless they are known."""
     if obj_shape is not None:
         return obj_shape
-    told: list[Any] = [None]
     peer = gpc.get_prev_global_rank(_PIPELINE) if prev_rank is None else prev_rank
-    dist.recv_object_list(told, peer, group=gpc.get_group(_PIPELINE), device=gpc.device)
-    shapes = told[0]
-    return torch.Size(shapes) if isinstance(shapes, tuple) else [torch.Size(shape) for shape in shapes]
+    size = torch.zeros(1, dtype=torch.int64, device=_message_device())
+    dist.recv(size, peer, group=gpc.get_group(_PIPELINE))
+    text = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    dist.recv(text, peer, group=gpc.get_group(_PIPELINE))
+    is_one, shapes = json.loads(bytes(text.tolist()))
+    return torch.Size(shapes) if is_one else [torch.Size(shape) for shape in shapes]
+
+
+def _message_device() -> torch.device:
+    """Where what is told over the pipeline must lie: on the device with NCCL, else on the CPU."""
+    return gpc.device if dist.get_backend(gpc.get_group(_PIPELINE)) == "nccl" else torch.device("cpu")
 
 
 send_tensor_meta, recv_tensor_meta = send_obj_meta, recv_obj_meta

@@ -87,12 +87,12 @@ def report_memory_usage(message: str, logger: DistributedLogger | None = None, r
     told = [message]
     if torch.cuda.is_available():
         used, most = torch.cuda.memory_allocated(gpc.device), torch.cuda.max_memory_allocated(gpc.device)
-        told.append(f"device {used >> 20} MB now, {most >> 20} MB at most")
+        told.append(f"device {used >> 20} MiB now, {most >> 20} MiB at most")
         torch.cuda.reset_peak_memory_stats(gpc.device)
     if report_cpu or len(told) == 1:
         import resource  # where there is none, this is not called
 
-        told.append(f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MB at most")
+        told.append(f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
     (logger or get_dist_logger()).info(": ".join(told[:1]) + ": " + ", ".join(told[1:]))
 
 

@@ -49,7 +49,7 @@ def _combinations(values: Mapping[str, Any]) -> Iterator[Problem]:
     if _is_on(values.get("fp16")) and _is_on(values.get("bf16")):
         yield Problem(("bf16",), "is on beside fp16: keep one")
     clip = values.get("clip_grad_norm")
-    if isinstance(clip, dict) and clip.keys() <= {"norm_type", "nonfinite", "per"}:
+    if isinstance(clip, dict) and clip.keys() <= {"norm_type", "nonfinite", "per", "report"}:
         yield Problem(("clip_grad_norm", "max_norm"), "is missing: a number >= 0, or give groups or a method")
     fp16 = values.get("fp16")
     if isinstance(fp16, dict):

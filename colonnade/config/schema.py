@@ -102,7 +102,12 @@ _CLIP = Section(
         ).means("parameters that are clipped apart"),
         "nonfinite": any_of(choice("skip", "raise", "propagate"), NONE).means("what to do when the norm is nan or inf"),
         "method": with_dict(any_of(TEXT, NONE), _SPEC, "dict(type='Name', ...)").means("how the threshold is found"),
-        "per": choice("group", "layer", "parameter").means("what gets a norm of its own"),
+        "per": choice("group", "layer", "parameter").means(
+            "what is clipped by its own norm; group: the whole, and groups with a max_norm"
+        ),
+        "report": choice("group", "layer", "parameter").means(
+            "what engine.grad_norms() tells apart; the same as `per` by itself"
+        ),
     },
     renamed=_words(
         max_norm="max_grad_norm clip_grad_norm clip_norm norm value max",
@@ -151,7 +156,7 @@ _ZERO = Section(
         "stage": _STAGE.means("1: optimizer state is sharded, 2: and gradients, 3: and parameters"),
         "reduce_scatter": BOOL.means("reduce-scatter gradients instead of all-reduce"),
         "offload": any_of(BOOL, TEXT, NONE).means("device that keeps the shards between steps"),
-        "bucket_mb": POSITIVE.means("bucket size in MB"),
+        "bucket_mb": POSITIVE.means("bucket size in MiB"),
         "gather_ahead": BOOL.means("stages 1, 2: gather parameters while the next forward pass runs"),
         "prefetch": int_from(0).means("stage 3: how many modules are gathered ahead"),
         "master_weights": BOOL.means("the optimizer steps on fp32 weights"),
@@ -186,7 +191,7 @@ _ACTIVATIONS = Section(
 
 _SYNC = Section(
     {
-        "bucket_mb": POSITIVE.means("bucket size in MB"),
+        "bucket_mb": POSITIVE.means("bucket size in MiB"),
         "first_bucket_mb": POSITIVE.means("size of the bucket that is ready first"),
         "overlap": any_of(BOOL, choice("auto")).means("reduce while backward runs"),
         "reduce_dtype": any_of(DTYPE, TEXT, NONE).means("dtype of the reduction, at every stage of zero"),

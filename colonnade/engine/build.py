@@ -21,7 +21,7 @@ from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.materialise import MetaStart, read_recipes
+from colonnade.engine.materialise import MetaStart, read_recipes, refuse_meta_state
 from colonnade.engine.observers import announce
 from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
@@ -72,6 +72,7 @@ def initialize(
     config, device, stages = context.config, context.device, context.pipeline_parallel_size
     with agreed_errors(device, parts=(1, stages, stages)) as agreement:
         _apply_backend_flags(config)
+        refuse_meta_state(optimizer)
         precision, clip = Precision.read(config), ClipSettings.read(config.get("clip_grad_norm"))
         scaler, zero = precision.build_scaler(device), zero_settings(config, precision)
         schedule: BaseSchedule = build_schedule(context)

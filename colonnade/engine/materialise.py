@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from colonnade.comm.messages import Alike, agreed_errors
 from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import PlacementError
+from colonnade.errors import GradientError, PlacementError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.meta import forget_start
 from colonnade.parallel.meta.recipe import Reading, Recipe, recipes_of
@@ -29,6 +30,21 @@ def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
         return recipes_of(model)
     stage = context.get_local_rank(ParallelMode.PIPELINE)
     return recipes_of([model], f"stage {stage}: " if context.pipeline_parallel_size > 1 else "")
+
+
+def refuse_meta_state(optimizer: Any) -> None:
+    """Refuse an optimizer that keeps state of parameters without memory: its values are lost, and cannot be made here."""
+    for kept in getattr(optimizer, "state", {}).values():
+        for key, value in kept.items() if isinstance(kept, Mapping) else ():
+            if isinstance(value, Tensor) and value.is_meta:
+                name = type(optimizer).__name__
+                raise GradientError(
+                    f"{name} has state ({key}) of parameters that were built inside meta_init() and have no memory yet, so its values are "
+                    f"lost: some optimizers make state when they are built, and load_state_dict() gives it to all. Give initialize() a "
+                    f"function, lambda parameters: {name}(parameters, ...), and load state after it, by CheckpointManager or "
+                    f"engine.optimizer.load_state_dict()",
+                    code="C034",
+                )
 
 
 class MetaStart:

@@ -60,7 +60,7 @@ class MemoryTable:
         more = {"other": self.other, "activations": self.activations, "peak": self.peak}
         return "\n".join(
             [
-                f"{'MB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}",
+                f"{'MiB on ' + self.device:18s}{'here':>12s}{'on the host':>14s}{'formula':>12s}",
                 *(
                     f"  {what:16s}{kind.device / _MB:12,.1f}{kind.host / _MB:14,.1f}{kind.formula / _MB:12,.1f}"
                     for what, kind in rows.items()

@@ -25,11 +25,11 @@ class Slots:
 
 def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:
     """Give every parameter its slot, by its label. Collective over the world."""
-    mine = {name: (settings.group_of(name), label_of(name, settings.per)) for name in names}
+    mine = {name: (settings.group_of(name), label_of(name, settings.report or settings.per)) for name in names}
     texts = gather_texts(json.dumps(sorted(set(mine.values()))), context.device)
     everyone = sorted({(int(group), str(label)) for text in texts for group, label in json.loads(text)})
     _check_groups(settings, {group for group, _ in everyone}, names)
-    if settings.per == "group":
+    if (settings.report or settings.per) == "group":
         everyone = [(number, "") for number in range(len(settings.clip_groups()))]
     at = {key: number for number, key in enumerate(everyone)}
     return Slots(

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from colonnade.comm.torch_versions import is_traced
 from colonnade.errors import ConfigError, did_you_mean, listed
 from colonnade.logging import get_dist_logger
 from colonnade.nn.host_store import kept_on_host
@@ -140,8 +141,33 @@ class _Runs:
             return forward(block, *args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
         if self.mode == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, self.ops))
+            options["context_fn"] = partial(_contexts, self.ops)
         return checkpoint(forward, block, *args, **options, **kwargs)
+
+
+def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
+    """torch's two contexts, for the forward pass and for computing it again, which look at the ops that are kept alone.
+
+    torch's own want every op again that there was, as often at most. But zero stage 3 gathers parameters inside a block, with other
+    ops where they were gathered ahead, and in other places of backward.
+    """
+    modes = create_selective_checkpoint_contexts(partial(_policy, kept))
+    for mode in modes:
+        mode.__class__ = _looking_at_kept_ops(type(mode))
+        mode.kept = kept
+    return modes
+
+
+@cache
+def _looking_at_kept_ops(own: type[Any]) -> type[Any]:
+    def __torch_dispatch__(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        # Where a graph is made, every op is marked.
+        if func in self.kept or is_traced():
+            return own.__torch_dispatch__(self, func, types, args, kwargs)
+        return func(*args, **kwargs)
+
+    return type(own.__name__, (own,), {"__torch_dispatch__": __torch_dispatch__, "__module__": own.__module__})
 
 
 def _policy(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

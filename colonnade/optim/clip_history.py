@@ -147,6 +147,8 @@ class AdaGC(ClipMethod):
     For `warmup` steps the total norm is clipped to `max_norm`, and each slot remembers its smallest norm.
     """
 
+    by_slot = True
+
     def __init__(self, factor: float = 1.05, beta: float = 0.98, warmup: int = 100, max_norm: float = 1.0) -> None:
         super().__init__()
         self.factor = positive("factor", factor)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,16 +36,24 @@ def divisor_to(norm: Tensor, limit: Tensor | float) -> Tensor:
 
 
 class Measured:
-    """What a method decides on: the total norm, the norm of every slot, and whether all is finite (0-dim)."""
+    """What a method decides on: the total norm, the norm of every slot, and whether all is finite (0-dim).
 
-    def __init__(self, norm: Tensor, norms: Norms, bad: Tensor) -> None:
-        self.norm = norm
+    `each`: every slot is to be clipped by its own norm.
+    """
+
+    def __init__(self, norm: Tensor, norms: Norms, bad: Tensor, each: bool = False) -> None:
+        self.norm, self.each = norm, each
         self._norms = norms
         self._bad = bad
 
     @cached_property
     def slots(self) -> Tensor:
         return self._norms.per_slot()
+
+    @property
+    def clipped_by(self) -> Tensor:
+        """The norm that a limit is for: the total one, or with `per="layer"` and `per="parameter"` that of every slot."""
+        return self.slots if self.each else self.norm
 
     @property
     def count(self) -> int:
@@ -68,8 +77,11 @@ class ClipMethod(ABC):
     """Base of all clip methods; a method with memory says in `history` how it starts.
 
     `decide` may read `self.state` and must change it through `self.remember`, which keeps it unchanged on a
-    step that is not finite.
+    step that is not finite. `by_slot` says that it limits every slot by its own norm (`measured.slots`, or
+    `measured.clipped_by`), as `per="layer"` and `per="parameter"` ask for; without it they are refused.
     """
+
+    by_slot: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.state: dict[str, Tensor] = {}
@@ -131,11 +143,13 @@ def positive(name: str, value: float) -> float:
 
 @CLIP_METHOD.register_module("norm")
 class NormClip(ClipMethod):
-    """One fixed limit for the total norm; max_norm = inf measures and changes nothing."""
+    """One fixed limit for the total norm, or for that of every slot; max_norm = inf measures and changes nothing."""
+
+    by_slot = True
 
     def __init__(self, max_norm: float) -> None:
         super().__init__()
         self.max_norm = positive("max_norm", max_norm)
 
     def decide(self, measured: Measured) -> Verdict:
-        return Verdict(divisor_to(measured.norm, self.max_norm))
+        return Verdict(divisor_to(measured.clipped_by, self.max_norm))

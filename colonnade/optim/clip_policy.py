@@ -63,6 +63,7 @@ class ClipPolicy:
 
     `group_of` gives the group of every slot; `names` names the slots in messages. A non-finite gradient is
     dropped ("skip"), dropped and reported by an error at the next step ("raise"), or used ("propagate").
+    `each`: every slot is clipped by its own norm.
     """
 
     def __init__(
@@ -73,13 +74,14 @@ class ClipPolicy:
         *,
         names: Sequence[str] | None = None,
         nonfinite: NonFinite = "skip",
+        each: bool = False,
     ) -> None:
         _check(groups, group_of, names, nonfinite)
         self.method = method
         self.groups = tuple(groups)
         self.group_of = tuple(group_of)
         self.names = tuple(names or (groups[index].name for index in group_of))
-        self.nonfinite = nonfinite
+        self.nonfinite, self.each = nonfinite, each
         self._masks = _Masks(self.groups, self.group_of)
         self._reports: deque[HostCopy] = deque()
 
@@ -95,7 +97,7 @@ class ClipPolicy:
         masks = self._masks.on(norms.sums.device)
         total = norms.total(masks.counted)
         bad = (norms.nonfinite.view(()) if self.slots == 1 else norms.nonfinite.sum()) > 0
-        verdict = self.method(Measured(total, norms, bad))
+        verdict = self.method(Measured(total, norms, bad, self.each))
         divisor = masks.choose(verdict.divisor, norms)
         drop = bad if self.nonfinite != "propagate" else None
         if verdict.skip is not None:

@@ -17,7 +17,8 @@ Per = Literal["group", "layer", "parameter"]
 
 @dataclass(frozen=True)
 class ClipSettings:
-    """How to clip. `per` says what gets a norm of its own: each group, each layer, or each parameter."""
+    """How to clip. `per` says what is clipped by a norm of its own: the whole gradient (or a group with a limit of its own),
+    each layer, or each parameter. `report` says what gets a norm of its own to be looked at: as `per`, if it is None."""
 
     method: str = "norm"
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -25,10 +26,11 @@ class ClipSettings:
     nonfinite: NonFinite = "skip"
     per: Per = "group"
     groups: tuple[ClipGroup, ...] = ()
+    report: Per | None = None
 
     @classmethod
     def read(cls, value: Any) -> ClipSettings | None:
-        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=).
+        """From a number, or dict(max_norm=, norm_type=, groups=, nonfinite=, method=, per=, report=).
 
         None, 0 and dict(max_norm=0) are off; inf measures without clipping. Beside groups, no max_norm or 0 is inf: the rest
         is measured only. (The check of a config asks for one of max_norm, groups and method.)
@@ -43,6 +45,13 @@ class ClipSettings:
         if method == "norm" and not options.get("max_norm"):
             options["max_norm"] = math.inf  # only groups of their own are clipped
         per: Per = value.get("per") or ("parameter" if method == "adagc" else "group")
+        report: Per | None = value.get("report")
+        if report not in (None, per) and per != "group":
+            raise ConfigError(
+                f"clip_grad_norm: report={report!r} beside per={per!r}: what is clipped by a norm of its own is what norms are "
+                f"reported of. Leave report out",
+                code="C003",
+            )
         return cls(
             method=method,
             options=options,
@@ -50,11 +59,19 @@ class ClipSettings:
             nonfinite=value.get("nonfinite") or "skip",
             per=per,
             groups=tuple(_group(name, entry) for name, entry in (value.get("groups") or {}).items()),
+            report=report,
         )
 
     def build_method(self) -> ClipMethod:
         """The clip method, by its registered name."""
         method = CLIP_METHOD.get_module(self.method)
+        if self.per != "group" and not getattr(method, "by_slot", False):
+            raise ConfigError(
+                f"clip_grad_norm: method {self.method!r} finds one limit for the total norm, so nothing is clipped per "
+                f"{self.per}. Write report={self.per!r} for the norm of each {self.per}, and leave per out; or take the method "
+                f"'norm', or 'adagc', which limit each by its own norm",
+                code="C003",
+            )
         try:
             return method(**self.options)
         except (TypeError, OverflowError) as error:

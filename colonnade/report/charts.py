@@ -22,11 +22,12 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one name. A `level` is a dashed line; `dots` are marks; `color` is a place in `COLORS`."""
+    """Points of one name. A `level` is a dashed line; `dots` are marks; a `band` is the area inside its points; `color` is a
+    place in `COLORS`."""
 
     name: str
     points: Points
-    kind: Literal["line", "dots", "level"] = "line"
+    kind: Literal["line", "dots", "level", "band"] = "line"
     color: int | None = None
 
 
@@ -73,7 +74,8 @@ def line_chart(
             placed = [(min(steps), placed[0][1]), (max(steps), placed[0][1])]
         dashes = {"dasharray": "6, 4"} if one.kind == "level" else None
         dots = 2.6 if one.kind == "dots" else 1
-        chart.add(one.name, placed, stroke=one.kind != "dots", dots_size=dots, stroke_style=dashes)
+        area = {"fill": True, "show_dots": False} if one.kind == "band" else {}
+        chart.add(one.name, placed, stroke=one.kind != "dots", dots_size=dots, stroke_style=dashes, **area)
     return _rendered(chart, series, standalone)
 
 
@@ -126,6 +128,13 @@ def thinned(points: Points, join: Callable[[list[float]], float], most: int = MO
     edges = [round(at * len(points) / most) for at in range(most + 1)]
     groups = [points[begin:end] for begin, end in pairwise(edges)]
     return [(group[-1][0], join([value for _, value in group])) for group in groups if group]
+
+
+def band(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """From the smallest to the largest of the values that `thinned` makes one: its outline; nothing where none are joined."""
+    if len(points) <= most:
+        return []
+    return thinned(points, max, most) + thinned(points, min, most)[::-1]
 
 
 def round_numbers(low: float, high: float, about: int = 5) -> list[float]:

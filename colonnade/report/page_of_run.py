@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
 from colonnade.comm.phases import PHASES
 from colonnade.paths import local_path
 from colonnade.report.cells import heat_map
-from colonnade.report.charts import MOST_POINTS, Points, Series, line_chart, stacked_chart, thinned
-from colonnade.report.runs import RATE, Run, read_run
+from colonnade.report.charts import MOST_POINTS, Points, Series, band, line_chart, stacked_chart, thinned
+from colonnade.report.runs import RATE, Column, Run, read_run
 from colonnade.report.shell import card, cards, folded, page, seconds, size, table, tiles
 
-MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 40, 90, 120, 200
+MOST_LAYERS, MOST_COLUMNS, MOST_MARKS, MOST_EVENTS = 80, 90, 120, 200
+STILL_GOING = 60.0
+"""Seconds without a line after which a run that has not said its end counts as killed; at least twenty of its steps."""
 
 
 def write_run_page(sources: Sequence[str | Path], out: str | Path) -> Path:
@@ -38,7 +42,8 @@ def run_page(sources: Sequence[str | Path], refresh: int | None = None) -> str:
     for run in runs:
         parts += _layers(run, len(runs) > 1)
     parts += [_events(runs), *(part for run in runs for part in _facts(run, len(runs) > 1)), "</div>"]
-    return page(title, [_heading(run) for run in runs] if len(runs) == 1 else [], parts, refresh=refresh)
+    lines = [_heading(first), _state(first)[1]] if len(runs) == 1 else []
+    return page(title, lines, parts, refresh=refresh)
 
 
 def _named(runs: list[Run]) -> list[Run]:
@@ -49,6 +54,27 @@ def _named(runs: list[Run]) -> list[Run]:
             place = run.path.absolute().parent.parts + (() if run.path.stem == "log" else (run.path.stem,))
             run.name = "/".join(place[-depth:])
     return runs
+
+
+def _state(run: Run) -> tuple[str, str, bool]:
+    """(how the run stands, in a few words and in a sentence, whether that is bad)."""
+    steps = [value for _, value in run.column("seconds")]
+    quiet = time.time() - run.written
+    if run.end is not None:
+        why = f" ({run.end['reason']})" if run.end.get("reason") else ""
+        return run.end["how"], f"{run.end['how']} {_clock(run.end['time'])}{why}", run.end["how"] == "failed"
+    if quiet < max(STILL_GOING, 20 * median(steps) if steps else 0.0):
+        return "no end yet", f"no end is written yet; last line {_clock(run.written)}", False
+    cut = ", inside a line" * run.cut
+    return (
+        "killed",
+        f"no end is written: it was killed, or its host was lost; last line {_clock(run.written)}{cut}",
+        True,
+    )
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _heading(run: Run) -> str:
@@ -70,6 +96,8 @@ def _heading(run: Run) -> str:
 def _figures(run: Run) -> str:
     skipped, lost = run.marked("skipped"), run.marked("loss")
     figures: list[tuple[str, str] | tuple[str, str, bool]] = [(f"{run.last:,}", "steps")]
+    state, _, bad = _state(run)
+    figures.append((state, "state", bad))
     if lost and lost[-1][0] == run.last:
         figures.append(("not finite", "loss of the last step", True))
     else:
@@ -101,9 +129,22 @@ def _compared(runs: list[Run]) -> str:
                 str(len(run.marked("clipped"))),
                 str(len(run.marked("skipped"))),
                 str(len(run.starts[1:])),
+                _state(run)[0],
             ]
         )
-    heads = ("run", "layout", "steps", "loss", "samples/s", "a step", "memory", "clipped", "skipped", "restarts")
+    heads = (
+        "run",
+        "layout",
+        "steps",
+        "loss",
+        "samples/s",
+        "a step",
+        "memory",
+        "clipped",
+        "skipped",
+        "restarts",
+        "state",
+    )
     return f'<section class="card" style="margin-bottom:16px">{table(heads, rows, range(2, 10))}</section>'
 
 
@@ -114,12 +155,13 @@ def _charts(runs: list[Run]) -> list[str]:
         card("Gradient norm, before clipping", _norm_chart(runs, several), "the largest of the steps at a point")
     )
     made.append(card("Learning rate", _each(runs, "lr", "learning rate")))
-    rates = [Series(run.name, thinned(run.column(RATE), fmean)) for run in runs]
+    rates = [each for at, run in enumerate(runs) for each in _with_band(run.name, run.column(RATE), at)]
     made.append(card("Throughput", line_chart(rates, y="samples/s"), "of all ranks together"))
     note = "on rank 0; communication is what no computation hides, other is hooks, checkpoints and the loop"
     made.append(card("Where the time of a step goes", _time_chart(runs), note))
     memory = "peak so far on rank 0" + _held(runs[0]) * (not several)
-    made.append(card("Memory", _each(runs, "memory", "MB"), memory))
+    held = [Series(run.name if several else "MB", _memory(run), color=at) for at, run in enumerate(runs)]
+    made.append(card("Memory", line_chart(held, y="MB"), memory))
     return made
 
 
@@ -127,12 +169,24 @@ def _loss_chart(runs: list[Run], several: bool) -> str:
     series = []
     for at, run in enumerate(runs):
         name = run.name if several else "training"
-        series.append(Series(name, thinned(run.column("loss"), fmean), color=at if several else 0))
+        series += _with_band(name, run.column("loss"), at)
         if tested := run.test("Loss"):
             series.append(
                 Series(f"{name}, test data" if several else "test data", tested, "dots", at if several else 1)
             )
     return line_chart(series, y="loss")
+
+
+def _with_band(name: str, points: Points, color: int) -> list[Series]:
+    """The mean of the steps at each point, before the area from the smallest to the largest, in which one step's spike is seen."""
+    line = Series(name, thinned(points, fmean), color=color)
+    around = Series(f"{name}, smallest to largest", band(points), "band", color)
+    return [around, line] if around.points else [line]
+
+
+def _memory(run: Run) -> Points:
+    """In MB, as all other figures of the page; a log has MiB. The largest at each point: it is a peak."""
+    return thinned([(at, value * 2**20 / 1e6) for at, value in run.column("memory")], max)
 
 
 def _norm_chart(runs: list[Run], several: bool) -> str:
@@ -182,23 +236,31 @@ def _layers(run: Run, several: bool) -> list[str]:
     """The norm of each layer over time."""
     names, title = run.layers(), "Gradient norm of each layer" + f", {run.name}" * several
     if len(names) < 2:
-        note = (
-            'not measured: clip_grad_norm=dict(max_norm=..., per="layer") in the config and a GradientNormHook give it'
-        )
+        note = 'not measured: clip_grad_norm=dict(max_norm=..., report="layer") in the config and a GradientNormHook give it'
         return [] if several else [card(title, "", note, wide=True)]
-    shown = (
-        [names[round(at * (len(names) - 1) / (MOST_LAYERS - 1))] for at in range(MOST_LAYERS)]
-        if len(names) > MOST_LAYERS
-        else names
-    )
-    columns = [thinned(run.column(f"grad_norm/{name}"), max, MOST_COLUMNS) for name in shown]
-    steps = [at for at, _ in columns[0]]
-    values = [[dict(column).get(at) for at in steps] for column in columns]
+    together = -(-len(names) // MOST_LAYERS)
+    rows = [names[at : at + together] for at in range(0, len(names), together)]
+    shown = [row[0] if len(row) == 1 else f"{row[0]} and {len(row) - 1} more" for row in rows]
+    steps, values = _cells(run, rows)
     note = (
-        f"{len(shown)} of {len(names)} layers; " * (len(shown) < len(names))
-        + "logarithmic, the largest of the steps in a cell"
+        f"{len(names)} layers, {together} in a row; " * (together > 1)
+        + "logarithmic, the largest of the steps (and layers) in a cell"
     )
     return [card(title, f'<div class="scroll">{heat_map(shown, steps, values)}</div>', note, wide=True)]
+
+
+def _cells(run: Run, rows: Sequence[Sequence[str]]) -> tuple[list[int], list[list[float | None]]]:
+    """(the last step of each column, the largest norm of each row's layers in it), by steps: a layer may have fewer numbers."""
+    columns = [[run.columns[f"grad_norm/{name}"] for name in row] for row in rows]
+    steps = sorted({step for row in columns for column in row for step in column.steps})
+    count = min(len(steps), MOST_COLUMNS)
+    lasts = [steps[round((at + 1) * len(steps) / count) - 1] for at in range(count)]
+
+    def largest(row: Sequence[Column], after: int, last: int) -> float | None:
+        inside = [each.values[bisect_right(each.steps, after) : bisect_right(each.steps, last)] for each in row]
+        return max((value for values in inside for value in values), default=None)
+
+    return lasts, [[largest(row, after, last) for after, last in pairwise([steps[0] - 1, *lasts])] for row in columns]
 
 
 def _events(runs: list[Run]) -> str:
@@ -212,6 +274,8 @@ def _events(runs: list[Run]) -> str:
         found += [(run.name, line["step"], line["level"], line["text"]) for line in run.events]
         found += [(run.name, int(step), "skipped", "its gradient was not used") for step, _ in run.marked("skipped")]
         found += [(run.name, int(step), "loss", "it was not finite") for step, _ in run.marked("loss")]
+        if run.end is not None or _state(run)[2]:
+            found.append((run.name, run.last, "end", _state(run)[1]))
         if run.damaged:
             found.append((run.name, run.last, "log", f"{run.damaged} of its lines could not be read"))
     found.sort(key=lambda row: (row[0], row[1]))
@@ -266,4 +330,6 @@ def _at_norm(run: Run, marks: Points) -> Points:
 
 def _thinning(runs: list[Run]) -> str:
     most = max(len(run.steps.steps) for run in runs)
-    return f"{MOST_POINTS} points, each the mean of its steps" if most > MOST_POINTS else "of all ranks, each step"
+    if most <= MOST_POINTS:
+        return "of all ranks, each step"
+    return f"{MOST_POINTS} points, each the mean of its steps, in an area from the smallest to the largest"

@@ -22,6 +22,7 @@ _NEEDED = {
     "train": (),
     "test": (),
     "event": ("level", "text"),
+    "end": ("time", "how"),
     "run": ("time", "world_size", "device", "parameters", "colonnade", "torch", "ledger", "config"),
 }
 """What a line of each kind has beside its kind and step."""
@@ -47,7 +48,8 @@ class Column:
 class Run:
     """Steps, metrics and events of a run in order; `facts` is what it said of itself when it last began.
 
-    `first` and `last` are numbers of steps. `damaged` is how many lines could not be read.
+    `first` and `last` are numbers of steps. `damaged` is how many lines could not be read. `end` is what it said when it ended,
+    None of one that goes on or was killed; `written` is when its log was written last, and `cut` whether inside a line.
     """
 
     name: str
@@ -59,6 +61,9 @@ class Run:
     columns: dict[str, Column] = field(default_factory=dict)
     steps: Column = field(default_factory=Column)
     damaged: int = 0
+    end: Line | None = None
+    written: float = 0.0
+    cut: bool = False
 
     @property
     def first(self) -> int:
@@ -115,16 +120,20 @@ class Run:
 def read_run(source: str | Path) -> Run:
     """The run of a log, or of the folder it is in. Lines that are damaged are left out, and counted."""
     path = find_log(local_path(source, "the run"))
-    run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path)
+    run = Run(path.absolute().parent.name if path.stem == "log" else path.stem, path, written=path.stat().st_mtime)
     homes = {"train": [], "test": run.tests, "event": run.events, "run": run.starts}
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             line = _line(text)
+            run.cut = not text.endswith("\n")
             if line is None:
-                run.damaged += text.endswith("\n")  # the last line of a run that was killed is not worth a word
-            elif line["kind"] == "step":
+                run.damaged += not run.cut
+                continue
+            if line["kind"] in ("step", "run", "end"):  # a warning may come after the end
+                run.end = line if line["kind"] == "end" else None
+            if line["kind"] == "step":
                 run.add_step(line)
-            else:
+            elif line["kind"] in homes:
                 homes[line["kind"]].append(line)
     if not run.steps.steps:
         raise ConfigError(f"{path} has no finished step: there is nothing to show. A JsonlHook writes one line a step")

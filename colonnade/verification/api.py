@@ -15,6 +15,7 @@ from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import cut_batch
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.engine.slots import label_of
 from colonnade.errors import ParityError
 from colonnade.hf.loss import criterion_of
 from colonnade.optim.clip_settings import ClipSettings
@@ -331,10 +332,17 @@ def limit_of(engine: Engine, records: Sequence[Record], names: Mapping[str, str]
         return Limit(norm_type=settings.norm_type, factors=factors)
     groups = settings.clip_groups()
     of = {name: groups[settings.group_of(name)] for name in names}
+    own = {name: (group.name, group.max_norm) for name, group in of.items() if group.max_norm is not None}
+    if settings.per != "group":
+        each = {
+            name: (f"{group.name} {label_of(name, settings.per)}", settings.options["max_norm"])
+            for name, group in of.items()
+        }
+        own = {**each, **own}
     return Limit(
         settings.options["max_norm"],
         settings.norm_type,
-        {name: (group.name, group.max_norm) for name, group in of.items() if group.max_norm is not None},
+        own,
         frozenset(name for name, group in of.items() if not group.counted),
         frozenset(name for name, group in of.items() if not group.clipped),
     )

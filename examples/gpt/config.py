@@ -2,7 +2,7 @@
 
 parallel = dict(pipeline=2)
 schedule = dict(type="OneFOneB", num_microbatches=4)
-clip_grad_norm = dict(max_norm=1.0, per="layer")  # one limit for all; the norm of each layer is in the log
+clip_grad_norm = dict(max_norm=1.0, report="layer")  # one limit for all; the norm of each layer is in the log
 seed = 7
 
 WIDTH, HEADS, LAYERS, LENGTH = 128, 4, 4, 96

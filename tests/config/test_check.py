@@ -11,7 +11,7 @@ from colonnade.config import Config, load_config
 from colonnade.errors import ConfigError
 
 HANDLER_LIST = "must be a list: [dict(type='Name', ...), ...]"
-CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per"
+CLIP_KEYS = "max_norm, norm_type, groups, nonfinite, method, per, report"
 SYNC_KEYS = "bucket_mb, first_bucket_mb, overlap, reduce_dtype, compress, fixed_order, shared_memory, automatic, waive"
 ORDER = "must be a number > 0 and <= 32, or inf or 'inf'"
 GROUP = "must be dict(params=<name patterns>, max_norm=..., counted=..., clipped=...)"

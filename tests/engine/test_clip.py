@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def _grouped() -> tuple[dict[str, float], dict[str, float]]:
         "head": {"params": "head.*", "max_norm": 0.01},
         "free": {"params": "norm.*", "counted": False, "clipped": False},
     }
-    config = {"parallel": {"tensor": 2}, "clip_grad_norm": {"max_norm": 0.1, "groups": groups, "per": "layer"}}
+    config = {"parallel": {"tensor": 2}, "clip_grad_norm": {"max_norm": 0.1, "groups": groups, "report": "layer"}}
     with launch(config, context=ParallelContext(), verbose=False) as gpc:
         scenario = SCENARIOS["data 2 x tensor 2"]
         engine = initialize(lambda: scenario.build(gpc), lambda p: torch.optim.SGD(p, lr=1.0), context=gpc)[0]
@@ -196,6 +197,42 @@ def _grouped() -> tuple[dict[str, float], dict[str, float]]:
         return {k: v.item() for k, v in engine.grad_norms().items()}, {
             k: (before[k] - after[k]).norm().item() for k in before
         }
+
+
+def _each_by_its_own(per: str, config: dict[str, Any]) -> tuple[float, dict[str, float], dict[str, float]]:
+    groups = {"head": {"params": "head.*", "max_norm": 0.01}, "free": {"params": "norm.*", "clipped": False}}
+    clip = {"max_norm": 0.05, "groups": groups, "per": per}
+    with launch({**config, "clip_grad_norm": clip}, context=ParallelContext(), verbose=False) as gpc:
+        scenario = SCENARIOS["data 2 x tensor 2"]
+        engine = initialize(lambda: scenario.build(gpc), lambda p: torch.optim.SGD(p, lr=1.0), context=gpc)[0]
+        before = gather_weights(engine.model, gpc)
+        engine.zero_grad()
+        scenario.run(engine, gpc)
+        engine.step()
+        after = gather_weights(engine.model, gpc)
+        norms = {name: value.item() for name, value in engine.grad_norms().items()}
+        norm = engine.grad_norm.item()
+        engine.close()
+        return norm, norms, {k: (before[k] - after[k]).norm().item() for k in before}
+
+
+@pytest.mark.parametrize("config", [{}, {"zero": 1}, {"zero": 2}], ids=str)
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+def test_each_layer_or_parameter_is_clipped_by_its_own_norm(per, config):
+    truth = SCENARIOS["data 2 x tensor 2"].truth()
+    part_of = {name: name if per == "parameter" else name.rpartition(".")[0] for name in truth}
+    sizes: dict[str, float] = {}
+    for name, value in truth.items():
+        sizes[part_of[name]] = math.hypot(sizes.get(part_of[name], 0.0), value.norm().item())
+    whole, head = math.hypot(*sizes.values()), math.hypot(*(v for k, v in sizes.items() if k.startswith("head")))
+    assert any(size > 0.05 for size in sizes.values())
+    for norm, norms, moved in run_world(4, _each_by_its_own, per, {"parallel": {"tensor": 2}, **config}).values:
+        assert norm == pytest.approx(whole, rel=1e-12)
+        assert norms == {name: pytest.approx(size, rel=1e-12) for name, size in sizes.items()}
+        for name, value in truth.items():
+            own = (head, 0.01) if name.startswith("head") else (sizes[part_of[name]], 0.05)
+            divisor = 1.0 if name.startswith("norm") else max(1.0, (own[0] + 1e-6) / own[1])
+            assert moved[name] == pytest.approx(value.norm().item() / divisor, rel=1e-9), name
 
 
 def test_groups_have_limits_of_their_own_and_layers_their_norms():

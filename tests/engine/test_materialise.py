@@ -17,7 +17,7 @@ from colonnade.checkpoint.plan.tensors import locate_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.errors import PlacementError
+from colonnade.errors import GradientError, PlacementError
 from colonnade.models import GPT
 from colonnade.nn.layer import Embedding, arrange
 from colonnade.optim.zero import fsdp
@@ -28,6 +28,7 @@ from colonnade.parallel.meta import meta_init
 from colonnade.parallel.meta.recipe import recipes_of
 from colonnade.parallel.placement import Shard, place
 from colonnade.parallel.split import split
+from colonnade.testing import compare as compare_weights
 from colonnade.testing import run_world
 from tests.models.grid import MODELS as OURS
 from tests.parallel.meta.test_meta_init import Everything
@@ -228,3 +229,49 @@ def test_70_g_parameters_on_64_simulated_ranks_take_the_bytes_of_the_formula(ran
     finally:
         dist.destroy_process_group()
         dist.set_debug_level(debug)
+
+
+OF_STATE: dict[str, Callable[[Any], Any]] = {
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5),
+    "Adam": lambda parameters: loaded(torch.optim.Adam(parameters)),
+}
+
+
+def loaded(optimizer: Any) -> Any:
+    """With the state of a step of another one, which goes to the device of the parameters."""
+    other = [nn.Parameter(torch.ones_like(p, device="cpu")) for p in optimizer.param_groups[0]["params"]]
+    adam = torch.optim.Adam(other)
+    for parameter in other:
+        parameter.grad = torch.ones_like(parameter)
+    adam.step()
+    optimizer.load_state_dict(adam.state_dict())
+    return optimizer
+
+
+def _with_state() -> None:
+    """State that has no memory is refused for that reason at every stage; a function makes it where memory is."""
+    for stage in (0, 1, 2, 3):
+        with launch({"zero": stage, "seed": 3}, context=ParallelContext(), verbose=False) as gpc:
+            for name, make in OF_STATE.items():
+                with meta_init():
+                    model = nn.Linear(4, 3)
+                with pytest.raises(GradientError, match=rf"^{name} has state .*meta_init.*Give initialize.*\[C034\]$"):
+                    initialize(model, make(model.parameters()), context=gpc)
+            with meta_init():
+                model = nn.Linear(4, 3)
+            engine = initialize(model, OF_STATE["Adagrad"], context=gpc)[0]
+            plain = nn.Linear(4, 3)
+            plain.load_state_dict(engine.full_state_dict())
+            adagrad = OF_STATE["Adagrad"](plain.parameters())
+            rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+            engine.zero_grad()
+            engine.backward(engine(rows[2 * gpc.get_global_rank() :][:2]).square().mean())
+            engine.step()
+            plain(rows).square().mean().backward()
+            adagrad.step()
+            compare_weights(plain.state_dict(), engine.full_state_dict(), 1e-5)
+            engine.close()
+
+
+def test_an_optimizer_with_state_of_parameters_without_memory_is_refused():
+    run_world(2, _with_state)

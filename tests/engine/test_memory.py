@@ -61,7 +61,7 @@ def test_what_is_measured_is_what_the_layout_says_at_every_stage():
 def test_the_table_is_readable():
     table = run_world(1, _table, {}, env=ON_CPU).values[0]
     lines = str(table).splitlines()
-    assert lines[0].split() == ["MB", "on", "cpu", "here", "on", "the", "host", "formula"]
+    assert lines[0].split() == ["MiB", "on", "cpu", "here", "on", "the", "host", "formula"]
     assert [line.split()[0] for line in lines[1:]] == ["parameters", "gradients", "optimizer", "together"]
     assert len({len(line) for line in lines}) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -310,3 +311,41 @@ TIERS = [
 def test_the_same_steps_under_every_kind_of_parallelism(cases):
     """Dropout and all: the masks come again."""
     run_world(2, _all, cases, timeout=110)
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own beside two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(self.norm(x))) * self.scale
+
+
+def _gathered_inside() -> None:
+    """Zero 3 gathers what is inside the blocks by itself, ahead too: other ops run where a block is computed again."""
+    for zero in ({"wrap": "blocks.*"}, {"wrap": "*.inner", "prefetch": 3}, {"wrap": ["blocks.0*"], "prefetch": 1}):
+        config = {"zero": {"stage": 3, **zero}, "activation_checkpoint": "selective"}
+        with launch(config, context=ParallelContext(), verbose=False) as gpc:
+            torch.manual_seed(0)
+            model = nn.Sequential(OrderedDict(blocks=nn.Sequential(Scaled(), Scaled()), head=nn.Linear(8, 2))).double()
+            plain = copy.deepcopy(model)
+            engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+            sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for step in range(2):
+                rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).double()
+                engine.zero_grad()
+                sgd.zero_grad()
+                engine.backward(engine(rows[2 * gpc.get_global_rank() :][:2]).square().mean())
+                plain(rows).square().mean().backward()
+                engine.step()
+                sgd.step()
+            compare(plain.state_dict(), engine.full_state_dict(), 1e-12)
+            engine.close()
+
+
+def test_parameters_are_gathered_inside_blocks_that_keep_chosen_ops():
+    run_world(2, _gathered_inside)

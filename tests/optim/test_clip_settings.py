@@ -25,6 +25,7 @@ HEAD_GROUP = (ClipGroup("head", 2.0, True, True, ("head.*",)),)
         ({"max_norm": 1, "norm_type": 3}, ClipSettings(options={"max_norm": 1.0}, norm_type=3.0)),
         ({"max_norm": 1, "nonfinite": "raise"}, ClipSettings(options={"max_norm": 1.0}, nonfinite="raise")),
         ({"max_norm": 1, "per": "layer"}, ClipSettings(options={"max_norm": 1.0}, per="layer")),
+        ({"max_norm": 1, "report": "layer"}, ClipSettings(options={"max_norm": 1.0}, report="layer")),
         ({"groups": HEAD}, ClipSettings(options={"max_norm": math.inf}, groups=HEAD_GROUP)),
         ({"max_norm": 0, "groups": HEAD}, ClipSettings(options={"max_norm": math.inf}, groups=HEAD_GROUP)),
         ({"max_norm": 5, "groups": HEAD}, ClipSettings(options={"max_norm": 5.0}, groups=HEAD_GROUP)),
@@ -62,3 +63,21 @@ def test_options_that_the_method_does_not_take_are_refused():
     assert ClipSettings(options={"max_norm": 3.0}).build_method() is not None
     with pytest.raises(ConfigError, match="method 'norm' takes no such options"):
         ClipSettings(options={"max_norm": 1.0, "no": 1}).build_method()
+
+
+@pytest.mark.parametrize("method", ["zclip", "percentile", "skip_on_spike"])
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+def test_methods_for_the_total_norm_refuse_to_clip_each_by_its_own(method, per):
+    settings = ClipSettings.read({"method": method, "per": per})
+    assert settings is not None
+    with pytest.raises(ConfigError, match=rf"one limit for the total norm.* Write report='{per}'"):
+        settings.build_method()
+    told = ClipSettings.read({"method": method, "report": per})
+    assert told is not None
+    assert told.build_method() is not None
+
+
+def test_a_report_of_other_parts_than_those_that_are_clipped_is_refused():
+    with pytest.raises(ConfigError, match="Leave report out"):
+        ClipSettings.read({"max_norm": 1, "per": "layer", "report": "parameter"})
+    assert ClipSettings.read({"max_norm": 1, "per": "layer", "report": "layer"}) is not None

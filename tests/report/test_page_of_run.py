@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.report import run_page, write_run_page
+from colonnade.report import page_of_run, run_page, write_run_page
+from colonnade.report.charts import MOST_POINTS, band
+from colonnade.report.runs import read_run
 from tests.report.logs import FACTS, step, write_log
 
 
@@ -51,6 +55,73 @@ def test_where_the_time_goes_and_the_layers_are_drawn(tmp_path):
 
 def test_a_long_run_is_a_small_page(tmp_path):
     assert len(run_page([write_log(tmp_path, steps=20_000)])) < 1_000_000
+
+
+def test_single_spikes_of_a_long_run_are_seen(tmp_path):
+    log = write_log(tmp_path, 3)
+    layers = {f"grad_norm/layer{layer}": 0.5 for layer in range(65)}
+    with log.open("w") as file:
+        for number in range(1, 20_001):
+            line = step(number, loss=6.0 if number == 7777 else 2.0, **layers)
+            line["samples"] = 1 if number == 5555 else 8
+            line["grad_norm/layer17"] = None if number % 3 == 0 else 77.7 if number == 9999 - 1 else 0.5
+            file.write(json.dumps(line) + "\n")
+    run = read_run(log)
+    loss = page_of_run._loss_chart([run], several=False)
+    assert "training, smallest to largest" in loss
+    assert 'serie-0 is-band color-0"' in loss
+    assert ">6</text>" in loss  # the axis reaches to the spike
+    outline = band(run.column("loss"))
+    assert max(value for _, value in outline) == 6.0
+    assert len(outline) == 2 * MOST_POINTS
+    text = run_page([log])
+    assert "samples/s, median" in text
+    rows, values = page_of_run._cells(run, [[f"layer{at}"] for at in range(65)])
+    assert len(rows) == len(values[17]) == page_of_run.MOST_COLUMNS
+    assert max(value for value in values[17] if value is not None) == 77.7
+    assert all(value == 0.5 for value in values[16])
+    assert text.count("<text") > 65
+    assert all(f'data-hint="layer{at}\n' in text for at in range(65))
+    assert "in a row" not in text
+
+
+def test_layers_beyond_what_a_page_holds_share_rows_with_their_largest(tmp_path):
+    layers = {f"grad_norm/layer{layer}": 99.0 if layer == 101 else 0.5 for layer in range(170)}
+    text = run_page([write_log(tmp_path, 5, [step(6, **layers)])])
+    assert "182 layers, 3 in a row" in text
+    (told,) = [hint for hint in re.findall(r'data-hint="([^"]*)"', text) if hint.endswith(": 99")]
+    assert re.match(r"layer(99|100|101) and 2 more\nstep 6", told)
+
+
+END = {"kind": "end", "step": 40, "epoch": 0, "time": 1.7e9, "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("more", "age", "tile"),
+    [
+        ([{**END, "how": "finished"}], 10_000, '<div class="tile"><b>finished'),
+        ([{**END, "how": "failed"}], 0, '<div class="tile bad"><b>failed'),
+        ([{**END, "how": "stopped", "reason": "SIGTERM"}], 0, "stopped 20[^<]* \\(SIGTERM\\)"),
+        ([], 0, '<div class="tile"><b>no end yet'),
+        ([], 10_000, '<div class="tile bad"><b>killed'),
+        ([{**END, "how": "finished"}, step(41)], 10_000, '<div class="tile bad"><b>killed'),  # resumed, and killed then
+    ],
+)
+def test_a_run_that_was_killed_looks_so(tmp_path, more, age, tile):
+    log = write_log(tmp_path, more=more)
+    os.utime(log, (time.time() - age,) * 2)
+    text = run_page([log])
+    assert re.search(tile, text)
+    assert ("it was killed, or its host was lost; last line 20" in text) == (tile.endswith("killed"))
+    assert ", inside a line" in text or "killed" not in tile
+    assert tile.rpartition(">")[2].partition(" ")[0] in run_page([log, log])
+
+
+def test_memory_is_in_one_unit(tmp_path):
+    """The log has MiB: 100 MiB are 104.9 MB on the chart and among the figures."""
+    text = run_page([write_log(tmp_path)])
+    assert ">105 MB</b><span>peak memory" in text
+    assert '<desc class="value">step 1: 104.9</desc>' in text
 
 
 @pytest.mark.long

@@ -83,7 +83,7 @@ def test_the_ancestors_flow(ranks):
     log = world.stderr[0]
     assert "epoch 3 train: Loss = " in log
     assert "epoch 3 test: Loss = " in log
-    assert "MB at most" in log
+    assert "MiB at most" in log
     assert ", a step " in log
     assert all("epoch 3" not in other for other in world.stderr[1:])
 
@@ -139,7 +139,7 @@ class Told(BaseHook):
 
 
 def recorded(config: dict[str, Any], accumulation: int) -> list[StepRecord]:
-    config = {**config, "gradient_accumulation": accumulation, "clip_grad_norm": {"max_norm": 9.0, "per": "layer"}}
+    config = {**config, "gradient_accumulation": accumulation, "clip_grad_norm": {"max_norm": 9.0, "report": "layer"}}
     trainer = make_trainer(config, lr=0.2)
     told = Told()
     mine = cut(range(24), 24)

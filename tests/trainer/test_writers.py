@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     path = tmp_path / "new" / "deeper" / "log.jsonl"
-    trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "per": "layer"}, "NAME": "mine"}, lr=0.1)
+    trainer = make_trainer({"clip_grad_norm": {"max_norm": 0.01, "report": "layer"}, "NAME": "mine"}, lr=0.1)
     hooks = [LossHook(), GradientNormHook(), Spoil(), JsonlHook(path)]
     trainer.fit(cut(range(16), 16), epochs=1, test_dataloader=cut(range(16), 16), hooks=hooks)
     (begun,) = lines_of(path, "run")
@@ -74,9 +75,41 @@ def test_the_log_of_a_run_tells_everything_and_its_page_is_written(tmp_path):
     assert any("step dropped" in text for text in told)
     assert [line["Loss"] for line in lines_of(path, "train")] == [None]  # nothing else can be said of a NaN
     assert [line["Loss"] for line in lines_of(path, "test")] == [trainer.metric_values("test")["Loss"]]
+    (end,) = lines_of(path, "end")
+    assert (end["how"], end["reason"], end["step"]) == ("finished", "", 4)
     text = path.with_suffix(".html").read_text()
+    assert "<b>finished</b>" in text
     assert "clipped (3 of 4)" in text
     assert "skipped (1)" in text
+    trainer.context.destroy()
+
+
+class Breaking(BaseHook):
+    """Ends a run in its second step: by a request, an error of a hook, or one of the training pass itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(20)
+        self.how = how
+
+    def before_train_iter(self, trainer):
+        if trainer.cur_step == 1 and self.how == "a pass":
+            trainer.engine.model[0].weight = None
+
+    def after_train_iter(self, trainer, output, label, loss):
+        if trainer.cur_step == 2 and self.how == "a hook":
+            raise ValueError("broken")
+        if trainer.cur_step == 2 and self.how == "a request":
+            trainer.request_stop("enough")
+
+
+@pytest.mark.parametrize(("by", "how"), [("a pass", "failed"), ("a hook", "failed"), ("a request", "stopped")])
+def test_the_last_line_says_how_a_run_ended(tmp_path, by, how):
+    trainer = make_trainer({})
+    with pytest.raises(Exception) if how == "failed" else nullcontext():
+        trainer.fit(cut(range(16), 16), epochs=1, hooks=[JsonlHook(tmp_path / "log.jsonl"), Breaking(by)])
+    *_, end = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert (end["kind"], end["how"], end["reason"]) == ("end", how, "enough" if how == "stopped" else "")
+    assert f"<b>{how}</b>" in (tmp_path / "log.html").read_text()
     trainer.context.destroy()
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.checks.evaluation import Evaluations
 from colonnade.engine.checks.guard import guard_of
 from colonnade.engine.checks.same_gradients import SameGradients
 from colonnade.engine.gradient_handler.sync import GradientSync
@@ -35,6 +36,7 @@ class LoopWatch:
         self._guard = guard_of(model, optimizer, context, sync)
         self._first_pass = FirstPass(model, context)
         self._same_gradients = SameGradients(model, context)
+        self._evaluations = Evaluations(model, context)
         self._model = weakref.ref(model)
         named = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in named}
@@ -88,6 +90,7 @@ class LoopWatch:
     def close(self) -> None:
         self._first_pass.close()
         self._same_gradients.close()
+        self._evaluations.close()
         for handle in self._handles:
             handle.remove()
         if self._step_guard is not None:

@@ -47,7 +47,7 @@ class Transport(ABC):
 
     @classmethod
     def sizes(cls, total: float, ranks: int) -> tuple[float, float]:
-        """(size of a bucket, of the first) in MB, for gradients of `total` MB over so many ranks."""
+        """(size of a bucket, of the first) in MiB, for gradients of `total` MiB over so many ranks."""
         return cls.bucket_mb, cls.first_bucket_mb
 
     @abstractmethod

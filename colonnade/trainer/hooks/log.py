@@ -107,7 +107,7 @@ class LogTimingByEpochHook(LogByEpochHook):
 
 @HOOKS.register_module
 class MemoryHook(LogByEpochHook):
-    """Keeps the peak memory of the epoch on the rank that needed most in `trainer.states["memory"]`, in MB.
+    """Keeps the peak memory of the epoch on the rank that needed most in `trainer.states["memory"]`, in MiB.
 
     On CUDA the peak of the allocator since the epoch began; elsewhere that of the process since it began.
     """
@@ -128,7 +128,7 @@ class LogMemoryByEpochHook(MemoryHook):
     def after_train_epoch(self, trainer: Trainer) -> None:
         super().after_train_epoch(trainer)
         found = trainer.states["memory"]
-        self.write(trainer, f"memory: {found['peak']:.0f} MB at most, on rank {found['rank']}")
+        self.write(trainer, f"memory: {found['peak']:.0f} MiB at most, on rank {found['rank']}")
 
 
 def _told(numbers: dict[str, float]) -> str:
@@ -136,7 +136,7 @@ def _told(numbers: dict[str, float]) -> str:
 
 
 def peak_memory(device: torch.device) -> float:
-    """MB of this rank: on CUDA the peak of the allocator since its last reset, elsewhere that of the process."""
+    """MiB of this rank: on CUDA the peak of the allocator since its last reset, elsewhere that of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

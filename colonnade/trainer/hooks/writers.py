@@ -78,8 +78,9 @@ class JsonlHook(_Lines):
     """One JSON object a line: every step's record, and the metrics of every epoch and evaluation.
 
     Lines have `kind`, `step` and `epoch`; what is not finite is null. Kinds: `step`; `train` and `test`, the metrics of an epoch
-    and of an evaluation; `run`, what the run is, at its start and where it was resumed; `event`, a warning. Once in a while
-    a step has `memory`, the peak so far of rank 0 in MB. With `report`, the page of the run is written beside the file when
+    and of an evaluation; `run`, what the run is, at its start and where it was resumed; `event`, a warning; `end`, when and how
+    it ended (finished, stopped, failed), which a run that was killed does not write. Once in a while
+    a step has `memory`, the peak so far of rank 0 in MiB. With `report`, the page of the run is written beside the file when
     the run ends (`colonnade report`); if that fails, it is a line in the log.
     """
 
@@ -88,7 +89,7 @@ class JsonlHook(_Lines):
         self._report, self._measured, self._warnings = report, 0.0, _Warnings(self)
 
     def before_train(self, trainer: Trainer) -> None:
-        self._warnings.trainer = trainer
+        self._warnings.trainer, self._ended = trainer, False
         super().before_train(trainer)
         if self._file is not None:
             self._put("run", trainer.cur_step, trainer.cur_epoch, {**run_facts(trainer), "made_again": self._cut})
@@ -103,9 +104,15 @@ class JsonlHook(_Lines):
     def on_record(self, trainer: Trainer, record: StepRecord) -> None:
         self._put("step", record.step, record.epoch, record.numbers())
 
+    def after_train(self, trainer: Trainer) -> None:
+        how = "failed" if trainer.failed else "stopped" if trainer.stopping else "finished"
+        self._end(how, trainer.stop_reason)
+
     def close(self) -> None:
         logging.getLogger("colonnade").removeHandler(self._warnings)
         written = self._file is not None
+        if not self._ended:  # by an error that is this rank's alone
+            self._end("failed", "")
         super().close()
         if written and self._report:
             self._write_report()
@@ -121,6 +128,12 @@ class JsonlHook(_Lines):
         self._cut = sum('"kind": "step"' in line for line in lines) - sum('"kind": "step"' in line for line in kept)
         return kept
 
+    def _end(self, how: str, reason: str) -> None:
+        self._ended, trainer = True, self._warnings.trainer
+        if trainer is not None:
+            self._put("end", trainer.cur_step, trainer.cur_epoch, {"time": time.time(), "how": how, "reason": reason})
+
+    _ended = False
     _cut = 0
     """How many steps of an older file this run makes again."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -226,8 +225,17 @@ class Recorder:
 
     def _watch_modules(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            look = partial(self._on_output, self._rename(name))
-            self._handles.append(module.register_forward_hook(look, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._look(self._rename(name), module), with_kwargs=True))
+
+    def _look(self, name: str, watched: nn.Module) -> Callable[..., None]:
+        """The hook of one module. A copy of the model (an average, a teacher) takes its hooks along: a function is copied as it
+        is, where a method would take this recorder along, and the copy's outputs are not those of the model."""
+
+        def look(module: nn.Module, *given: Any) -> None:
+            if module is watched:
+                self._on_output(name, module, *given)
+
+        return look
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The first output of each module in the first step, that of the first pass; and when it is computed again."""

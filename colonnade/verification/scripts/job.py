@@ -97,7 +97,11 @@ class Stage:
         self._model: nn.Module | None = None
         self._rename: Callable[[str], str] = lambda name: name
         self._optimizer: Any = None
-        self._options, self._ulp = torch.load(self.folder / OPTIONS, weights_only=False) if part.alone else ([], None)
+        self._options, self._ulp, self._of_ranks = (
+            torch.load(self.folder / OPTIONS, weights_only=False) if part.alone else ([], None, {})
+        )
+        self._config: dict[str, str] = {}
+        """What the script gave, by key: to be compared with what it gives as one process."""
         self._loaders: dict[int, int] = {}
         self._begun = False
         self._fed_by_schedule = False
@@ -116,6 +120,9 @@ class Stage:
     def load_config(self, own: Callable[..., None]) -> Callable[..., None]:
         def load_config(context: ParallelContext, config: Any) -> None:
             own(context, config)
+            self._config = {key: repr(value) for key, value in context.config.items()}
+            if self.part.alone:
+                self._compare_config()
             context.config = self._changed(context.config)
 
         return load_config
@@ -146,6 +153,22 @@ class Stage:
 
         return clip
 
+    def _compare_config(self) -> None:
+        """Alone: what the script computes from the number of ranks is another, and is no mistake of the ranks."""
+        both = self._of_ranks.keys() | self._config.keys()
+        for key in sorted(both.difference(_ONLY_TOGETHER, ["parallel"])):
+            theirs, mine = self._of_ranks.get(key, "not set"), self._config.get(key, "not set")
+            if theirs == mine or not self._of_ranks:
+                continue
+            told = f"{key} is {theirs} on the ranks and {mine} in the script as one process, as it depends on the number of ranks"
+            if key == "gradient_accumulation":
+                raise ParityError(
+                    f"{told}. One process is given the batches of all ranks, joined, so it must make a step of as many passes: "
+                    f"give {key} a fixed value for the comparison, {theirs} in this case",
+                    code="C100",
+                )
+            self.notes.append(f"{told}: each ran with its own")
+
     def _changed(self, config: Config) -> Config:
         """Alone: every size is 1, and what only ranks together do is left out. In fp64: no half precision."""
         changed = config.copy()
@@ -156,7 +179,8 @@ class Stage:
             self.notes.append(f"{', '.join(half)} was left out: both runs are in fp64 (--dtype own keeps it)")
         if not self.part.alone:
             return changed
-        schedule = dict(changed.get("schedule") or {})
+        wanted = changed.get("schedule") or {}
+        schedule = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
         for key in _ONLY_TOGETHER:
             if key in changed:
                 changed.pop(key)
@@ -268,7 +292,10 @@ class Stage:
         found = self._joined.get(key, ())
         if len(noted) > len(found) and most is None:
             raise ParityError(
-                f"the script alone takes more batches in a step than its ranks did ({key} {len(noted)})", code="C100"
+                f"the script alone takes more batches in {self.part.steps} steps than each of its ranks did: {key} {len(noted)}, "
+                f"and theirs were {len(found)}. Does the number of passes in a step depend on the number of ranks (WORLD_SIZE)? "
+                f"Give it a fixed value for the comparison",
+                code="C100",
             )
         return tree_map(self._placed, value, found[len(noted) - 1]) if len(noted) <= len(found) else value
 
@@ -328,6 +355,7 @@ class Stage:
             canonical_names(self._model, self._rename) if self.part.alone and self._model is not None else {}
         )
         record.about["given"] = self.given if not self.part.alone else {}
+        record.about["config"] = self._config
         with torch._C.DisableTorchFunction():
             torch.save(record, self.folder / self.part.result.format(rank=record.rank))
             if dist.is_initialized():

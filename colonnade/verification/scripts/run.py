@@ -243,7 +243,8 @@ def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) 
     torch.save(whole_tensors(records, {}), folder / START)
     torch.save(dropped_by(records, off), folder / MASKS)
     dtype = getattr(torch, records[0].about["dtype"])
-    torch.save(([step.options for step in records[0].steps], dtype), folder / OPTIONS)
+    options, config = [step.options for step in records[0].steps], records[0].about.get("config", {})
+    torch.save((options, dtype, config), folder / OPTIONS)
     _join(records, folder / JOINED.format(share=""), None)
 
 
@@ -258,6 +259,7 @@ def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
             if whole is None and key.startswith("loader"):
                 break  # only where the engine is given them they must be joined
             if whole is None:
+                _check_counts(records, key)
                 shapes = [
                     [tuple(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in parts
                 ]
@@ -266,6 +268,20 @@ def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
                 )
             joined.setdefault(key, []).append(whole)
     torch.save(joined, path)
+
+
+def _check_counts(records: Sequence[Record], key: str) -> None:
+    """Say so where a pass has no joined batch because some ranks took fewer batches than others."""
+    counts = {record.rank: len(record.about["given"][key]) for record in records if key in record.about["given"]}
+    if len(set(counts.values())) > 1:
+        steps = len(records[0].steps)
+        told = ", ".join(f"rank {rank} took {count}" for rank, count in counts.items())
+        raise ScriptError(
+            f"the ranks took unequal numbers of batches in {steps} step{'s' * (steps > 1)}, so one process cannot be given "
+            f"those of all ranks, joined: {told} ({key}). Give the ranks equally many for the comparison, or compare only "
+            f"the steps in which all have one (--steps)",
+            code="C100",
+        )
 
 
 def _shares_of(records: Sequence[Record], key: str, at: int) -> list[Any]:

@@ -399,7 +399,7 @@ def _methods(clip: dict[str, Any]) -> list[Any]:
         {"max_norm": 0.1, "norm_type": "inf"},
         {"method": {"type": "adagc", "warmup": 2}, "per": "parameter"},
         {"method": {"type": "zclip", "warmup": 2}, "groups": {"biases": {"params": "*.bias", "max_norm": 0.05}}},
-        {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "per": "layer", "norm_type": 3},
+        {"method": {"type": "skip_on_spike", "window": 8, "bound": 50.0}, "report": "layer", "norm_type": 3},
         {"method": {"type": "percentile", "window": 4}},
     ],
     ids=lambda clip: str(clip.get("method", {}).get("type", "inf")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -58,3 +60,15 @@ def test_activations_are_those_of_the_first_pass_and_what_is_computed_again_is_t
     torch.testing.assert_close(step.recomputed["inner"], model.inner(x))
     assert "outer" in step.activations
     assert "outer" not in step.recomputed
+
+
+def test_a_copy_of_the_model_takes_nothing_of_the_recorder_along_and_is_not_seen():
+    model = _Model()
+    recorder = _recorder(model)
+    recorder.left = (each for each in ())  # type: ignore[attr-defined]  # cannot be copied, as a recorder's surroundings
+    average = copy.deepcopy(model)
+    x = torch.randn(5, 3)
+    average(x + 1)
+    assert recorder._step.activations == {}
+    model(x)
+    torch.testing.assert_close(recorder._step.activations["inner"], model.inner(x))

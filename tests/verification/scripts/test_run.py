@@ -33,6 +33,26 @@ def test_a_handler_that_does_not_divide_is_named_and_fails_a_test(colonnade_veri
         colonnade_verify(SCRIPTS / "loop.py", ["undivided"])
 
 
+def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal() -> None:
+    report = verify_script(Script(str(SCRIPTS / "named.py")))
+    assert report.ok, str(report)
+    assert "warmup is 4 on the ranks and 8 in the script as one process, as it depends on" in " ".join(report.notes)
+
+
+def test_passes_that_depend_on_the_number_of_ranks_are_named_with_their_key() -> None:
+    told = "gradient_accumulation is 2 on the ranks and 4 in the script as one process"
+    with pytest.raises(ScriptError, match=told):
+        verify_script(Script(str(SCRIPTS / "named.py"), ("engine",)))
+
+
+@pytest.mark.long
+def test_unequal_numbers_of_batches_are_counted_by_rank() -> None:
+    with pytest.raises(
+        ScriptError, match=r"unequal numbers of batches in 2 steps.*rank 0 took 2, rank 1 took 1 \(call\)"
+    ):
+        verify_script(Script(str(SCRIPTS / "named.py"), ("uneven",)))
+
+
 @pytest.mark.long  # `colonnade verify` of tests/cli shows the same
 def test_a_script_that_fails_says_so_with_its_own_words() -> None:
     with pytest.raises(ScriptError, match="this script fails by itself"):

@@ -1,0 +1,146 @@
+"""Passes without training through a model whose layers are split over ranks: all these ranks must make them.
+
+A rank that evaluates alone, under `if rank == 0`, would meet the sums of the others' training step in its own, and get a number
+that is wrong. So before each such pass the ranks of a group meet, apart from the collectives of the model: the first time by
+the store of the world, then by connections of their own. Passes of training meet nobody.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colonnade.comm import waits
+from colonnade.comm.rank_group import own_gloo
+from colonnade.comm.torch_versions import default_store, gloo_all_gather, timeout_of
+from colonnade.comm.waits import OUTSIDE, pauses, place_of
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import GradientError, listed
+from colonnade.parallel.held import held_tensors
+from colonnade.parallel.hooks import ModelHook
+from colonnade.parallel.placement import Shard
+
+
+class Evaluations:
+    """Watches the calls of a model; one whose parameters are split over no ranks, or are stages, not at all."""
+
+    def __init__(self, model: nn.Module, context: ParallelContext) -> None:
+        self._meetings = [_Meeting(mode, context) for mode in _split_over(model, context)]
+        self._handle: Any = None
+        if self._meetings:
+            # Not a reference to this object: it would never go.
+            watch = weakref.ref(self)
+            self._handle = model.register_forward_pre_hook(
+                ModelHook(lambda module, _: _meet(watch, module)), prepend=True
+            )
+
+    def meet(self) -> None:
+        """Before a pass without training. Collective over each group that the model is split over."""
+        for meeting in self._meetings:
+            meeting()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def _meet(watch: weakref.ref[Evaluations], module: nn.Module) -> None:
+    if (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return
+    alive = watch()
+    if alive is not None:
+        alive.meet()
+
+
+def _split_over(model: nn.Module, context: ParallelContext) -> list[ParallelMode]:
+    """The modes over which parameters are split, so that forward passes need all their ranks; one for each set of ranks."""
+    if context.world_size == 1 or context.pipeline_parallel_size > 1 or dist.get_backend() == "fake":
+        return []
+    specs = {mode: spec for held in held_tensors(model, context) for mode, spec in held.placement.modes.items()}
+    modes = [mode for mode, spec in specs.items() if isinstance(spec, Shard) and spec.owes != "nothing"]
+    found: dict[tuple[int, ...], ParallelMode] = {}
+    for mode in sorted(modes, key=lambda mode: mode.name):
+        ranks = tuple(context.get_ranks_in_group(mode)) if context.is_initialized(mode) else ()
+        if len(ranks) > 1 and mode is not ParallelMode.DATA:
+            found.setdefault(ranks, mode)
+    return list(found.values())
+
+
+class _Meeting:
+    """The ranks of one group, which all come to it or none."""
+
+    def __init__(self, mode: ParallelMode, context: ParallelContext) -> None:
+        self._mode, self._group, self._waits = mode, context.get_group(mode), context.waits
+        self._rank, self._ranks = context.get_global_rank(), tuple(context.get_ranks_in_group(mode))
+        self._seconds = timeout_of(self._group).total_seconds()
+        self._gloo: Any = None
+        self._here = torch.empty(len(self._ranks), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+
+    def __call__(self) -> None:
+        with self._waits.during(f"{OUTSIDE}, in an evaluation"):
+            if self._gloo is None:
+                self._by_store()
+                self._gloo = own_gloo(self._group)
+                return
+            work, began = gloo_all_gather(self._gloo, *self._here), time.monotonic()
+            seconds = 1.5 * waits.SAY_AFTER
+            while not self._has_ended(work, seconds):
+                self._look(began)
+                seconds = waits.SAY_AFTER / 5
+
+    def _by_store(self) -> None:
+        store, key = default_store(), f"colonnade/evaluation/{self._ranks}"
+        count, began = store.add(key, 1), time.monotonic()
+        whole = -(-count // len(self._ranks)) * len(self._ranks)
+        look = began + 1.5 * waits.SAY_AFTER
+        for pause in pauses(0.05):
+            if count >= whole:
+                return
+            if time.monotonic() > look:
+                look += waits.SAY_AFTER / 5
+                try:
+                    self._look(began)
+                except GradientError:
+                    store.add(key, -1)
+                    raise
+            time.sleep(pause)
+            count = store.add(key, 0)
+
+    def _has_ended(self, work: Any, seconds: float) -> bool:
+        """Whether all have come, after at most so many seconds; an error of the connections is raised."""
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+
+    def _look(self, began: float) -> None:
+        """Raise where a rank is busy with a step that it cannot make without this rank."""
+        for rank in self._ranks:
+            place = place_of(rank) if rank != self._rank else None
+            if (
+                place is not None
+                and not place.what.startswith(OUTSIDE)
+                and (place.step or 0) >= (self._waits.step or 0)
+            ):
+                raise self._alone(f"rank {rank} is {place} meanwhile")
+        if time.monotonic() - began > self._seconds:
+            raise self._alone(f"not all of them have come for {self._seconds:g} s")
+
+    def _alone(self, what: str) -> GradientError:
+        return GradientError(
+            f"the model is called without training on rank {self._rank}, and {what}. Its parameters are split over ranks "
+            f"{listed(self._ranks)} of {self._mode.name}, so a pass needs all of them: evaluate and generate on every rank, and "
+            f"only print and log under a condition such as `if rank == 0`",
+            code="C130",
+        )
