@@ -122,18 +122,23 @@ _FOREIGN = (
     Foreign(
         ("parallel", "data"),
         "parallel = dict(data=...)",
-        "data_parallel data_parallel_size data_parallel_degree dp_size dp_degree",
+        "data_parallel data_parallel_size data_parallel_degree dp dp_size dp_degree",
+    ),
+    Foreign(
+        ("parallel", "data"),
+        "nothing: the ranks that other sizes leave over are data parallel (parallel = dict(data=...) says how many they must be)",
+        "ddp use_ddp ddp_config distributed_data_parallel",
     ),
     Foreign(
         ("parallel", "sequence"),
         "parallel = dict(sequence=...)",
         "sequence_parallel sequence_parallel_size sequence_parallel_degree context_parallel "
-        "context_parallel_size context_parallel_degree sp_size cp_size",
+        "context_parallel_size context_parallel_degree sp sp_size cp cp_size",
     ),
     Foreign(
         ("parallel", "expert"),
         "parallel = dict(expert=...)",
-        "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size",
+        "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep ep_size",
     ),
     Foreign(
         ("fp16",),

@@ -12,6 +12,7 @@ from colonnade.context.dist_group_initializer.base import ModeGroups, ProcessGro
 from colonnade.context.grid import Partition
 from colonnade.context.layout import Layout, check_groups
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.places import layout_of
 from colonnade.context.sizes import check_mode, grid_of, world_axes
 from colonnade.errors import LayoutError, listed
 from colonnade.registry import DIST_GROUP_INITIALIZER
@@ -64,7 +65,7 @@ def build_layout(config: Any, world_size: int) -> Layout:
     axes = world_axes(config, world_size)
     build = run_initializers(config, world_size, rank=0)
     build.refuse_waiting()
-    return Layout(axes, build.groups)
+    return layout_of(axes, build.groups, parallel_sizes(config).tensor_mode)
 
 
 def run_initializers(config: Any, world_size: int, rank: int) -> Build:

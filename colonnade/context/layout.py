@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from colonnade.context.grid import Grid, Listed, Partition
@@ -35,10 +36,16 @@ class Layout:
     """The groups of every mode over a world of ranks.
 
     `axes` multiply to the world size, slowest first. `groups` maps a mode to its rank lists. Questions about one
-    rank are answered by arithmetic; the lists of the whole world are made only for those who ask for them.
+    rank are answered by arithmetic; the lists of the whole world are made only for those who ask for them. `places` has,
+    for each rank, the rank that the grid would have where it stands; None where ranks stand as in the grid.
     """
 
-    def __init__(self, axes: tuple[Axis, ...], groups: Mapping[ParallelMode, Sequence[Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        axes: tuple[Axis, ...],
+        groups: Mapping[ParallelMode, Sequence[Sequence[int]]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.axes = axes
         self.grid = Grid(tuple((axis.name, axis.size) for axis in axes))
         self.world_size = self.grid.world_size
@@ -46,6 +53,7 @@ class Layout:
             mode: lists if isinstance(lists, Partition) else Listed(lists, self.world_size)
             for mode, lists in groups.items()
         }
+        self.places = None if places is None else tuple(places)
         self.derived: dict[Any, Any] = {}
         """What others worked out from this layout, by a key of theirs: it lives as long as the layout."""
 
@@ -87,11 +95,33 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of a rank on each axis; together they determine the rank."""
-        return self.grid.coordinates(rank)
+        inside = self.places is not None and 0 <= rank < self.world_size
+        return self.grid.coordinates(self.places[rank] if inside and self.places is not None else rank)
 
     def rank_at(self, **coordinates: int) -> int:
         """The rank with these axis coordinates; axes not named are at 0."""
-        return self.grid.rank_at(**coordinates)
+        place = self.grid.rank_at(**coordinates)
+        return place if self.places is None else self.at_places[place]
+
+    @cached_property
+    def at_places(self) -> tuple[int, ...]:
+        """The rank that stands at each place of the grid."""
+        places = range(self.world_size) if self.places is None else self.places
+        return tuple(sorted(range(self.world_size), key=places.__getitem__))
+
+    @cached_property
+    def on_grid(self) -> Layout:
+        """The same groups with each rank called by its place, so that axes are products of digits again; itself if they are."""
+        if self.places is None:
+            return self
+        axes = {axis.mode: axis.name for axis in self.axes}
+        moved: dict[ParallelMode, Sequence[Sequence[int]]] = {}
+        for mode, groups in self._groups.items():
+            # In the order of the ranks, which is the order of positions: that is what cuts and gathers go by.
+            called = [[self.places[rank] for rank in group] for group in groups]
+            known = self.grid.groups(axes[mode]) if mode in axes else None
+            moved[mode] = known if known is not None and sorted(called) == sorted(known) else called
+        return Layout(self.axes, moved)
 
     @property
     def is_regular(self) -> bool:

@@ -18,12 +18,13 @@ from colonnade.comm.groups import NoGroups, ProcessGroups
 from colonnade.comm.messages import gather_json, is_same_everywhere
 from colonnade.comm.torch_versions import DEFAULT_TIMEOUT, START_UP_TIMEOUT, waiting_at_most
 from colonnade.comm.waits import WaitWatch
-from colonnade.config import Config, load_config
+from colonnade.config import Config, load_config, parallel_sizes
 from colonnade.config.compared import compared_texts
 from colonnade.context.build import Build, build_layout, run_initializers
 from colonnade.context.layout import Axis, Layout
 from colonnade.context.mesh import mesh_of
 from colonnade.context.parallel_mode import ParallelMode, mode_of
+from colonnade.context.places import layout_of
 from colonnade.context.random import RandomStreams, derive_seed
 from colonnade.context.rendezvous import (
     agree_on_layout,
@@ -120,14 +121,14 @@ class ParallelContext:
 
     def _create_groups(self, seed: int | None) -> None:
         self._groups = groups = ProcessGroups(self._rank, self._timeout)
-        self._layout = Layout(self._axes, self._build.groups)
+        self._layout = self._layout_of_groups()
         agree_on_layout(self._layout, self.device, self._settings(seed))
         adopted = False
         for hook in launch_hooks:
             adopted |= hook.adopt_groups(self._build, groups)
         self._build.refuse_waiting()
         if adopted:
-            self._layout = Layout(self._axes, self._build.groups)
+            self._layout = self._layout_of_groups()
             agree_on_layout(self._layout, self.device)
         # Where all ranks create alike, and in a world of our own, no rank need wait for groups that it is not in.
         alone = self._owns_world and self._layout.is_regular and not adopted and dist.get_backend() != "mpi"
@@ -341,6 +342,9 @@ class ParallelContext:
         self._groups = None
         self._timeout = None
         self._layout = build_layout(self.config, 1)
+
+    def _layout_of_groups(self) -> Layout:
+        return layout_of(self._axes, self._build.groups, parallel_sizes(self.config).tensor_mode)
 
     def _settings(self, seed: int | None) -> dict[str, str]:
         """What all ranks must have launched with, by key of the config."""

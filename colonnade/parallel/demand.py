@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from colonnade.context.grid import Digit, joined, ranks_with, refine
+from colonnade.context.grid import Digit, Listed, joined, ranks_with, refine
 from colonnade.context.layout import Axis, Layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
-from colonnade.parallel.placement import Placement, Replicate, Shard
+from colonnade.parallel.placement import Placement, Replicate, Shard, Tied
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
     """The ranks that hold the same elements as `rank`: same stage (or tied), same position on every shard mode."""
 
     def find() -> Holding:
+        if layout.places is not None:
+            found = holding(layout.on_grid, placement, layout.places[rank])
+            return Holding(_back(layout, found.ranks), rank)
         return Holding(_ranks(_reach(layout, placement, rank).holders, rank), rank)
 
     return _once(layout, placement, (rank, "holding"), find)
@@ -56,13 +59,79 @@ def holding(layout: Layout, placement: Placement, rank: int) -> Holding:
 
 def owed(layout: Layout, placement: Placement, rank: int) -> tuple[Owed, ...]:
     """The sums that the raw gradient on `rank` owes, as factors by mode; empty if it is final as it is."""
+    if layout.places is not None:
+
+        def find() -> tuple[Owed, ...]:
+            assert layout.places is not None
+            found = owed(layout.on_grid, placement, layout.places[rank])
+            return tuple(Owed(factor.mode, _back(layout, factor.ranks), factor.divisor) for factor in found)
+
+        return _once(layout, placement, (rank, "owed"), find)
     return tuple(factor for factor, _ in _factors(layout, placement, rank))
+
+
+def check_same_data(layout: Layout, placement: Placement, rank: int, name: str) -> None:
+    """Refuse a parameter on a mode of "same" data whose groups were written down across ranks that see other data.
+
+    Not where the placement says that over these data nothing is owed.
+    """
+    for mode, spec in placement.modes.items():
+        if isinstance(spec, Shard) and (apart := _out_of_order(layout, mode)):
+            positions = [layout.local_rank(mode, other) for other in apart]
+            raise PlacementError(
+                f"{name} is cut over {mode} (as zero stage 3 does), and the ranks {apart} of this mode would hold its parts in the "
+                f"order {positions}: groups of an initializer that are not those of the grid put them there, and torch numbers the ranks "
+                f"of a group in ascending order. Use zero stage 2, or return groups whose ranks ascend along {mode.name} too",
+                code="C161",
+            )
+        by_hand = layout.has(mode, rank) and isinstance(layout.groups(mode), Listed)
+        if mode.data != "same" or isinstance(spec, Tied) or spec.owes == "nothing" or not by_hand:
+            continue
+        group = layout.group_of(mode, rank)
+        for axis in layout.axes:
+            at = {layout.coordinates(other)[axis.name] for other in group} if _is_distinct(axis, placement) else set()
+            if len(at) > 1:
+                raise PlacementError(
+                    f"{name} is placed on {mode}, whose ranks see the same data, but the group {list(group)} has ranks at places "
+                    f"{listed(sorted(at))} of the axis {axis.name!r}, which see other data: no sum over ranks is the gradient "
+                    f"of one process. Let the initializer group ranks of one replica; give the mode an axis of its own, "
+                    f"parallel=dict({mode.value}=dict(size={len(group)})), and places are read from its groups; or register it "
+                    f"with data='distinct'",
+                    code="C162",
+                )
+
+
+def _out_of_order(layout: Layout, mode: ParallelMode) -> list[int]:
+    """Ranks of a group of an axis's mode by their places, where these are not their positions; empty if there are none."""
+    names = {axis.mode: axis.name for axis in layout.axes}
+    if layout.places is None or mode not in names:
+        return []
+    key = ("out of order", mode)
+    if key not in layout.derived:
+        groups = (
+            sorted(group, key=lambda rank: layout.coordinates(rank)[names[mode]]) for group in layout.groups(mode)
+        )
+        layout.derived[key] = next((group for group in groups if group != sorted(group)), [])
+    return list(layout.derived[key])
 
 
 def joint_ranks(layout: Layout, placement: Placement, factors: tuple[Owed, ...], rank: int) -> tuple[int, ...]:
     """The ranks that one sum over all `factors` at once takes in."""
     wanted = frozenset(factor.mode for factor in factors)
+    if layout.places is not None:
+        here = layout.places[rank]
+        return _once(
+            layout,
+            placement,
+            (rank, wanted),
+            lambda: _back(layout, joint_ranks(layout.on_grid, placement, factors, here)),
+        )
     return _once(layout, placement, (rank, wanted), lambda: _joint(layout, placement, wanted, rank))
+
+
+def _back(layout: Layout, places: Iterable[int]) -> tuple[int, ...]:
+    """The ranks that stand at these places, ascending."""
+    return tuple(sorted(layout.at_places[place] for place in places))
 
 
 # -- how it is worked out ---------------------------------------------------------------------------------

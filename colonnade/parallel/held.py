@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
 from colonnade.parallel.checksum import words_of
-from colonnade.parallel.demand import Holding, holding
+from colonnade.parallel.demand import Holding, check_same_data, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
@@ -107,6 +107,8 @@ class Placements:
         self._context, self._stage = context, context.get_local_rank(ParallelMode.PIPELINE)
         sizes = {mode: context.get_world_size(mode) for mode in context.layout.modes if context.is_initialized(mode)}
         self._held = held_tensors(model, context)
+        for entry in self._held:
+            check_same_data(context.layout, entry.placement, context.get_global_rank(), entry.name)
         self._shapes = [logical_shape(entry.tensor, entry.placement, sizes) for entry in self._held]
 
     def alike(self) -> Alike:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from colonnade.comm.memory import Memory
 from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.base import PlannedGradientHandler
 from colonnade.engine.gradient_handler.ledger import Ledger, match
 from colonnade.engine.gradient_handler.sync import SyncPlan, build_handlers, plan_sync
@@ -69,6 +71,10 @@ class GradientPlan:
     host: int = 0
     stepped: int = 0
     """Bytes that the optimizer's step reads and writes."""
+    beside: int = 0
+    """Bytes that the last sum and the gathers keep for a moment, when all passes have ended."""
+    stepping: int = 0
+    """Bytes that the optimizer's step keeps for a moment."""
     loose: frozenset[int] = frozenset()
     """Places, among the module's parameters, of those whose gradients autograd makes anew in each step: they lie in no bucket."""
     loose_bytes: int = 0
@@ -133,6 +139,7 @@ def plan_gradients(
     inside = {id(parameter) for one in sums for parameter in one.parameters}
     rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
     _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
+    plan.stepping = _stepping(model, optimizer, zero, context, device, notes)
     plan.loose = frozenset(at for at, parameter in rest.items() if parameter.requires_grad)
     return plan
 
@@ -181,6 +188,8 @@ def _lay_out(sums: Sequence[Sum], plan: GradientPlan, device: str) -> list[Bucke
                 done += bucket.numel
                 made.append((done / total, bucket, _calls(bucket, group, plan)))
     made.sort(key=lambda entry: entry[:1])
+    copied = [call.bytes for call in plan.gathers]  # gloo gathers into a copy
+    plan.beside = max([*([made[-1][2].beside] if made else []), *(copied if kind is Collective else [])], default=0)
     last = {entry[1].sum.ranks: entry[1] for entry in made}
     world = dist.get_world_size()
     plan.carries_counts = any(len(bucket.sum.ranks) == world and bucket.carries_counts for _, bucket, _ in made)
@@ -209,6 +218,56 @@ def _calls(bucket: Bucket, group: RankGroup, plan: GradientPlan) -> BucketCalls:
         beside += sum(call.bytes for call in calls if call.op == "reduce_scatter")
     every_pass = bucket.sum.sharding is not None and bucket.sum.sharding.every_pass
     return BucketCalls(tuple(calls), bucket.transport.early, bucket.numel, every_pass, beside)
+
+
+def _stepping(
+    model: nn.Module,
+    optimizer: Any,
+    zero: ZeroSettings,
+    context: ParallelContext,
+    device: str,
+    notes: dict[str, None],
+) -> int:
+    """What the optimizer's own step takes for a moment: it is run on tensors without memory. A flat step needs nothing."""
+    flat = wants_flat(list(model.parameters()), optimizer, context.config.get("flat_step"))
+    if flat or zero.offload or not isinstance(optimizer, torch.optim.Optimizer):
+        return 0
+    groups = [dict(group) for group in optimizer.param_groups]
+    state, optimizer.state = optimizer.state, defaultdict(dict)
+    recorder = Recorder(memory=True)
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [_stand_in(p) for p in group["params"] if p.requires_grad]
+            if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True  # as torch chooses there
+        optimizer.step()  # which makes the state
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        kept = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        for tensor in (*held, *(parameter.grad for parameter in held if parameter.grad is not None), *kept):
+            recorder.hold(tensor)
+        before = recorder.live
+        with recorder:
+            optimizer.step()
+    except Exception as error:  # the user's own code, and of what is planned the least
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        name = type(optimizer).__name__
+        notes[
+            f"the step of {name} cannot be tried without values ({reason}): what it takes for a moment is left out"
+        ] = None
+        return 0
+    finally:
+        optimizer.state = state
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(given)
+    shares = context.get_world_size(ParallelMode.DATA) if zero.stage in (1, 2) else 1
+    return (recorder.peak - before) // shares
+
+
+def _stand_in(parameter: Tensor) -> nn.Parameter:
+    made = nn.Parameter(torch.empty_like(local_part(parameter), device="meta"))
+    made.grad = torch.empty_like(made)
+    return made
 
 
 def _hold(bucket: Bucket, plan: GradientPlan, states: dict[torch.dtype, tuple[torch.dtype, ...]]) -> None:

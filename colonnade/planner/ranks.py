@@ -312,7 +312,7 @@ def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
         ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),
         buckets=one.buckets + other.buckets,
         notes=one.notes or other.notes,
-        largest=max(one.largest, other.largest),
+        **{name: max(getattr(one, name), getattr(other, name)) for name in ("largest", "beside", "stepping")},
         **{name: getattr(one, name) + getattr(other, name) for name in numbers},
     )
 

@@ -189,11 +189,19 @@ def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+    return int(sdpa_flop_count(q.shape, _as_many_heads(q, k), _as_many_heads(q, v)))
 
 
 def _attention_backward_flops(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(gradient.shape, q.shape, k.shape, v.shape))
+    return int(sdpa_backward_flop_count(gradient.shape, q.shape, _as_many_heads(q, k), _as_many_heads(q, v)))
+
+
+def _as_many_heads(q: Tensor, shared: Tensor) -> torch.Size:
+    """The shape of keys or values with a head for each head of the queries: grouped ones are multiplied that often.
+
+    Torch's formulas refuse grouped heads up to torch 2.11.
+    """
+    return torch.Size((shared.shape[0], q.shape[1], *shared.shape[2:]))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -77,7 +77,8 @@ class Memory:
     state: int
     """The optimizer's, with master copies."""
     activations: int
-    """What is kept for backward by all micro-batches in flight, and the most that operators hold beyond that."""
+    """What is kept for backward by all micro-batches in flight, and the most that operators hold beyond that; or what the
+    optimizer's step holds, where that is the fullest moment."""
     communication: int
     """Buffers of gradients on their way that are no gradients, and what collectives of the model keep."""
     buffers: int = 0

@@ -220,15 +220,21 @@ class Steps:
     def _memory(self, gradients: GradientPlan, rank: int, at: int) -> Memory:
         # On a device a full bucket is filled at once, from gradients that autograd has made.
         moved = 0 if self._on_cpu else gradients.largest
-        activations, frames = self._fullest(at)
+        activations, frames, left = self._fullest(at)
         if self.kinds.one_pass:  # the pass has taken gradients that lie in no bucket, as far as they were there
             activations = max(0, activations - gradients.loose_bytes)
+        moments = (
+            (activations, moved + frames + self._under_way(gradients)),
+            (left, gradients.beside),  # the last sum, after all passes
+            (left + gradients.stepping, 0),
+        )
+        activations, communication = max(moments, key=sum)
         return Memory(
             parameters=gradients.parameters,
             gradients=gradients.gradients,
             state=gradients.state,
             activations=activations,
-            communication=gradients.turns + moved + frames + self._under_way(gradients),
+            communication=gradients.turns + communication,
             buffers=sum(buffer.nbytes for buffer in self.kinds.models[rank].buffers()),
             host=gradients.host,
         )
@@ -240,9 +246,9 @@ class Steps:
         beside = sorted(bucket.beside for bucket in gradients.buckets if bucket.every_pass)
         return sum(beside[-TURNS:])
 
-    def _fullest(self, at: int) -> tuple[int, int]:
+    def _fullest(self, at: int) -> tuple[int, int, int]:
         """(activations, messages) in bytes at the fullest moment: what all micro-batches under way keep, what the running pass
-        needs beside, and messages that come, go, or are kept until they have surely gone."""
+        needs beside, and messages that come, go, or are kept until they have surely gone. And what is left after all passes."""
         passes, homes = self.kinds.passes, self.kinds.stage_ranks
         live, came, most = 0, Counter[Action](), (0, 0)
         going, gone = Counter[Action](), defaultdict[int, deque[int]](lambda: deque(maxlen=SENDS_KEPT))
@@ -266,7 +272,7 @@ class Steps:
                 if action.kind in GIVES_INPUT_GRADIENT:
                     came.pop(action._replace(kind=Kind.BACKWARD), 0)
                 live += self._stays(action) - (one.waiting if action.kind is Kind.WEIGHT else one.kept)
-        return most
+        return *most, max(0, live)
 
     def _stays(self, action: Action) -> int:
         """Bytes of a micro-batch that are kept when an action has ended."""

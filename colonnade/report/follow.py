@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.report.page_of_run import run_page
-from colonnade.report.shell import page
+from colonnade.report.shell import page, script_of_pages
 
 SECONDS = 5
 """After which a page that is looked at is made anew."""
@@ -31,7 +34,7 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             # A page of another site that was led here by a name of its own gets nothing.
-            if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
                 self.send_error(403)
             elif self.path != "/":
                 self.send_error(404)
@@ -42,7 +45,15 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Cache-Control", "no-store")
                 self.end_headers()
-                self.wfile.write(body)
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def end_headers(self) -> None:
+            for name, value in _guards():
+                self.send_header(name, value)
+            super().end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
             """Nothing: the terminal is the user's."""
@@ -53,6 +64,25 @@ def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer
         raise ConfigError(
             f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0"
         ) from None
+
+
+@cache
+def _guards() -> tuple[tuple[str, str], ...]:
+    """Headers of every answer: a browser runs the page's own script alone, loads nothing, and shows the page in no other one.
+
+    Colours and widths stand in the page as styles of single elements, which no hash can allow.
+    """
+    known = b64encode(sha256(script_of_pages().encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{known}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        f"form-action 'none'; frame-ancestors 'none'"
+    )
+    return (
+        ("Content-Security-Policy", policy),
+        ("X-Frame-Options", "DENY"),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+    )
 
 
 def _page(sources: Sequence[str | Path]) -> str:

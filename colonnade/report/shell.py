@@ -12,7 +12,7 @@ _HERE = Path(__file__).parent
 def page(title: str, lines: Sequence[str], body: Iterable[str], script: str = "", refresh: int | None = None) -> str:
     """A whole HTML page that needs no network. `lines` stand below the title; `refresh`: load again after so many seconds."""
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    scripts = (_HERE / "page.js").read_text(encoding="utf-8") + script
+    scripts = script_of_pages() + script
     told = "".join(f"<p>{escape(line)}</p>" for line in lines)
     return "\n".join(
         [
@@ -26,6 +26,11 @@ def page(title: str, lines: Sequence[str], body: Iterable[str], script: str = ""
             f'</main><div class="hint" hidden></div><script>{scripts}</script></body></html>\n',
         ]
     )
+
+
+def script_of_pages() -> str:
+    """The script that every page has."""
+    return (_HERE / "page.js").read_text(encoding="utf-8")
 
 
 def tiles(figures: Sequence[tuple[str, str] | tuple[str, str, bool]]) -> str:

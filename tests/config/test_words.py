@@ -40,7 +40,7 @@ ORDINARY = words(
     "cache_dir transforms augment mixup cutmix gradient_checkpointing activation_checkpoint freeze",
     "layers blocks heads bias norm activation init last_step first_step flat_steps max_tp_size steps",
     "step stage stages tensor shape sizes parallelism distributed clip value_clip clip_range grad_norm",
-    "gradient grads handler handlers model2 seed1 seed_2 _private _seed _precision model_ mode1 x y i n k dp",
+    "gradient grads handler handlers model2 seed1 seed_2 _private _seed _precision model_ mode1 x y i n k dt",
 )
 
 UPPER = words(
@@ -170,11 +170,11 @@ WORDS = {
     "clip_grad_norm": "gradient_clipping max_grad_norm grad_clip clip_grad clip_norm gradient_clip_val",
     "gradient_accumulation": "grad_accum gradient_accumulation_steps accumulate_grad_batches",
     "zero": "zero_optimization zero_stage zero3 fsdp",
-    "parallel.tensor": "tensor_parallel tensor_model_parallel_size tp_size",
-    "parallel.pipeline": "pipeline_model_parallel_size pipeline_parallel",
-    "parallel.expert": "expert_model_parallel_size",
-    "parallel.sequence": "context_parallel_size sequence_parallel",
-    "parallel.data": "data_parallel_size",
+    "parallel.tensor": "tensor_parallel tensor_model_parallel_size tp_size tp",
+    "parallel.pipeline": "pipeline_model_parallel_size pipeline_parallel pp",
+    "parallel.expert": "expert_model_parallel_size ep",
+    "parallel.sequence": "context_parallel_size sequence_parallel sp cp",
+    "parallel.data": "data_parallel_size dp ddp distributed_data_parallel",
     "fp16": "precision mixed_precision amp use_fp16",
     "bf16": "use_bf16 bf16_enabled",
     "num_microbatches": "NUM_MICRO_BATCHES num_micro_batches n_microbatches",
@@ -199,6 +199,11 @@ def test_the_message_gives_the_line_to_write() -> None:
         load_config({"grad_accum": 4})
 
 
+def test_data_parallelism_is_said_to_need_no_key() -> None:
+    with pytest.raises(ConfigError, match=r"ddp = True .*Write nothing: the ranks that other sizes leave over"):
+        load_config({"ddp": True})
+
+
 def test_a_typo_of_a_foreign_word_is_left_to_the_user() -> None:
     assert load_config({"gradient_chipping": 2.0}).gradient_chipping == 2.0
 
@@ -210,6 +215,7 @@ def test_a_typo_of_a_foreign_word_is_left_to_the_user() -> None:
         {"MAX_GRAD_NORM": 1.0, "clip_grad_norm": {"max_norm": 1.0}},
         {"TENSOR_PARALLEL_SIZE": 2, "parallel": {"tensor": {"size": 2, "mode": "1d"}}},
         {"tp": 2, "pp": 4, "parallel": {"tensor": 2, "pipeline": 4}},
+        {"dp": 2, "ep": 4, "parallel": {"data": 2, "expert": 4}},
         {"zero_stage": 1, "zero": {"stage": 1}},
     ],
 )

@@ -76,6 +76,7 @@ def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
         ("gpt", dict(zero=3, activation_checkpoint="full")),  # which one rank has nobody to share with
         ("mlp", dict()),
         ("mlp", dict(zero=3)),
+        ("mlp", dict(flat_step=False)),  # fullest in the optimizer's step
     ],
 )
 def test_gradients_count_where_and_when_they_are_there(job: str, settings: dict[str, Any]) -> None:
@@ -83,6 +84,15 @@ def test_gradients_count_where_and_when_they_are_there(job: str, settings: dict[
     (one,) = plan(load_config(settings), 1, _on_cpu(), JOBS[job]).classes
     (found,) = run_world(1, counted_step, settings, job, backend=None, timeout=60).values
     assert one.memory.total == pytest.approx(found.memory, rel=0.003)
+
+
+@pytest.mark.parametrize("settings", [dict(zero=1), dict(zero=2)])
+def test_what_follows_backward_may_be_the_fullest_moment(settings: dict[str, Any]) -> None:
+    """Here a bucket's reduce-scatter, with the copy that gloo makes, when all activations are gone."""
+    config = dict(**settings, sync=BY_GROUP)
+    (one,) = plan(load_config(config), 2, _on_cpu(), JOBS["mlp"]).classes
+    real = run_world(2, counted_step, config, "mlp", backend=None, timeout=60).values
+    assert one.memory.total == pytest.approx(min(each.memory for each in real), rel=0.02)
 
 
 @pytest.mark.parametrize("option", [dict(reduce_dtype="bfloat16"), dict(compress="fp16"), dict(reduce_dtype="float64")])

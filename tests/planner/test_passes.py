@@ -14,7 +14,7 @@ from colonnade.models import GPT
 from colonnade.nn.activations import ActivationSettings
 from colonnade.planner.clock import Clock, load_hardware
 from colonnade.planner.passes import StagePass, fake_module, run_stage
-from colonnade.planner.recorder import Recorder
+from colonnade.planner.recorder import Recorder, _attention_backward_flops, _attention_flops
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
@@ -57,3 +57,11 @@ def _run(fake: bool, half: bool, recomputed: str) -> StagePass:
             return run_stage(
                 0, model, first, tokens, model.criterion(), recorder, False, set(map(id, model.parameters()))
             )
+
+
+def test_grouped_heads_of_attention_count_as_many_products_as_ungrouped_ones() -> None:
+    """On a GPU the kernels take grouped keys and values as they are; torch's formula refuses them up to torch 2.11."""
+    q, few = torch.empty(2, 8, 16, 32, device="meta"), torch.empty(2, 2, 16, 32, device="meta")
+    many = torch.empty_like(q)
+    assert _attention_flops(q, few, few) == _attention_flops(q, many, many) == 2 * (2 * 2 * 8 * 16 * 16 * 32)
+    assert _attention_backward_flops(q, q, few, few) == _attention_backward_flops(q, q, many, many) > 0

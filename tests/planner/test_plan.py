@@ -209,6 +209,25 @@ def test_what_initialize_would_refuse_is_a_problem() -> None:
     assert "the gradients would not be those of one process" in found.problems[0]
 
 
+def test_temporary_memory_of_an_optimizers_step_on_many_tensors_is_planned() -> None:
+    """torch's own step goes over all parameters at once on a GPU, with a square root of each; the flat one needs nothing."""
+    flat, own = (
+        plan(load_config(dict(flat_step=value)), 1, load_hardware("h200"), JOBS["mlp"]).classes[0].memory
+        for value in (None, False)
+    )
+    result = 64 * 256 * 4  # which the caller keeps
+    assert own.total == flat.parameters + flat.gradients + flat.state + flat.parameters + result
+    assert flat.total < own.total
+
+    class Reads(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("no values here")
+
+    job = Job(JOBS["mlp"].build, JOBS["mlp"].batch, JOBS["mlp"].criterion, lambda held: Reads(held, lr=0.1))
+    found = plan(load_config({}), 1, load_hardware("h200"), job)
+    assert any(note.startswith("the step of Reads cannot be tried") for note in found.notes)
+
+
 class SumsItself(torch.optim.SGD):
     """An optimizer that sums gradients in its own way."""
 

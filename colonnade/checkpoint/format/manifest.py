@@ -172,19 +172,29 @@ class ItemRecord:
         return f"{self.key}#{at}"
 
 
+_PLACES = "places of ranks"
+
+
 @dataclass(frozen=True)
 class LayoutRecord:
-    """The axes of the world that saved: (name, size, mode) of each, slowest first."""
+    """The axes of the world that saved: (name, size, mode) of each, slowest first.
+
+    Where ranks do not stand as in the grid, an axis of size 1 named `_PLACES` follows, whose mode is a digest of where they stand.
+    """
 
     world_size: int
     axes: tuple[tuple[str, int, str], ...]
 
     @classmethod
     def of(cls, layout: Layout) -> LayoutRecord:
-        return cls(layout.world_size, tuple((axis.name, axis.size, axis.mode.value) for axis in layout.axes))
+        axes = tuple((axis.name, axis.size, axis.mode.value) for axis in layout.axes)
+        if layout.places is not None:
+            axes += ((_PLACES, 1, hashlib.sha256(repr(layout.places).encode()).hexdigest()[:16]),)
+        return cls(layout.world_size, axes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{name} {size}" for name, size, _ in self.axes if size > 1) or "one rank"
+        own = next((f" (groups of its own, {mode})" for name, _, mode in self.axes if name == _PLACES), "")
+        return (" x ".join(f"{name} {size}" for name, size, _ in self.axes if size > 1) or "one rank") + own
 
 
 @dataclass(frozen=True)

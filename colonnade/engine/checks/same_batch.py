@@ -117,11 +117,17 @@ class SameBatch:
         if theirs == mine:
             return
         here, there = (self._context.layout.coordinates(each) for each in (rank, other))
+        own = (
+            " (the groups are not those of the grid, so the place of a rank in the data is "
+            "gpc.layout.coordinates(gpc.get_global_rank())['data'])"
+            if self._context.layout.places is not None
+            else ""
+        )
         axes = listed(repr(name) for name in here if here[name] != there[name])
         raise ScheduleError(
             f"step {self._step}: ranks {other} and {rank} differ on the axis {axes} alone, whose ranks see the same data, but "
             f"were given different {what}: {theirs[1]} rows on rank {other}, {mine[1]} on rank {rank}"
-            f"{'' if theirs[1] != mine[1] else ', of other content'}. {FEED_ALIKE}. Where the ranks of this axis are meant to "
+            f"{'' if theirs[1] != mine[1] else ', of other content'}. {FEED_ALIKE}{own}. Where the ranks of this axis are meant to "
             f"get different ones, set compare_batches=False in the config",
             code="C044",
         )

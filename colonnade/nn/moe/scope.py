@@ -54,11 +54,19 @@ class Scope:
         modes = [*self.distinct, ParallelMode.TENSOR] if self.shares_tokens else list(self.distinct)
         rows, at, before = x.unsqueeze(0), 0, 1
         for mode in reversed(modes):
-            size = self.context.get_world_size(mode)
-            at += before * self.context.get_local_rank(mode)
-            before *= size
-            rows = all_gather(rows, mode, 0, [len(rows)] * size, context=self.context)
+            places = self._places(mode)
+            at += before * places[self.context.get_local_rank(mode)]
+            before *= len(places)
+            rows = all_gather(rows, mode, 0, [len(rows)] * len(places), context=self.context)
+            if places != sorted(places):  # an initializer's own groups: positions are not the order of the data
+                order = sorted(range(len(places)), key=places.__getitem__)
+                rows = rows.unflatten(0, (len(places), -1))[order].flatten(0, 1)
         return rows, at
+
+    def _places(self, mode: ParallelMode) -> list[int]:
+        """Where the ranks of this rank's group of an axis's mode stand on the axis."""
+        name = next(axis.name for axis in self.context.layout.axes if axis.mode is mode)
+        return [self.context.layout.coordinates(rank)[name] for rank in self.context.get_ranks_in_group(mode)]
 
     def __deepcopy__(self, memo: Any) -> Scope:
         """The same: a copy of a module is in the same world."""

@@ -322,7 +322,7 @@ def shards_between_hosts(layout: Layout, name: str | None, ranks_per_host: str |
     here = int(ranks_per_host) if ranks_per_host and ranks_per_host.isdigit() else 0
     stride, data = layout.grid.digits["data"]
     span = stride * data
-    if name is None or not 0 < here < layout.world_size or here % span == 0:
+    if name is None or layout.places is not None or not 0 < here < layout.world_size or here % span == 0:
         return None
     copies = layout.grid.sizes[name] * data
     best = max(

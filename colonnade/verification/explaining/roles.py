@@ -69,6 +69,8 @@ def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
     stride, size = layout.grid.digits.get("pipeline", (1, 1))
 
     def ranks(stage: int) -> Iterator[int]:
+        if layout.places is not None:
+            return (rank for rank in range(layout.world_size) if stage_of(layout, rank) == stage)
         return (rank for rank in range(layout.world_size) if rank // stride % size == stage)
 
     return sorted(rank for stage in stages for rank in islice(ranks(stage), RANKS_LOOKED_AT))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from colonnade._launch import launch
 from colonnade.config import Config
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.engine.engine import Engine
 from colonnade.errors import ConfigError
@@ -143,7 +142,7 @@ def _named(entry: Any, registry: Registry) -> tuple[Any, dict[str, Any]]:
 def _drawn(model: nn.Module, engine: Engine, step: int, labels: bool) -> Any:
     """A batch that fits the model's first layer: the same on ranks that see the same data, another one in each step."""
     context = engine.context
-    rank = context.get_local_rank(ParallelMode.DATA) if context.is_initialized(ParallelMode.DATA) else 0
+    rank = context.layout.coordinates(context.get_global_rank())["data"]
     random = torch.Generator().manual_seed(1000 * step + rank)
     rows = 2 * micro_batches(engine) * context.tensor_parallel_size
     first: Any = next(
