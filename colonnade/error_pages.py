@@ -339,6 +339,12 @@ PAGES: dict[str, Page] = {
         "Call the model on every rank, in evaluation as in training, and only print or log under `if rank == 0`.",
         "howto/from_ddp",
     ),
+    "C131": Page(
+        "Clipping beside a waived parameter that is split over ranks with different data",
+        "A waived parameter is clipped by the norm that each replica of the model has. A replica that holds a part of it cannot tell its norm.",
+        "Do not waive it, or turn clip_grad_norm off and clip in a handler of your own.",
+        "howto/replicas_that_differ",
+    ),
     "C101": Page(
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",
@@ -358,6 +364,13 @@ PAGES: dict[str, Page] = {
         "code where they are read. Numbers, texts, tensors, and tuples, lists, dicts, dataclasses and named tuples of them travel.",
         "Let the batch consist of these; define a dataclass or a named tuple at the top of a module.",
         "reference/verify",
+    ),
+    "C117": Page(
+        "A wait for other ranks that has ended at its limit",
+        "This rank waited for others as long as `timeout=` of launch allows. The message says where they are, with their hosts: dead, stopped, silent "
+        "(its host is dead or cut off), or at another place of the step.",
+        "Look at the output of the ranks that are named and at their hosts; where they are elsewhere in the step, make the same calls on all ranks.",
+        "howto/debug_a_hang",
     ),
     "C120": Page(
         "A URL where a path is needed",

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from colonnade.comm.waits import explain_end
 from colonnade.constants import FOLLOWS_AFTER
 from colonnade.errors import consequence_of
 
@@ -30,6 +31,7 @@ def install() -> None:
     _installed, before = True, sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain_end(error)
         before(kind, error, trace)
         with contextlib.suppress(OSError):
             _tell(error, trace)

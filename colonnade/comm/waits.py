@@ -10,6 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from colonnade.comm.gone import Processes, named
 from colonnade.comm.phases import PhaseClock
 from colonnade.comm.torch_versions import default_store, timeout_of
-from colonnade.errors import GradientError, listed
+from colonnade.errors import ColonnadeError, GradientError, consequence_of, listed
 
 SAY_AFTER = 5.0
 """Seconds at one place after which a rank tells the others where it is; after one and a half times as long it says where
@@ -39,7 +42,18 @@ _LOOKER = "colonnade/waits/looks"
 """Which rank reads the notes of all, and for the how-manieth time; empty when none does."""
 _NEEDY = "colonnade/waits/needs all"
 """A rank that stands at the end of a step and needs all others to come there: the last one to say so."""
+_AT_LIMIT = "colonnade/waits/at the limit"
+"""Where the others are, as the first rank saw it whose wait has ended at the limit."""
 _RANKS_NAMED = 16
+_ANSWER_SECONDS = 8.0
+"""A store that has not answered for so long is cut off, or its rank is stopped."""
+_SEEN_SECONDS = 60.0
+_LIMIT_REACHED = re.compile(
+    r"timed? ?out (waiting|after)|wait timeout|operation timed out|did not come to the|collective operation timeout"
+    r"|failed to pass monitoredBarrier",
+    re.IGNORECASE,
+)
+_CONNECTION_LOST = re.compile(r"connection (closed|reset|refused)|broken pipe|socket closed", re.IGNORECASE)
 _LONGEST = 300
 _AFTER = f"{OUTSIDE}, after an error "
 
@@ -96,6 +110,7 @@ class WaitWatch:
         """How many steps the engine has made; None before there is one."""
         self.at(OUTSIDE)
         self._processes: Processes | None = None
+        self._world = (0, 1)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
@@ -173,10 +188,77 @@ class WaitWatch:
 
     def note_error(self, error: BaseException, doing: str) -> None:
         """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
-        told = named(error, doing, self._processes)
+        here = Place(doing, self.step, time.time())
+        told = named(error, doing, self._processes, lambda: self.where_others_are(here)[0])
+        if told is None or not told.ranks:
+            told = self._at_the_limit(error, doing) or told
         self.at(f"{_AFTER}{doing}: {type(error).__name__}: {error}"[:_LONGEST])
         if told is not None:
             raise told from error
+
+    def _at_the_limit(self, error: BaseException, doing: str) -> ColonnadeError | None:
+        """An error that says where the others are, in place of one that says that a wait has ended; None for any other."""
+        text = str(error)
+        if not isinstance(error, Exception) or not _LIMIT_REACHED.search(text) or _CONNECTION_LOST.search(text):
+            return None
+        if isinstance(error, ColonnadeError) and error.code == "C117":
+            return None
+        where, ranks = self.where_others_are(Place(doing, self.step, time.time()))
+        if not where:
+            return None
+        if isinstance(error, ColonnadeError) and error.code is not None:
+            error.add_note(f"Where the others are: {where}")
+            return None
+        kind = type(error) if isinstance(error, ColonnadeError) else GradientError
+        place = doing if doing.startswith(("in ", "outside")) else f"in {doing}"
+        first = text.strip().splitlines()[0]
+        return kind(
+            f"the wait for other ranks {place} has ended at its limit ({first}). Where the others are: {where}",
+            code="C117",
+            ranks=ranks,
+        )
+
+    def where_others_are(self, place: Place | None = None) -> tuple[str, list[int]]:
+        """Where ranks are that are elsewhere than this one, in words, and which they are; nothing where it is not known.
+
+        Of the ranks that ask within a minute one looks, and the others take its answer. Takes some seconds at most.
+        """
+        if self._processes is None:
+            return "", []
+        here = place or Place(*self._place)
+        try:
+            found = _answer(lambda: self._look_at_limit(default_store().clone(), here))
+        except (RuntimeError, ValueError):  # the store is gone, and rank 0 with it
+            found = (f"{self._processes.server()}, which serves the store of the world, has left", [0])
+        except TimeoutError:
+            found = (self._no_answer(), [])
+        return found
+
+    def _look_at_limit(self, store: Any, here: Place) -> tuple[str, list[int]]:
+        rank, world_size = self._world
+        told = store.get(_AT_LIMIT).decode() if store.check([_AT_LIMIT]) else ""
+        mine = json.dumps([time.time(), rank, None, []])
+        if not told or time.time() - json.loads(told)[0] > _SEEN_SECONDS:
+            now = store.compare_set(_AT_LIMIT, told, mine).decode()
+            if now == mine:
+                where, ranks, _ = self._others(rank, world_size, here, store) or ("", [], False)
+                store.set(_AT_LIMIT, json.dumps([time.time(), rank, where, ranks]))
+                return where, ranks
+        until = time.monotonic() + _ANSWER_SECONDS / 2
+        while time.monotonic() < until:
+            _, looker, where, ranks = json.loads(store.get(_AT_LIMIT).decode())
+            if where is not None:
+                ranks = sorted({*ranks, looker} - {rank})
+                return (f"{where} (as rank {looker} saw it)" if where and looker != rank else where), ranks
+            time.sleep(0.05)
+        return "", []
+
+    def _no_answer(self) -> str:
+        server = self._processes.server() if self._processes is not None else "rank 0"
+        return (
+            f"the store of the world, which {server} serves, does not answer: that rank is stopped, its host is dead, or this host is "
+            f"cut off from it"
+        )
 
     def enter(self, phase: str | None) -> str | None:
         """Go to a phase of `comm.phases`, if time is kept; returns the one before, None where nothing has changed."""
@@ -185,8 +267,10 @@ class WaitWatch:
     def open(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
         """Begin to watch in a world that has just come up."""
         if world_size > 1:
-            default_store().set(_KEY.format(rank), "")
+            self._world = rank, world_size
             self._processes = Processes(rank, world_size, default_store())
+            default_store().set(_KEY.format(rank), "")
+            _watching.append(self)
             self._thread = threading.Thread(
                 target=self._watch, args=(rank, world_size, say), name="colonnade waits", daemon=True
             )
@@ -196,6 +280,8 @@ class WaitWatch:
     def close(self) -> None:
         """Watch no longer."""
         self._stop.set()
+        if self in _watching:
+            _watching.remove(self)
         if self._thread is not None:
             self._thread.join(timeout=1.0)
             atexit.unregister(self.close)
@@ -206,56 +292,135 @@ class WaitWatch:
         told: tuple[str, int | None, float] | None = None
         self._limit, due, looker = SAY_AFTER, 0.0, ""
         with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
+            store = (
+                default_store().clone()
+            )  # the rank may wait for a key of its own for minutes, and holds the other one then
             while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
                 if self._processes is not None:
-                    self._processes.remember_first()
+                    self._processes.beat(store)
+                    self._processes.remember_first(store)
                 if told is not None and now is not told:
                     told = None
-                    default_store().set(_KEY.format(rank), "")
+                    store.set(_KEY.format(rank), "")
                     if looker.startswith(f"{rank} "):
-                        default_store().compare_set(_LOOKER, looker, "")
+                        store.compare_set(_LOOKER, looker, "")
                     looker = ""
                 place = Place(*now)
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
                     told, due = now, 1.5 * self._limit
                     if self.more is not None:
-                        default_store().set(f"{_KEY.format(rank)}/more", json.dumps(self.more()))
-                    default_store().set(_KEY.format(rank), json.dumps(place))
+                        store.set(f"{_KEY.format(rank)}/more", json.dumps(self.more()))
+                    store.set(_KEY.format(rank), json.dumps(place))
                     if place.what in NEEDS_ALL:
-                        default_store().set(_NEEDY, str(rank))
+                        store.set(_NEEDY, str(rank))
                 if told is not None and place.what != OUTSIDE and not place.what.startswith(_AFTER) and stood > due:
                     if place.what in NEEDS_ALL:
-                        default_store().set(_NEEDY, str(rank))
+                        store.set(_NEEDY, str(rank))
                     # Who looks says so anew each time. Where that stays away for long, another takes over.
-                    mine = f"{rank} {stood}"
-                    looker = default_store().compare_set(_LOOKER, looker, mine).decode()
+                    mine, before = f"{rank} {stood}", looker
+                    try:
+                        looker, said = _answer(lambda: self._look(rank, world_size, place, store, before, mine))  # noqa: B023
+                    except TimeoutError:
+                        if _speaks_for_host(rank):
+                            say(
+                                f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. But {self._no_answer()}"
+                            )
+                        return  # the connection is stuck in that question
                     due = 2 * stood if looker == mine else 4 * stood if looker else stood
-                    said = self._explain(rank, world_size, place) if looker == mine else None
-                    if said is not None:
+                    if said is not None and self._place is now:
                         say(said)
                         self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
                         due = 1.5 * self._limit
 
-    def _explain(self, rank: int, world_size: int, place: Place) -> str | None:
+    def _look(
+        self, rank: int, world_size: int, place: Place, store: Any, before: str, mine: str
+    ) -> tuple[str, str | None]:
+        """(Who looks, what it sees, if that is this rank.)"""
+        looker = store.compare_set(_LOOKER, before, mine).decode()
+        return looker, self._explain(rank, world_size, place, store) if looker == mine else None
+
+    def _explain(self, rank: int, world_size: int, place: Place, store: Any = None) -> str | None:
         """Where the others are; None where all are at the same place."""
-        store, keys = default_store(), [_KEY.format(each) for each in range(world_size)]
+        found = self._others(rank, world_size, place, store if store is not None else default_store())
+        if found is None:
+            return None
+        others, _, is_lost = found
+        advice = (
+            f"A rank that is dead, stopped or cut off does not come: the wait ends with an error at its limit "
+            f"({timeout_of().total_seconds() if dist.is_initialized() else 0:g} s, the timeout= of launch)"
+            if is_lost
+            else "All ranks must make the same calls equally often; for loaders that are not equally long, loop over "
+            "engine.batches(loader)"
+        )
+        return f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. {advice}"
+
+    def _others(self, rank: int, world_size: int, place: Place, store: Any) -> tuple[str, list[int], bool] | None:
+        """Where ranks are that are elsewhere, in words; which; and whether one of them cannot come. None where all are here."""
+        keys = [_KEY.format(each) for each in range(world_size)]
         if not store.check(keys):
             return None
         notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)]
-        places: dict[str, list[int]] = {}
+        quiet = self._processes.quiet(store) if self._processes is not None else {}
+        places: dict[tuple[str, str], list[int]] = {}
         for other, note in enumerate(notes):
             found = Place(*note) if note is not None else None
-            if other != rank and (found is None or found[:2] != place[:2]):
-                places.setdefault(_described(found), []).append(other)
+            if other == rank or (other not in quiet and found is not None and found[:2] == place[:2]):
+                continue
+            where = _described(found)
+            if other in quiet:
+                where = quiet[other] + (f" (it was last {found})" if found is not None else "")
+            host = self._processes.host(other, store) if self._processes is not None else ""
+            places.setdefault((where, host), []).append(other)
         if not places:
             return None
-        others = "; ".join(f"rank {_few(ranks)}: {where}" for where, ranks in places.items())
-        return (
-            f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. All ranks "
-            f"must make the same calls equally often; for loaders that are not equally long, loop over engine.batches(loader)"
+        told = (
+            f"rank {_few(ranks)}{f' (host {host})' if host else ''}: {where}" for (where, host), ranks in places.items()
         )
+        return "; ".join(told), sorted(other for ranks in places.values() for other in ranks), bool(quiet)
+
+
+_watching: list[WaitWatch] = []
+
+
+def explain_end(error: BaseException) -> None:
+    """Add to an error that ends a rank, and says only that a wait or a connection has ended, where the other ranks are."""
+    if not _watching or getattr(error, "__notes__", None) or isinstance(error, ColonnadeError):
+        return
+    kind, ranks = consequence_of(error)
+    if kind == "wholly" and not ranks:
+        where, _ = _watching[-1].where_others_are()
+        if where:
+            error.add_note(f"Where the other ranks are: {where}")
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    """What `ask` returns or raises, in a thread that is left alone where it takes too long: TimeoutError.
+
+    A store whose host is cut off answers nothing, and asking it has no limit.
+    """
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="colonnade asks", daemon=True).start()
+    try:
+        found, error = answers.get(timeout=_ANSWER_SECONDS)
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return found
+
+
+def _speaks_for_host(rank: int) -> bool:
+    """Whether it is the first rank of its host beside rank 0: where each would say the same, and none can ask the others."""
+    return os.environ.get("LOCAL_RANK", "") in ("", "0") or rank == 1
 
 
 def told_by(rank: int) -> tuple[str, Any] | None:

@@ -188,6 +188,9 @@ def description(error: BaseException, starters: Collection[str]) -> dict[str, An
     """Return the fields of an `Outcome` for what was raised, without the leading frames of the files that started it."""
     kind = type(error)
     trace = _users_part(error.__traceback__, starters)
+    waits = sys.modules.get("colonnade.comm.waits")  # of a process that has joined a world, with torch
+    if waits is not None:
+        waits.explain_end(error)
     consequence, ranks = consequence_of(error)
     return {
         "kind": "exception",
