@@ -51,7 +51,7 @@ def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[Mic
         ]
     if rows == 0:
         raise ScheduleError(
-            "a batch has no rows, and a pipeline sends at least one row in each micro-batch: leave such batches out on all ranks "
+            "a batch of 0 rows cannot be cut: a pipeline sends at least one row in each micro-batch. Leave such batches out on all ranks "
             "of the pipeline (`if len(data)`), or look at what the sampler or the filter before it gives",
             code="C052",
         )
