@@ -307,7 +307,7 @@ def _described(one: _Found, layout: Layout, reasons: dict[str, str]) -> Paramete
 
 def _sum(row: LedgerRow, placement: Placement, layout: Layout, ranks: Sequence[int], reasons: dict[str, str]) -> SumOf:
     mode = next(each for each in layout.modes if each.name == row.mode)
-    handler = "nobody (waived)" if row.waived else row.done_by or "nobody"
+    handler = row.done_by or ("nobody (waived)" if row.waived else "nobody")
     why = reasons.get(handler, "named in sync.waive" if row.waived else "no handler does it")
     if any(rule.handler.__name__ == handler and rule.when is not None and mode not in rule.when for rule in RULES):
         why += f"; with it, what is owed over {row.mode}"
