@@ -339,6 +339,19 @@ PAGES: dict[str, Page] = {
         "Call the model on every rank, in evaluation as in training, and only print or log under `if rank == 0`.",
         "howto/from_ddp",
     ),
+    "C131": Page(
+        "Clipping beside a waived parameter that is split over ranks with different data",
+        "A waived parameter is clipped by the norm that each replica of the model has. A replica that holds a part of it cannot tell its norm.",
+        "Do not waive it, or turn clip_grad_norm off and clip in a handler of your own.",
+        "howto/replicas_that_differ",
+    ),
+    "C132": Page(
+        "A batch that is given to one stage of a pipeline",
+        "Under a pipeline a rank has one stage of the model. engine(batch) would run that stage alone; a schedule cuts the batch into micro-batches and "
+        "sends activations and gradients between the stages.",
+        "engine.execute_schedule(iter([batch])) on every rank, in place of engine(batch) and engine.backward(loss); then engine.step().",
+        "howto/cut_for_a_pipeline",
+    ),
     "C101": Page(
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",

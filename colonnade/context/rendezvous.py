@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +323,52 @@ class _Answers:
 
 
 def _connect(host: str, port: int, world_size: int, serves: bool, limit: timedelta) -> TCPStore:
+    held = None
+    if serves:
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+        # In use: perhaps by a store of this process that is still going away. Not here: an address that leads here by way of
+        # another machine. Torch finds out which.
+        with contextlib.suppress(OSError):
+            held = listening_at(host, port, one_host)
     # multi_tenant: a store of this process that is still going away on the same port is shared, not an error.
-    return TCPStore(host, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=True)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        serves,
+        limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=held.detach() if held is not None else None,
+    )
+
+
+def listening_at(host: str, port: int, one_host: bool) -> socket.socket | None:
+    """A socket that listens at the address that `host` stands for, and on no other interface.
+
+    None where that address is a loopback one, and other machines may know `host` by another: the name of a machine that
+    its own table of hosts calls 127.0.1.1. OSError where the address is not of this machine, or the port is in use.
+    """
+    found = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # of IPv4 first
+    family, _, _, _, where = found[0]
+    if not one_host and host != "localhost" and _is_loopback(str(where[0])) and not _is_loopback(host):
+        return None
+    held = socket.socket(family)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(where)
+        held.listen(socket.SOMAXCONN)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:

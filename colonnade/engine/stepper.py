@@ -16,6 +16,7 @@ from colonnade.comm.messages import is_same_everywhere
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
+from colonnade.engine.own_norms import OwnNorms
 from colonnade.engine.precision import LossScaler
 from colonnade.engine.skips import SkipReport
 from colonnade.engine.slots import Slots, number_slots
@@ -37,6 +38,8 @@ class Stepper:
 
     An optimizer with `step_divided` (a sharded one) steps itself; its `use_slots` gives the `BucketStep` that measures.
     """
+
+    _own: OwnNorms | None = None  # where parameters are waived
 
     def __init__(
         self,
@@ -68,7 +71,11 @@ class Stepper:
                 each=clip.per != "group",
             )
             self._norm_type = clip.norm_type
-        slot_of = partial(_slot_of, self._slots)
+        if self._slots is not None:
+            self._own = OwnNorms.of(sync.ledger, held, len(self._slots.names), context)
+        if self._own is not None:
+            held = [self._own.held(entry) for entry in held]
+        slot_of = partial(_slot_of, self._slots, own=self._own)
         if hasattr(optimizer, "step_divided"):
             self._step, self._stepped = optimizer.use_slots(held, slot_of), optimizer
         else:
@@ -97,6 +104,8 @@ class Stepper:
             self.last = self._decide(self.policy)
         self.skips.note(self.last.found_inf)
         divisor = self.last.divisor if self.scaler is None else self.last.divisor * self.scaler.scale
+        if self._own is not None:
+            divisor = self._own.spread(divisor)
         with during("in the step of the optimizer", "optimizer"):
             self._stepped.step_divided(divisor, self.last.found_inf)
         if self.scaler is not None:
@@ -146,7 +155,9 @@ class Stepper:
         self._stepped.close()
 
     def _decide(self, policy: ClipPolicy) -> Decision:
-        meter = self._step.meter(self._norm_type, policy.slots, self._context.device)
+        meter = self._step.meter(
+            self._norm_type, policy.slots if self._own is None else self._own.count, self._context.device
+        )
         riders, told, whole = self._synchroniser.riders, self._synchroniser.told, self._step.measures_whole
         if self._capture is not None and (whole or self._context.world_size == 1):
             return self._with_verdict(self._repeated(self._capture, policy, meter), self._verdict())
@@ -155,6 +166,8 @@ class Stepper:
             vector, count = torch.cat([vector, told]), len(told)
         group = self._context.get_group(ParallelMode.GLOBAL)
         norms = reduce_norms(vector, self._norm_type, group, riders=count, whole=whole)
+        if self._own is not None:
+            norms = self._own.folded(norms)
         decision = policy.decide(norms if self.scaler is None else self.scaler.unscaled(norms))
         return self._with_verdict(
             decision, riders.take(vector[-count:]) if riders is not None and count else self._verdict()
@@ -207,8 +220,9 @@ class Stepper:
         return riders.take(told)
 
 
-def _slot_of(slots: Slots | None, entry: Held) -> int:
-    return slots.of_parameter[entry.label] if slots is not None else 0
+def _slot_of(slots: Slots | None, entry: Held, own: OwnNorms | None = None) -> int:
+    slot = slots.of_parameter[entry.label] if slots is not None else 0
+    return slot if own is None else own.slot(entry, slot)
 
 
 def _measures_whole(held: Sequence[Held], context: ParallelContext) -> bool:

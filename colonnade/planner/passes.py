@@ -117,7 +117,8 @@ def _elsewhere(parameters: Sequence[nn.Parameter], recorder: Recorder) -> Iterat
         kept = torch.empty_like(parameter)
 
         def move(came: Tensor, kept: Tensor = kept) -> None:
-            torch._foreach_copy_([kept], [came.grad])
+            if came.grad is not None:
+                torch._foreach_copy_([kept], [came.grad])
             came.grad = None
 
         hooks.append(parameter.register_post_accumulate_grad_hook(move))

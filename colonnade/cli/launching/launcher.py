@@ -2,10 +2,8 @@
 
 The agent is used in this process, not as a `torchrun` child: it owns what is hard (processes in sessions of
 their own, signals, rendezvous of several machines, restarts), and here its log files, its failures and its
-exit code can be turned into the one report that `colonnade run` promises. Two of its habits are changed. On
-one machine the agent meets itself in a file, not on a port that listens on all interfaces. And workers never
-share the agent's store: every start gets a fresh one on a fresh port, because in a store that outlived them
-gloo finds the addresses of dead ranks.
+exit code can be turned into the one report that `colonnade run` promises. What is changed about where agents and ranks
+meet is in `meeting`: on one machine the agent meets itself in a file, and no store listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from colonnade.cli.launching.bootstrap import LAUNCHER
 from colonnade.cli.launching.console import Console
 from colonnade.cli.launching.failures import read_failure, report, silent_failure, who_failed
 from colonnade.cli.launching.job import Job, cores
+from colonnade.cli.launching.meeting import BACKEND, PLACED, meetings
 from colonnade.constants import SAVED, STOPPED_IN_ORDER, TERMINAL
 from colonnade.testing.outcome import Outcome, first_failure
 
@@ -78,7 +77,7 @@ def _saved(note: Path) -> list[str]:
     """What a run that ended early has saved, in words; nothing where it saves no checkpoints."""
     if not note.is_file():
         return []
-    return [f"saved last: {note.read_text(encoding='utf-8')}; a run with a LoadCheckpointHook goes on from there"]
+    return [f"saved last: {note.read_text(encoding='utf-8')}"]
 
 
 class RankLogs(LogsSpecs):
@@ -98,6 +97,9 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files of one start of all local ranks, and let the console follow them."""
+        if meetings:  # torch counts on each machine what it saw fail itself
+            for env in envs.values():
+                env["TORCHELASTIC_RESTART_COUNT"] = str(meetings[-1].restarts)
         restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if restart:
             self._console.drain()
@@ -165,15 +167,15 @@ def _command(job: Job) -> list[str]:
 def _rendezvous(job: Job, file: Path) -> dict[str, Any]:
     if job.nnodes == 1:
         return {
-            "rdzv_backend": "c10d",
+            "rdzv_backend": BACKEND,
             "rdzv_endpoint": str(file),
             "rdzv_configs": {"store_type": "file"},
             "local_addr": "127.0.0.1",
         }
     if job.node_rank is None:
-        return {"rdzv_backend": "c10d", "rdzv_endpoint": job.endpoint}
+        return {"rdzv_backend": BACKEND, "rdzv_endpoint": job.endpoint}
     return {
-        "rdzv_backend": "static",
+        "rdzv_backend": PLACED,
         "rdzv_endpoint": job.endpoint,
         "rdzv_configs": {"rank": job.node_rank},
     }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colonnade.errors import ParityError
+from colonnade.testing.start import loopback_socket
 from colonnade.verification.comparing.assemble import assemble, dropped_by, mean_of, whole_shapes, whole_tensors
 from colonnade.verification.comparing.report import Report
 from colonnade.verification.diagnosis.diagnose import diagnose
@@ -177,12 +178,20 @@ def _record(script: Script, file: Path, how: str) -> Record:
 
 def _alone(script: Script, folder: Path, parts: Sequence[Part]) -> list[Record]:
     """The script as one process, several of them at once."""
+    with ExitStack() as ports:
+        return _alone_at(script, folder, parts, ports)
+
+
+def _alone_at(script: Script, folder: Path, parts: Sequence[Part], ports: ExitStack) -> list[Record]:
     commands: dict[Path, tuple[list[str], dict[str, str]]] = {}
     for part in parts:
         name = part.result.removesuffix(".pt")
         environment = _environment(part.write(folder / f"{name}.json"))
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        port = ports.enter_context(loopback_socket(listening=False)).getsockname()[
+            1
+        ]  # held, so that nobody else is given it
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
         kind = "module" if script.is_module else "script"
@@ -224,12 +233,6 @@ def _environment(part: Path) -> dict[str, str]:
     environment = {**os.environ, VARIABLE: str(part)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 # -- what the ranks were given ------------------------------------------------------------------------------
