@@ -153,7 +153,8 @@ def _contexts(kept: frozenset[Any]) -> tuple[Any, Any]:
     """
     modes = create_selective_checkpoint_contexts(partial(_policy, kept))
     for mode in modes:
-        mode.__class__ = _looking_at_kept_ops(type(mode))
+        own: Any = type(mode)
+        mode.__class__ = _looking_at_kept_ops(own)
         mode.kept = kept
     return modes
 

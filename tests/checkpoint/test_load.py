@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from colonnade.checkpoint import CheckpointManager
 from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
 from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.manifest import MANIFEST
+from colonnade.checkpoint.format.manifest import MANIFEST, parse
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
@@ -303,6 +305,55 @@ def test_nothing_good_lists_every_reason(saved):
     (saved.folder / f"step-00000002/{MANIFEST}").unlink()
     with pytest.raises(CheckpointError, match=r"(?s)manifest.json is missing.*rank-00000.safetensors was changed"):
         saved.load(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": "x"}, r"group 0 of the optimizer has lr='x' in the checkpoint, and lr=0.5 here"),
+        ({"lr": [1.0]}, r"has lr=\[1.0\]"),
+        ({"lr": None}, "has lr=None"),
+        ({"weight_decay": {"a": 1}}, r"has weight_decay=\{'a': 1\}"),
+        ({"nesterov": "yes"}, "has nesterov='yes'"),
+        ({"lr": {"$module": "os"}}, r"has \{.\$module.: .os.\}, which is none of the marks"),
+        ({"lr": 3, "momentum": 0.5, "nesterov": None}, None),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind_are_refused(saved, change, message):
+    """Of a manifest that was changed by somebody who can make its digest."""
+    for step in (1, 2):
+        path = saved.folder / f"step-{step:08d}" / MANIFEST
+        manifest = parse(path.read_bytes())
+        (group,) = manifest.groups or ()
+        options = replace(group.options, value={**group.options.value, **change})
+        path.write_bytes(replace(manifest, groups=(replace(group, options=options),)).dump())
+    model = nn.Linear(3, 2)
+    sgd, before = torch.optim.SGD(model.parameters(), lr=0.5), model.weight.clone()
+    if message is None:
+        saved.load(model, sgd)
+        assert sgd.param_groups[0]["lr"] == 3
+        return
+    with pytest.raises(CheckpointError, match=message):
+        saved.load(model, sgd)
+    assert torch.equal(model.weight, before)
+    assert sgd.param_groups[0]["lr"] == 0.5
+
+
+def test_lists_and_tensors_among_options_keep_their_kinds(tmp_path):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        for betas, lr, message in (
+            ((0.8, 0.9), torch.tensor(0.1), None),
+            ((0.8, "x"), 0.1, "has betas"),
+            ((0.8,), 0.1, "has betas"),
+        ):
+            model = nn.Linear(3, 2)
+            adam = torch.optim.Adam(model.parameters(), lr=0.5)
+            adam.param_groups[0].update(betas=betas, lr=lr)
+            manager.save(1, model, adam)
+            other = torch.optim.Adam(model.parameters(), lr=0.5)
+            with nullcontext() if message is None else pytest.raises(CheckpointError, match=message):
+                manager.load(model, other)
 
 
 def test_a_checkpoint_of_another_model_lists_what_does_not_fit_and_changes_nothing(saved):

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import lt
@@ -339,21 +339,56 @@ def _check_entries(manifest: Manifest, files: set[str]) -> None:
     for item in items:
         if item.file is not None and item.file not in files:
             raise Damaged(f"{MANIFEST} speaks of {item.file}, which is not among its files")
-        marks = sorted(_marks(item.value))
+        marks = sorted(_marks(item.value, item.name))
         if len(marks) != item.tensors or marks != list(range(len(marks))):
             raise Damaged(f"{MANIFEST}: {item.name} has {item.tensors} tensors, of which its value has {len(marks)}")
         if marks and item.file is None:
             raise Damaged(f"{MANIFEST} has a value whose tensors are nowhere")
 
 
-def _marks(value: Any) -> Iterator[int]:
-    """The numbers of the tensors in a value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if isinstance(value, dict) and "$tensor" in value:
-        yield int(value["$tensor"])
-    else:
-        for entry in inner:
-            yield from _marks(entry)
+def _marks(value: Any, name: str) -> Iterator[int]:
+    """The numbers of the tensors in a value; refuses what `values.decode` could make nothing of."""
+    inner = value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inner = list(value.values())
+        mark = next((key for key in value if key.startswith("$")), None)
+        if mark is not None:
+            content = value[mark]
+            if len(value) > 1 or not (mark in _CONTENT and _CONTENT[mark](content)):
+                raise Damaged(
+                    f"{MANIFEST}: {name} has {json.dumps(value)[:80]}, which is none of the marks {', '.join(_CONTENT)} with "
+                    f"what they hold"
+                )
+            if mark == "$tensor":
+                yield content
+    for entry in inner:
+        yield from _marks(entry, name)
+
+
+def _is_key(value: Any) -> bool:
+    """Whether it can be a key of a dict when it is decoded."""
+    if not isinstance(value, dict):
+        return not isinstance(value, list)
+    ((mark, content),) = value.items() if len(value) == 1 else (("", ()),)
+    return mark in ("$float", "$tensor") or (
+        mark == "$tuple" and isinstance(content, list) and all(map(_is_key, content))
+    )
+
+
+def _are_pairs(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(pair, list) and len(pair) == len(("key", "entry")) and _is_key(pair[0]) for pair in content
+    )
+
+
+_CONTENT: dict[str, Callable[[Any], bool]] = {
+    "$tensor": lambda content: type(content) is int,
+    "$float": lambda content: content in ("nan", "inf", "-inf"),
+    "$tuple": lambda content: isinstance(content, list),
+    "$dict": _are_pairs,
+    "$counter": _are_pairs,
+}
+"""The marks of `values.encode`, and whether something is what they hold."""
 
 
 def check_tiled(tensor: TensorRecord, cuts: Sequence[Cut]) -> None:

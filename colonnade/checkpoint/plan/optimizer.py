@@ -223,6 +223,13 @@ class OptimizerLoader:
                 f"another kind of optimizer. Load with that kind, or with optimizer=None.",
                 code="C083",
             )
+        for key, value in _options(group).items():
+            if key in options and key not in _IMPLEMENTATION and not _is_alike(key, options[key], value):
+                raise CheckpointError(
+                    f"group {index} of the optimizer has {key}={options[key]!r} in the checkpoint, and {key}={value!r} here: it is no value "
+                    f"of that kind. Was the checkpoint changed? Load another one, or with optimizer=None.",
+                    code="C083",
+                )
         kind, *_ = lineage
         saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
         if saved is not None and saved not in lineage:
@@ -279,6 +286,17 @@ class OptimizerLoader:
         for box, view in boxes_in_memory(parameter, shard.start, shard.stop, values):
             self._reader.fill(view, box, record)
         return values
+
+
+def _is_alike(key: str, saved: Any, here: Any) -> bool:
+    """Whether a saved option can take the place of this one: a number of a number, a text of a text. None says nothing."""
+    if saved is None or here is None:
+        return key != "lr" or here is None
+    if isinstance(here, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and len(saved) == len(here)
+        return fits and all(_is_alike("", *pair) for pair in zip(saved, here, strict=True))
+    kinds: tuple[Any, ...] = (bool | int | float | Tensor, str, dict)
+    return all(isinstance(saved, kind) for kind in kinds if isinstance(here, kind))
 
 
 def load_optimizer(optimizer: Any, state_dict: dict[str, Any]) -> None:

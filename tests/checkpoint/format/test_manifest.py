@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from colonnade.checkpoint.format.manifest import (
     tensors_file,
 )
 from colonnade.checkpoint.format.records import Damaged
+from colonnade.checkpoint.format.values import decode, encode
 from colonnade.context import build_layout
 from colonnade.errors import CheckpointError
 from colonnade.version import __version__
@@ -180,6 +182,57 @@ def changed(edit: Any) -> bytes:
 def test_what_was_not_written_so_is_damage(raw, message):
     with pytest.raises(Damaged, match=message):
         parse(raw)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$module": "os"},
+        {"$float": "x"},
+        {"$float": 1.0},
+        {"$tensor": "0"},
+        {"$tensor": True},
+        {"$tuple": "ab"},
+        {"$tuple": {}},
+        {"$dict": {}},
+        {"$dict": [["a"]]},
+        {"$dict": ["ab"]},
+        {"$dict": [[[1], 2]]},
+        {"$dict": [[{"$tuple": [[1]]}, 2]]},
+        {"$dict": [[{}, 2]]},
+        {"$counter": [[{"a": 1}, 2]]},
+        {"$tuple": [], "$float": "nan"},
+        {"$tuple": [], "a": 1},
+        {"a": 1, "$tuple": []},
+    ],
+    ids=str,
+)
+def test_marks_that_nobody_writes_are_damage_in_items_and_options(value):
+    """Also deep inside: each would fail when it is decoded, or be something that was never saved."""
+    for place in ([value], {"a": value}, {"$tuple": [1, value]}, {"$dict": [["a", value]]}):
+        item, group = (
+            replace(PLAIN, value=place),
+            replace((GOOD.groups or ())[0], options=replace(PLAIN, name="group 0", value=place)),
+        )
+        for manifest, name in (
+            (replace(GOOD, items=(item,)), "name"),
+            (replace(GOOD, groups=(group,)), "group 0"),
+        ):
+            with pytest.raises(Damaged, match=rf"{name} has .*, which is none of the marks \$tensor, \$float"):
+                parse(manifest.dump())
+
+
+def test_every_value_that_can_be_saved_is_read_again():
+    values = [
+        {(1, ("a", 2.5)): {None: True}, 3: [float("inf"), float("-inf")]},
+        Counter("aab"),
+        {"$a": 1, "b": (1, [2, {"c": ()}])},
+        {float("inf"): (), "": {}},
+    ]
+    for value in values:
+        item = replace(PLAIN, value=encode(value, "it").value)
+        (read,) = parse(replace(GOOD, items=(item,)).dump()).items
+        assert decode(read.value, lambda at: None) == value  # type: ignore[arg-type, return-value]
 
 
 def test_a_newer_format_names_who_wrote_it():
