@@ -345,6 +345,13 @@ PAGES: dict[str, Page] = {
         "Do not waive it, or turn clip_grad_norm off and clip in a handler of your own.",
         "howto/replicas_that_differ",
     ),
+    "C132": Page(
+        "A batch that is given to one stage of a pipeline",
+        "Under a pipeline a rank has one stage of the model. engine(batch) would run that stage alone; a schedule cuts the batch into micro-batches and "
+        "sends activations and gradients between the stages.",
+        "engine.execute_schedule(iter([batch])) on every rank, in place of engine(batch) and engine.backward(loss); then engine.step().",
+        "howto/cut_for_a_pipeline",
+    ),
     "C101": Page(
         "A function that cannot be run on other processes",
         "run_world sends a function by the name of its module, and its arguments by value.",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="The config, a .py or .toml file.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="The config, a .py or .toml file; --search may go without one.")
+    ] = None,
     world_size: Annotated[int | None, typer.Option(help="How many ranks; else the least that the config fits.")] = None,
     model: Annotated[
         str | None,
@@ -48,16 +50,19 @@ def plan(
         hardware = _measured(measure, nproc)
         if config is None:
             return
-    if config is None:
+    if config is None and not search:
         raise ConfigError("give a config: colonnade plan config.py --world-size 64 --model train.py:build")
+    if config is None and world_size is None:
+        raise ConfigError("--search without a config needs --world-size: the number of devices to look for layouts of")
+    home = config.parent if config is not None else Path()
     from colonnade.config import least_world, load_config
     from colonnade.planner.clock import load_hardware
     from colonnade.verification.named import import_named
 
     for name in imports or ():
-        import_named(name, config.parent)
-    job = _job(model, config.parent) if model is not None else None
-    loaded, machine = load_config(config), load_hardware(hardware)
+        import_named(name, home)
+    job = _job(model, home) if model is not None else None
+    loaded, machine = load_config(config if config is not None else {}), load_hardware(hardware)
     count = world_size if world_size is not None else least_world(loaded)
     if search:
         found = _search(loaded, count, machine, job, model or "", limit, as_json)

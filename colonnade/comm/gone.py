@@ -49,6 +49,11 @@ class Processes:
         self._first: Any = None
         self._notes: dict[int, Any] = {}  # of the other ranks of this host; read when somebody may have left
 
+    @property
+    def knows_first(self) -> bool:
+        """Whether this is rank 0, or has read its note."""
+        return self._rank == 0 or self._first is not None
+
     def remember_first(self, store: Any = None) -> None:
         """Read the note of rank 0, which may serve the store: when rank 0 is gone, it cannot be read any more."""
         key, store = _KEY.format(0), store if store is not None else self._store

@@ -13,6 +13,7 @@ from colonnade.comm.messages import error_of, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.checks.loop_watch import LoopWatch
 from colonnade.engine.checks.same_batch import SameBatch
+from colonnade.engine.checks.stage_call import refuse_batch
 from colonnade.engine.gradient_handler.ledger import Ledger
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.last_step import LastStep
@@ -71,9 +72,14 @@ class Engine(LastStep, WholeWeights):
     # -- the loop -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass. One that makes its own loss takes a batch as one argument too: engine(batch)."""
-        if self.context.pipeline_parallel_size == 1:  # else a stage that is run by hand, on activations
+        """The model's forward pass. One that makes its own loss takes a batch as one argument too: engine(batch).
+
+        In a pipeline this is the forward pass of this rank's stage, on activations; `execute_schedule` takes batches.
+        """
+        if self.context.pipeline_parallel_size == 1:
             self.same_batch.see((args, kwargs))
+        else:
+            refuse_batch(self._model, args, kwargs)
         with self.context.waits.during("in the forward pass", "forward"):
             return self._forward(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.gradient_handler.sync import GradientSync
 from colonnade.engine.precision import LossScaler
-from colonnade.engine.schedule.loss import Count, LossForm, MeanWatch, count_on, split_loss
+from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanWatch, count_on, split_loss
 from colonnade.errors import GradientError, listed
 from colonnade.reduce.synchroniser import Synchroniser
 from colonnade.reduce.uneven import USE_ONE_FORM
@@ -37,6 +37,7 @@ class LossBook:
         self._accumulation = accumulation
         self._form = LossForm()
         self._watch = MeanWatch()
+        self._divided = DivisionWatch(accumulation)
         # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
         self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0
@@ -56,6 +57,7 @@ class LossBook:
     def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
         """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
         self._joins = self._joins or isinstance(loss, (tuple, list))  # also where its count is none, and refused
+        self._divided.look(loss)
         value, count = split_loss(loss)
         if isinstance(loss, Tensor) and (self._one_mean or count is None):
             if not self._one_mean:

@@ -104,7 +104,7 @@ def _ledger(kinds: Kinds) -> list[LedgerLine]:
         alike = kinds.parameters[gradients.rank]  # the same ones under other names, where a stage like it was planned
         for held, planned in zip(kinds.parameters[rank], alike, strict=True):
             for row in rows.get(planned.name) or [None]:
-                who = "" if row is None else "waived" if row.waived else row.done_by or "NOBODY"
+                who = "" if row is None else row.who
                 mode, size, divisor = ("", 1, 1.0) if row is None else (row.mode, len(row.ranks), row.divisor)
                 key = (re.sub(r"\b\d+\b", "*", held.name), str(held.placement), mode, size, divisor, who)
                 one = gathered.setdefault(key, {}).setdefault(stage_of(kinds.layout, rank), [0, 0])

@@ -8,7 +8,7 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset, default_collate
 
 from colonnade.checkpoint.collective import gather_json
 from colonnade.checkpoint.format.values import is_stateful
@@ -85,6 +85,33 @@ def moves_together(lengths: Lengths, context: ParallelContext) -> bool:
     """
     by_itself = context.world_size == context.data_parallel_size
     return bool(_other_distinct(context)) or (not lengths.known and not by_itself)
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The batches that a loader gives in an epoch: so many whole ones of `size` samples, then one of `last`, or none."""
+
+    samples: int
+    size: int
+
+    @property
+    def whole(self) -> int:
+        return self.samples // self.size
+
+    @property
+    def last(self) -> int:
+        return self.samples % self.size
+
+
+def last_batch(loader: Any) -> BatchSizes | None:
+    """The sizes of a loader whose rows are its samples; None where that is not known, or no smaller batch comes last."""
+    batches = getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or batches.drop_last or loader.collate_fn is not default_collate:
+        return None
+    try:
+        return BatchSizes(len(batches.sampler), batches.batch_size)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a sampler need not know
+        return None
 
 
 def _what_else(loader: Any) -> str | None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from colonnade.checkpoint.format.values import is_stateful
 from colonnade.checkpoint.random_state import set_random_state
-from colonnade.errors import ColonnadeError, ConfigError, TrainerError
-from colonnade.trainer.data import NO_BATCH, Feed, Lengths, moves_together, read_lengths
+from colonnade.errors import ColonnadeError, ConfigError, ScheduleError, TrainerError
+from colonnade.trainer.data import NO_BATCH, Feed, Lengths, last_batch, moves_together, read_lengths
 from colonnade.trainer.evaluation import run_test
 from colonnade.trainer.exchange import alone, speaks
 from colonnade.trainer.records import Draft, weigh
@@ -69,6 +69,8 @@ class Loop:
         if test_loader is not None:
             read_lengths(test_loader, self._context)  # what is wrong with it is said before the first step
         trainer.steps_per_epoch = _steps(lengths, self._engine.accumulation)
+        with trainer._together():
+            self._check_last_batch(loader)
         self._together = moves_together(lengths, self._context)
         self._counts_samples = speaks(self._context, pipeline=True)
         self._lag = LAG.get(self._context.device.type, 0)
@@ -99,6 +101,26 @@ class Loop:
         while self._waiting:
             draft = self._waiting.popleft()
             self._finish(draft, self._trainer._exchange.sum(draft.sums()))
+
+    def _check_last_batch(self, loader: Any) -> None:
+        """Refuse now, and not at the end of the first epoch, a last batch of fewer rows than the pipeline has micro-batches.
+
+        Where a batch has as many rows as samples, that is, and the run does not end before it.
+        """
+        schedule, trainer = self._engine.schedule, self._trainer
+        pieces, sizes = getattr(schedule, "num_microbatches", None), last_batch(loader)
+        makes_rows = schedule.data_process_func or getattr(schedule, "_stage_data_func", None)
+        if not isinstance(pieces, int) or makes_rows or sizes is None or not 0 < sizes.last < pieces:
+            return
+        before = sizes.whole // self._engine.accumulation
+        if trainer.max_steps is not None and trainer.max_steps <= before:
+            return
+        raise ScheduleError(
+            f"the last batch of an epoch will have {sizes.last} rows ({sizes.samples} samples on this rank in batches of "
+            f"{sizes.size}), and cannot be cut into {pieces} micro-batches. Set drop_last=True on the data loader, use another "
+            f"size of batches, or set num_microbatches to {sizes.last} or less.",
+            code="C052",
+        )
 
     # -- epochs -------------------------------------------------------------------------------------------
 

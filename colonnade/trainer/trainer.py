@@ -178,7 +178,7 @@ class Trainer:
         assert loop is not None
         info = manager.load(model or engine.model, engine.optimizer, step=step, rest=_Rest(engine))
         if self.context.get_global_rank() == 0:
-            tell_launcher(info.step, info.folder)
+            tell_launcher(info.step, info.folder, by_trainer=True)
         extra, place = info.extra, info.extra["trainer"]
         self.cur_epoch = place["epoch"]
         self._cur_step = place["step"]

@@ -533,3 +533,36 @@ def test_of_code_that_is_computed_again_the_labels_that_it_keeps_are_seen(labels
     assert isinstance(loss, Tensor)
     assert loss_module._leaves_out(loss.grad_fn) is is_said
     assert loss_module._leaves_out((x * torch.full((4,), -100)).grad_fn) is False
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda loss: loss / 4, 1),
+        (lambda loss: loss * 0.25, 1),
+        (lambda loss: 0.25 * loss, 1),
+        (lambda loss: loss.div_(4), 1),
+        (lambda loss: loss / torch.tensor(4.0), 1),
+        (lambda loss: (loss / 4, 12), 1),
+        (lambda loss: loss, 0),
+        (lambda loss: loss / 2, 0),
+        (lambda loss: loss / 4 + 1, 0),
+        (lambda loss: loss * 4, 0),
+        (lambda loss: loss * 0, 0),
+        (lambda loss: (loss, 4), 0),
+    ],
+)
+def test_a_loss_that_is_divided_by_the_number_of_passes_is_said_once(monkeypatch, act, told):
+    said: list[str] = []
+    monkeypatch.setattr(
+        loss_module, "get_dist_logger", lambda: SimpleNamespace(warning=lambda text, ranks: said.append(text))
+    )
+    with launch({"gradient_accumulation": 4}, context=ParallelContext(), verbose=False) as gpc:
+        engine = initialize(net(), lambda p: torch.optim.SGD(p, lr=0.0), context=gpc)[0]
+        for _ in range(8):
+            engine.zero_grad()
+            engine.backward(act(engine(batch(0)[0]).square().mean()))
+            engine.step()
+        engine.close()
+    assert len(said) == told
+    assert all("gradient_accumulation=4 divides it by 4 again" in text for text in said)

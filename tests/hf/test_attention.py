@@ -117,8 +117,9 @@ def _outputs_of_the_model(gpc: ParallelContext, attention: str) -> None:
     With what the model rounds to float32, since what is computed again in backward is not in_double().
     """
     near = {"rtol": 1e-5, "atol": 1e-6}
-    plain: Any = BY_NAME["mistral"].build()
-    model: Any = colonnade.parallelize(BY_NAME["mistral"].build(), context=gpc)
+    # `build` makes weights on the CPU on a GPU too: in_double stands between its calls and those of the test.
+    plain: Any = BY_NAME["mistral"].build().to(gpc.device)
+    model: Any = colonnade.parallelize(BY_NAME["mistral"].build().to(gpc.device), context=gpc)
     model.gradient_checkpointing_enable()
     whole = batch_of("causal", 0)
     tokens, labels = whole["input_ids"][:2, :11], whole["labels"][:2, :11]

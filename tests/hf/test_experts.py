@@ -59,7 +59,7 @@ def on_ranks(folder: str) -> None:
 def _router_loss(parallel: dict[str, Any]) -> None:
     """The auxiliary loss is that of all ranks' tokens, as are its gradients: rows of unequal lengths, unequally many."""
     whole = batch_of("causal", 0)
-    plain: Any = BY_NAME["mixtral"].build()
+    plain: Any = BY_NAME["mixtral"].build().to(whole["input_ids"].device)  # that of the batch: a GPU's in nccl_check
     plain.config.output_router_logits, plain.router_aux_loss_coef = True, 0.5
     with in_double():
         expected = plain(**whole)

@@ -54,15 +54,17 @@ def test_the_first_is_a_config_that_takes_what_was_said(found: Any) -> None:
 
 @pytest.mark.slow
 def test_where_nothing_fits_it_is_said(tmp_path: Path) -> None:
-    (tmp_path / "config.py").write_text("")
     machine = (Path(__file__).parents[2] / "colonnade/planner/hardware/h100.toml").read_text()
     (tmp_path / "tiny.toml").write_text(machine.replace("memory = 75_000_000_000", "memory = 1000"))
     words = ["--model", "tests.planner.jobs:gpt", "--hardware", "tiny.toml", "--search", "--html", "page.html"]
-    done = command("plan", "config.py", "--world-size", 2, *words, cwd=tmp_path)
+    done = command("plan", "--world-size", 2, *words, cwd=tmp_path)  # a config is not needed
     assert done.returncode == 1
     assert "0 layouts fit" in done.stdout
     assert "parameters, gradients and state alone are more than" in done.stdout
     assert "no layout fits" in (tmp_path / "page.html").read_text()
+    done = command("plan", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--search without a config needs --world-size" in done.stderr
 
 
 @pytest.mark.long

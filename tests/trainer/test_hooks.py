@@ -248,7 +248,7 @@ def test_a_checkpoint_that_the_trainer_refuses_changes_nothing(tmp_path):
     run_world(1, _refused, tmp_path)
 
 
-def _noted(folder: Path) -> tuple[str, str]:
+def _noted(folder: Path) -> list[str]:
     """What the launcher is told is newest: after a save, and in a run that goes on from there and has saved nothing yet."""
     note = folder / "note"
     told = []
@@ -260,12 +260,24 @@ def _noted(folder: Path) -> tuple[str, str]:
             trainer.fit(cut(range(24), 24), max_steps=2, hooks=[hook])
         told.append(note.read_text())
         trainer.context.destroy()
-    return told[0], told[1]
+    note.unlink()
+    trainer = make_trainer({})
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(folder / "own", trainer.context) as manager:
+        patch.setenv(SAVED, str(note))
+        manager.save(3, trainer.engine.model, trainer.engine.optimizer, {"epoch": 1})
+    told.append(note.read_text())
+    trainer.context.destroy()
+    return told
 
 
 def test_a_run_that_goes_on_tells_the_launcher_from_where(tmp_path):
-    saved, loaded = run_world(1, _noted, tmp_path).values[0]
-    assert saved == loaded == f"step 2 in {tmp_path / 'run' / 'step-00000002'}"
+    saved, loaded, own = run_world(1, _noted, tmp_path).values[0]
+    folder = tmp_path / "run" / "step-00000002"
+    assert saved == loaded == f"step 2 in {folder}; a run with a LoadCheckpointHook goes on from there"
+    assert own.startswith(
+        f"step 3 in {tmp_path / 'own' / 'step-00000003'}; a loop that calls load() of a CheckpointManager"
+    )
+    assert "Hook" not in own
 
 
 @pytest.mark.parametrize(

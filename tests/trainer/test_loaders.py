@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import ConfigError, TrainerError
+from colonnade.errors import ConfigError, ScheduleError, TrainerError
 from colonnade.testing import compare, gather_weights, run_world
 from colonnade.trainer import Trainer
 from colonnade.trainer.data import Lengths, read_lengths
 from colonnade.trainer.hooks import LossHook, LRSchedulerHook
+from colonnade.utils import get_dataloader
 from tests.trainer.runs import PIPELINE, cut, dataset, make_trainer, model, samples
 
 COUNT = 32
@@ -133,6 +135,46 @@ def test_what_cannot_work_is_an_error_on_every_rank(config, kind, told):
         assert all("OSError: the disk is gone" in value for value in values)
     if kind == "short":
         assert all("5 and 3 batches" in value for value in values)
+
+
+def pairs(rows: list[Any]) -> Any:
+    """A collator, which may make other rows."""
+    return default_collate(rows)
+
+
+def small_last_batch(count: int, size: int, options: dict[str, Any]) -> Any:
+    """What `fit` said, and how many steps were made before."""
+    trainer = make_trainer(PIPELINE)  # of two micro-batches
+    limits = {name: options.pop(name) for name in ("max_steps", "epochs") if name in options}
+    loader = get_dataloader(dataset(count), context=trainer.context, batch_size=size, **options)
+    try:
+        trainer.fit(loader, **limits or {"epochs": 1})
+    except ScheduleError as error:
+        return trainer.cur_step, str(error)
+    return trainer.cur_step, ""
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "options", "steps", "told"),
+    [
+        (9, 4, {}, 0, "the last batch of an epoch will have 1 rows (9 samples on this rank in batches of 4)"),
+        (9, 4, {"drop_last": True}, 2, ""),
+        (9, 4, {"max_steps": 2}, 2, ""),
+        (10, 4, {}, 3, ""),
+        (
+            9,
+            4,
+            {"collate_fn": pairs},
+            2,
+            "cannot be cut into 2 micro-batches",
+        ),  # rows of its own making: known when it comes
+    ],
+)
+def test_a_last_batch_that_is_too_small_is_told_before_the_first_step(count, size, options, steps, told):
+    for made, text in run_world(2, small_last_batch, count, size, options).values:
+        assert made == steps
+        assert told in text
+        assert bool(text) == bool(told)
 
 
 def broken_test() -> str:

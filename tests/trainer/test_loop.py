@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from colonnade.trainer.data import Lengths, Place
 from colonnade.trainer.evaluation import _batches_of
 from colonnade.trainer.loop import Loop, _Agreed, _divides, _Over, _steps
 from colonnade.trainer.trainer import Trainer, _Rest
+from tests.trainer.test_data import world
 
 
 @pytest.mark.parametrize(
@@ -154,11 +156,18 @@ def test_ranks_ask_each_other_for_batches_only_where_a_pass_goes_over_several(by
     held: list[TrainerError] = []
     asked: list[list[float]] = []
     trainer: Any = SimpleNamespace(
-        context=SimpleNamespace(world_size=2, data_parallel_size=2 if by_itself else 1),
+        context=world(2) if by_itself else world(2, tensor=2),
+        engine=SimpleNamespace(gathers_weights=False),
         _hooks=SimpleNamespace(hold=held.append),
         _exchange=SimpleNamespace(sum=lambda mine: asked.append(mine) or mine),
     )
     lengths = Lengths((2, 2) if known else (2, None))
+    if by_itself:  # until weights are gathered in each pass
+        trainer.engine.gathers_weights = True
+        list(_batches_of(trainer, [7], lengths))
+        assert asked == ([] if known else [[1.0, 0.0], [0.0, 1.0]])
+        asked.clear()
+        trainer.engine.gathers_weights = False
     assert list(_batches_of(trainer, [7, 8], lengths)) == [7, 8]
     assert asked == ([] if by_itself or known else [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     if by_itself:
@@ -304,8 +313,10 @@ def test_what_a_loop_knows_before_it_begins(monkeypatch, device, size, loader, t
     monkeypatch.setattr(loop_module, "moves_together", lambda lengths, context: "together")
     monkeypatch.setattr(loop_module, "speaks", lambda context, pipeline: pipeline)
     context = SimpleNamespace(device=SimpleNamespace(type=device), is_launched=True, world_size=size)
-    engine = SimpleNamespace(accumulation=2)
-    trainer: Any = SimpleNamespace(engine=engine, _hooks=None, context=context, steps_per_epoch=None)
+    engine = SimpleNamespace(accumulation=2, schedule=SimpleNamespace(data_process_func=None))
+    trainer: Any = SimpleNamespace(
+        engine=engine, _hooks=None, context=context, steps_per_epoch=None, _together=nullcontext
+    )
     loop = Loop(trainer, loader, test_loader, 1)
     assert read == [loader, *([test_loader] if test_loader else [])]
     assert trainer.steps_per_epoch == 3

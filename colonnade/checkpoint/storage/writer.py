@@ -110,7 +110,8 @@ class StorageWriter:
         get_dist_logger().info(
             f"saved step {self.step} to {path} ({megabytes(self.size)}, {time.monotonic() - self.started:.2f} s)"
         )
-        tell_launcher(self.step, path)
+        by_trainer = {"extra/trainer", "extra/hooks"} <= {item.name for item in manifest.items}
+        tell_launcher(self.step, path, by_trainer)
 
     def _check_loadable(self) -> None:
         """Read what was written as a load would, before it gets its name and older checkpoints go."""
@@ -242,8 +243,13 @@ class BackgroundWriter:
             self.writer.commit()
 
 
-def tell_launcher(step: int, path: Path) -> None:
-    """Note which checkpoint a run would go on from, for the launcher to say should the run be interrupted. By rank 0."""
+def tell_launcher(step: int, path: Path, by_trainer: bool) -> None:
+    """Note which checkpoint a run would go on from, and how, for the launcher to say should the run be interrupted. By rank 0."""
+    how = (
+        "a run with a LoadCheckpointHook"
+        if by_trainer
+        else "a loop that calls load() of a CheckpointManager on that folder"
+    )
     if SAVED in os.environ:
         with contextlib.suppress(OSError):  # the launcher is gone
-            Path(os.environ[SAVED]).write_text(f"step {step} in {path}", encoding="utf-8")
+            Path(os.environ[SAVED]).write_text(f"step {step} in {path}; {how} goes on from there", encoding="utf-8")

@@ -77,7 +77,7 @@ def _saved(note: Path) -> list[str]:
     """What a run that ended early has saved, in words; nothing where it saves no checkpoints."""
     if not note.is_file():
         return []
-    return [f"saved last: {note.read_text(encoding='utf-8')}; a run with a LoadCheckpointHook goes on from there"]
+    return [f"saved last: {note.read_text(encoding='utf-8')}"]
 
 
 class RankLogs(LogsSpecs):

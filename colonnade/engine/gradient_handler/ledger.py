@@ -26,7 +26,7 @@ Covered = tuple[str, Reduction]
 
 
 class LedgerRow(NamedTuple):
-    """One sum that one parameter owes."""
+    """One sum that one parameter owes. Of one that is `waived`, what the handler does (`done_by`) was not checked."""
 
     parameter: str
     mode: str
@@ -34,6 +34,13 @@ class LedgerRow(NamedTuple):
     divisor: float
     done_by: str | None
     waived: bool = False
+
+    @property
+    def who(self) -> str:
+        """Who does it, in words."""
+        if self.waived:
+            return f"{self.done_by} (waived)" if self.done_by else "waived"
+        return self.done_by or "NOBODY"
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,7 @@ class Ledger:
         """The rows, those of parameters that are alike as one."""
         counts: Counter[tuple[str, str, tuple[int, ...], float, str]] = Counter()
         for row in self.rows:
-            who = "waived" if row.waived else row.done_by or "NOBODY"
-            key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, who)
+            key = (re.sub(r"\b\d+\b", "*", row.parameter), row.mode, row.ranks, row.divisor, row.who)
             counts[key] += 1
         return [
             LedgerPattern(pattern, count, mode, ranks, divisor, who)
@@ -93,9 +99,17 @@ class Ledger:
 
 
 def match(
-    demands: Sequence[Demand], covered: Iterable[Covered], layout: Layout, rank: int, waive: Sequence[str] = ()
+    demands: Sequence[Demand],
+    covered: Iterable[Covered],
+    layout: Layout,
+    rank: int,
+    waive: Sequence[str] = (),
+    touched: Mapping[str, str] | None = None,
 ) -> Ledger:
-    """Write every handler's reductions into the ledger; wrong or doubled ones are one error that lists them all."""
+    """Write every handler's reductions into the ledger; wrong or doubled ones are one error that lists them all.
+
+    Those of waived parameters are written in unchecked; `touched`: who else changes the gradients of such.
+    """
     _check_patterns(demands, waive)
     done: dict[tuple[str, Owed], str] = {}
     problems: list[str] = []
@@ -103,7 +117,13 @@ def match(
     for handler, reduction in covered:
         for name, parameter in zip(reduction.names, reduction.parameters, strict=True):
             demand = by_parameter.get(id(parameter))
-            if demand is None or is_waived(name, waive):
+            if demand is None:
+                continue
+            if is_waived(name, waive):
+                meant = _matching(demand, reduction, layout, rank) or demand.owed
+                done.update(
+                    {(name, factor): handler for factor in meant if factor.mode is reduction.mode or len(meant) == 1}
+                )
                 continue
             problems += _enter(demand, handler, reduction, layout, rank, done)
     if problems:
@@ -115,7 +135,7 @@ def match(
                 factor.mode.name,
                 factor.ranks,
                 factor.divisor,
-                done.get((demand.name, factor)),
+                done.get((demand.name, factor), (touched or {}).get(demand.name)),
                 is_waived(demand.name, waive),
             )
             for demand in demands

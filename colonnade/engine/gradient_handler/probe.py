@@ -95,9 +95,16 @@ class _Sum:
 
 
 def probe(
-    handler: BaseGradientHandler, demands: Sequence[Demand], context: ParallelContext, waived: Callable[[str], bool]
+    handler: BaseGradientHandler,
+    demands: Sequence[Demand],
+    context: ParallelContext,
+    waived: Callable[[str], bool],
+    touched: dict[str, str] | None = None,
 ) -> list[Reduction]:
-    """The reductions that `handler.handle_gradient()` does. Collective over the world."""
+    """The reductions that `handler.handle_gradient()` does. Collective over the world.
+
+    Into `touched` goes the handler's name for each waived parameter whose gradient it changes, in whatever way.
+    """
     layout, rank = context.layout, context.get_global_rank()
     marks = _Marks(layout.world_size)
     marked = [_Marked(demand, _columns(demand), _possible_sums(demand, layout, rank)) for demand in demands]
@@ -107,6 +114,9 @@ def probe(
         with agreed_errors(context.device):
             summed = _run(handler, marked, marks, context)
             answers = [_explain(handler, one, marks, rank) for one in seen]
+        if touched is not None:
+            changed = [one for one in marked if waived(one.demand.name) and _is_changed(one, marks, rank)]
+            touched.update({one.demand.name: type(handler).__name__ for one in changed})
         unclear = torch.tensor([int(any(len(answer) > 1 for answer in answers))], device=message_device(context.device))
         dist.all_reduce(unclear)
         if not unclear.item():
@@ -198,6 +208,10 @@ def _explain(handler: BaseGradientHandler, one: _Marked, marks: _Marks, rank: in
         f"sync=dict(waive=[...]).",
         code="C042",
     )
+
+
+def _is_changed(one: _Marked, marks: _Marks, rank: int) -> bool:
+    return not torch.equal(one.values[-1], marks.of(rank, one.columns).double())
 
 
 def _divisor(values: Tensor, total: Tensor, due: float | None, tolerance: float, exact: bool) -> float | None:

@@ -150,12 +150,13 @@ def build_sync(
     waive = _waived(options)
     demands = read_demands(model, context.layout, context.get_global_rank())
     mine = [handler for handler, _ in handlers]
+    touched: dict[str, str] = {}
     covered = [
-        (one, probe(one, demands, context, lambda name: is_waived(name, waive)) if said is None else said)
+        (one, probe(one, demands, context, lambda name: is_waived(name, waive), touched) if said is None else said)
         for one, said in handlers
     ]
     with agreed_errors(context.device):
-        found = plan_sync(model, optimizer, context, covered, options, bucket_all, shards)
+        found = plan_sync(model, optimizer, context, covered, options, bucket_all, shards, touched)
     get_dist_logger().info(describe(found.attached, mine))
     sums = make_sums(found.grouped, context, shards)
     with agreed_errors(context.device):
@@ -184,15 +185,17 @@ def plan_sync(
     options: Mapping[str, Any],
     bucket_all: bool = False,
     shards: Shards | None = None,
+    touched: Mapping[str, str] | None = None,
 ) -> SyncPlan:
     """Match what the named handlers do (`covered`) with what is owed, and attach the rest. Needs no process group.
 
-    `options`, `bucket_all` and `shards` as of `build_sync`.
+    `options`, `bucket_all` and `shards` as of `build_sync`. `touched`: handlers that were seen to change waived parameters, by
+    the names of these.
     """
     rank = context.get_global_rank()
     demands = read_demands(model, context.layout, rank)
     entries: list[Covered] = [(type(one).__name__, reduction) for one, found in covered for reduction in found]
-    ledger = match(demands, entries, context.layout, rank, _waived(options))
+    ledger = match(demands, entries, context.layout, rank, _waived(options), touched or {})
     attached, ledger = attach_automatic(ledger, model, optimizer) if options.get("automatic", True) else ([], ledger)
     require_complete(ledger)
     if shards is not None:

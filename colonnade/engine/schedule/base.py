@@ -145,6 +145,18 @@ def required_arguments(function: Any) -> list[str]:
     ]
 
 
+def most_arguments(function: Any) -> int | None:
+    """How many arguments a function or a module takes by position; None where that is not known, or as many as there are."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return None
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return None
+    return sum(kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds)
+
+
 def move(value: Any, device: torch.device) -> Any:
     """Every tensor inside a nested value, moved to `device`; everything else as it is."""
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value)

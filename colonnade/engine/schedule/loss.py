@@ -130,6 +130,38 @@ _MEAN_OF_MEANS = (
 )
 
 
+class DivisionWatch:
+    """Says once that a loss is divided by the number of passes, by which the engine divides it too."""
+
+    def __init__(self, accumulation: int) -> None:
+        self._accumulation, self._looks = accumulation, _LOOKS if accumulation > 1 else 0
+
+    def look(self, loss: Any) -> None:
+        """Look at the last operation that made a loss, or the sum of a loss given as (sum, count)."""
+        if self._looks == 0:
+            return
+        self._looks -= 1
+        value = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
+        if _divisor(getattr(value, "grad_fn", None)) == self._accumulation:
+            self._looks, times = 0, self._accumulation
+            get_dist_logger().warning(
+                f"the loss was divided by {times} just before backward, and gradient_accumulation={times} divides it by {times} "
+                f"again: gradients and losses are then {times} times too small. Leave `loss / {times}` out; where the number is "
+                f"another one by chance, divide before the last operation (said once)",
+                ranks=[0],
+            )
+
+
+def _divisor(node: Any) -> float | None:
+    """By what number the last operation divided; None where it was no division by one that the host knows."""
+    kind = node.name() if node is not None else ""
+    other = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu" or not other:
+        return None
+    number = float(other)
+    return number if kind == "DivBackward0" else round(1.0 / number, 6)
+
+
 def own_loss(output: Any) -> Any:
     """The loss in the output of a model that makes its own, in either form; None if there is none.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
+from colonnade.engine.schedule.base import BaseSchedule, StepResult, most_arguments, required_arguments
 from colonnade.engine.schedule.executor.backward import StageInput
 from colonnade.engine.schedule.executor.call import format_value
 from colonnade.engine.schedule.loss import own_loss, split_loss
@@ -84,7 +84,22 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
     if isinstance(label, dict):
         return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
     labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
-    return criterion(*outputs, *labels)
+    given = [*outputs, *labels]
+    try:
+        return criterion(*given)
+    except TypeError as error:
+        takes = most_arguments(criterion)
+        if takes is None or len(given) <= takes:  # an error inside
+            raise
+        name = getattr(criterion, "__name__", type(criterion).__name__)
+        several = "the model returned" if len(outputs) > 1 else "the label is"
+        raise ScheduleError(
+            f"{name} takes at most {takes} arguments, and was given {len(given)}: {several} "
+            f"{max(len(outputs), len(labels))} values, which go into the criterion one by one (outputs first, then labels). Give a "
+            f"criterion that takes them, such as lambda {', '.join(_names(len(outputs), len(labels)))}: ..., or let the model "
+            f"return one value",
+            code="C045",
+        ) from error
 
 
 def _with_graph(tensor: Tensor) -> Tensor:
@@ -93,3 +108,12 @@ def _with_graph(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     StageInput(tensor)
     return tensor
+
+
+def _names(outputs: int, labels: int) -> list[str]:
+    """Names for so many arguments: output, or output_0 and output_1; then labels."""
+    return [
+        kind if count == 1 else f"{kind}_{at}"
+        for kind, count in (("output", outputs), ("label", labels))
+        for at in range(count)
+    ]

@@ -231,7 +231,7 @@ def test_ctrl_c_ends_ranks_that_wait_inside_torch_and_says_what_was_saved(script
     assert gone_within(2, pids)
     _, stderr = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
-    assert stderr.splitlines()[-2].startswith("saved last: step 150 in run/step-00000150; ")
+    assert stderr.splitlines()[-2].startswith("saved last: step 150 in run/step-00000150")
     assert stderr.splitlines()[-1] == "colonnade: ended by SIGINT"
     assert "Traceback" not in stderr
 

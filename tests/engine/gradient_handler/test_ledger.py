@@ -167,4 +167,4 @@ def test_waived_parameters_are_left_alone():
     config = {"gradient_handler": ["LedgerHalf"], "sync": {"waive": ["*"]}}
     text, _, handlers = run_world(4, _build, config).values[0]
     assert handlers == ["LedgerHalf"]
-    assert "waived" in text
+    assert {line.split("  ")[-1].strip() for line in text.splitlines()[1:]} == {"LedgerHalf (waived)"}

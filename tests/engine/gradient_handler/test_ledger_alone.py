@@ -120,11 +120,13 @@ def test_rows_of_parameters_that_are_alike_are_one_pattern():
         LedgerRow("blocks.11.w1.weight", "DATA", (0, 1), 2, "H", False),
         LedgerRow("blocks.2.w1.weight", "DATA", (0, 1), 2, None, False),
         LedgerRow("head", "DATA", (0, 1), 2, None, True),
+        LedgerRow("tail", "DATA", (0, 1), 2, "H", True),
     ]
     assert [(one.pattern, one.count, one.done_by) for one in Ledger(rows).by_pattern()] == [
         ("blocks.*.w1.weight", 2, "H"),
         ("blocks.*.w1.weight", 1, "NOBODY"),
         ("head", 1, "waived"),
+        ("tail", 1, "H (waived)"),
     ]
     assert [row["parameter"] for row in json.loads(Ledger(rows).to_json())] == [row.parameter for row in rows]
 
@@ -133,6 +135,7 @@ def test_a_waived_parameter_is_in_no_check_and_its_rows_say_so(known):
     wrong = reduction(known, "0.weight", "DATA", divisor=3.0)
     ledger = matched(known, wrong, waive=["0.*"])
     assert [row.waived for row in ledger.rows] == [True, True, False, False, False]
+    assert next(row.done_by for row in ledger.rows if row.waived and row.mode == "DATA") == "H0"
     assert {row.parameter for row in ledger.open_rows()} == {"1.weight"}
     with pytest.raises(LedgerError, match=r"'0.wieght' matches no parameter. Did you mean '0.weight'"):
         matched(known, waive=["0.wieght"])

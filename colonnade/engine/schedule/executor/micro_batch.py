@@ -49,6 +49,12 @@ def cut_batch(data: Any, label: Any, count: int, fill: bool = False) -> list[Mic
         return pieces + [
             replace(pieces[-1], index=index, weight=0.0, rows=0, counts=False) for index in range(rows, count)
         ]
+    if rows == 0:
+        raise ScheduleError(
+            "a batch of 0 rows cannot be cut: a pipeline sends at least one row in each micro-batch. Leave such batches out on all ranks "
+            "of the pipeline (`if len(data)`), or look at what the sampler or the filter before it gives",
+            code="C052",
+        )
     if rows < count:
         raise ScheduleError(
             f"a batch of {rows} rows cannot be cut into {count} micro-batches. Set num_microbatches to "
