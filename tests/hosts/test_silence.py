@@ -17,7 +17,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_n
 SCRIPT = Path(__file__).with_name("waiting.py")
 
 
-@pytest.mark.parametrize(("launcher", "how"), [(torchrun, "stop"), (colonnade_run, "cut")], ids=["stopped", "cut off"])
+@pytest.mark.parametrize(
+    ("launcher", "how"),
+    [
+        pytest.param(torchrun, "stop", id="stopped", marks=pytest.mark.long),
+        pytest.param(colonnade_run, "cut", id="cut off"),
+    ],
+)
 def test_a_rank_that_is_heard_no_more_is_named_with_its_host_and_so_is_it_in_the_error(
     tmp_path: Path, launcher, how
 ) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import colonnade
 
-context = colonnade.launch({}, timeout=25)
+context = colonnade.launch({}, timeout=18)
 for step in range(100_000):
     with context.waits.during("summing the gradients"):
         dist.all_reduce(torch.ones(1))
