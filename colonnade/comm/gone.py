@@ -195,9 +195,8 @@ def named(
         where = elsewhere()
         who = f"a rank has left, or did not come (none of this host has ended{where and f'; {where}'})"
     kind = type(error) if isinstance(error, ColonnadeError) else GradientError
-    where = "" if doing.startswith(("in ", "outside")) else "in "
     return kind(
-        f"{who} while this rank was {where}{doing}; the cause is in the output of the rank that left first, not here",
+        f"{who} while this rank was {doing}; the cause is in the output of the rank that left first, not here",
         code="C043",
         ranks=found,
     )
