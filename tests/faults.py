@@ -43,6 +43,12 @@ FAULTS = (
         "test_a_run_that_is_started_again_by_the_launcher_ends_as_the_undisturbed_one",
     ),
     Fault(
+        "a rank on the second of two hosts is killed under torchrun and `colonnade run`, `--max-restarts`",
+        "all ranks of both hosts start again by themselves and end as the undisturbed run, to the bit",
+        "tests/hosts/test_kills.py",
+        "test_a_job_on_two_hosts_comes_back_after_each_kill_under_torchrun_and_colonnade_run",
+    ),
+    Fault(
         "a kill at any point of a save",
         "the checkpoint before, or the new one, loads; never a mixture",
         "tests/checkpoint/storage/test_writer.py",

@@ -49,6 +49,11 @@ class Processes:
         self._first: Any = None
         self._notes: dict[int, Any] = {}  # of the other ranks of this host; read when somebody may have left
 
+    @property
+    def knows_first(self) -> bool:
+        """Whether this is rank 0, or has read its note."""
+        return self._rank == 0 or self._first is not None
+
     def remember_first(self, store: Any = None) -> None:
         """Read the note of rank 0, which may serve the store: when rank 0 is gone, it cannot be read any more."""
         key, store = _KEY.format(0), store if store is not None else self._store
@@ -190,9 +195,8 @@ def named(
         where = elsewhere()
         who = f"a rank has left, or did not come (none of this host has ended{where and f'; {where}'})"
     kind = type(error) if isinstance(error, ColonnadeError) else GradientError
-    where = "" if doing.startswith(("in ", "outside")) else "in "
     return kind(
-        f"{who} while this rank was {where}{doing}; the cause is in the output of the rank that left first, not here",
+        f"{who} while this rank was {doing}; the cause is in the output of the rank that left first, not here",
         code="C043",
         ranks=found,
     )

@@ -153,7 +153,7 @@ class RankGroup:
 
 def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     """Connections for CPU tensors, of their own, between the ranks of `group`, or of the world. Collective."""
-    on_device = dist.get_backend(group) == "nccl" and "cpu:" not in dist.get_backend_config(group)
+    on_device = torch.cuda.is_available() and "cpu:" not in dist.get_backend_config(group)
     where = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     tokens = gather_rows(torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8).to(where), group)
     store = meeting_store(PrefixStore(f"colonnade/{bytes(tokens[0].tolist()).hex()}", default_store()), len(tokens))

@@ -111,6 +111,7 @@ class WaitWatch:
         self.at(OUTSIDE)
         self._processes: Processes | None = None
         self._world = (0, 1)
+        self._store: Any = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._limit = SAY_AFTER
@@ -227,9 +228,10 @@ class WaitWatch:
             return "", []
         here = place or Place(*self._place)
         try:
-            found = _answer(lambda: self._look_at_limit(default_store().clone(), here))
-        except (RuntimeError, ValueError):  # the store is gone, and rank 0 with it
-            found = (f"{self._processes.server()}, which serves the store of the world, has left", [0])
+            store = self._store if self._store is not None else default_store()
+            found = _answer(lambda: self._look_at_limit(store, here))
+        except (RuntimeError, ValueError):
+            found = (self._no_answer(), [0])
         except TimeoutError:
             found = (self._no_answer(), [])
         return found
@@ -256,8 +258,8 @@ class WaitWatch:
     def _no_answer(self) -> str:
         server = self._processes.server() if self._processes is not None else "rank 0"
         return (
-            f"the store of the world, which {server} serves, does not answer: that rank is stopped, its host is dead, or this host is "
-            f"cut off from it"
+            f"the store of the world, which {server} serves, does not answer: that rank is stopped or has left, its host is dead, "
+            f"or this host is cut off from it"
         )
 
     def enter(self, phase: str | None) -> str | None:
@@ -291,20 +293,20 @@ class WaitWatch:
     def _watch(self, rank: int, world_size: int, say: Callable[[str], None]) -> None:
         told: tuple[str, int | None, float] | None = None
         self._limit, due, looker = SAY_AFTER, 0.0, ""
-        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone: the world ends
-            store = (
-                default_store().clone()
-            )  # the rank may wait for a key of its own for minutes, and holds the other one then
+        with contextlib.suppress(RuntimeError, ValueError, TimeoutError):  # the store is gone, or gives no answer
+            # Of its own: the rank may wait for a key for minutes, and nobody else can use its connection then.
+            store = self._store = default_store().clone()
             while not self._stop.wait(min(self._limit / 5, 1.0)):
                 now = self._place
                 if self._processes is not None:
                     self._processes.beat(store)
-                    self._processes.remember_first(store)
+                    if not self._processes.knows_first:
+                        _answer(lambda: self._processes.remember_first(store))  # type: ignore[union-attr]
                 if told is not None and now is not told:
                     told = None
                     store.set(_KEY.format(rank), "")
                     if looker.startswith(f"{rank} "):
-                        store.compare_set(_LOOKER, looker, "")
+                        _answer(lambda: store.compare_set(_LOOKER, looker, ""))  # noqa: B023
                     looker = ""
                 place = Place(*now)
                 stood = time.time() - place.since
@@ -320,19 +322,21 @@ class WaitWatch:
                         store.set(_NEEDY, str(rank))
                     # Who looks says so anew each time. Where that stays away for long, another takes over.
                     mine, before = f"{rank} {stood}", looker
-                    try:
-                        looker, said = _answer(lambda: self._look(rank, world_size, place, store, before, mine))  # noqa: B023
-                    except TimeoutError:
-                        if _speaks_for_host(rank):
-                            say(
-                                f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. But {self._no_answer()}"
-                            )
-                        return  # the connection is stuck in that question
+                    looker, said = _answer(lambda: self._look(rank, world_size, place, store, before, mine))  # noqa: B023
                     due = 2 * stood if looker == mine else 4 * stood if looker else stood
                     if said is not None and self._place is now:
                         say(said)
                         self._limit = 2 * stood  # a run whose ranks are apart by nature says so a few times only
                         due = 1.5 * self._limit
+
+        # Nobody answers: the world ends, or this host or that of rank 0 is cut off.
+        while not self._stop.wait(min(SAY_AFTER / 5, 1.0)):
+            place = Place(*self._place)
+            stood = time.time() - place.since
+            if place.what != OUTSIDE and not place.what.startswith(_AFTER) and stood > 1.5 * SAY_AFTER:
+                if _speaks_for_host(rank):
+                    say(f"rank {rank} has waited {stood:.0f} s: it is {place}. But {self._no_answer()}")
+                return
 
     def _look(
         self, rank: int, world_size: int, place: Place, store: Any, before: str, mine: str

@@ -105,13 +105,15 @@ def chunk_table(spans: Sequence[tuple[int, int]], size: int, device: torch.devic
     Starts and stops are in units of `UNIT` elements, so that a kernel knows them to be aligned; a stop is
     rounded up, into the padding.
     """
-    starts = torch.tensor([start // UNIT for start, _ in spans], dtype=torch.int64)
-    stops = torch.tensor([-(-stop // UNIT) for _, stop in spans], dtype=torch.int64)
     step = size // UNIT
+    pairs = [(start // UNIT, -(-stop // UNIT)) for start, stop in spans]
+    total = sum(-(-(stop - start) // step) for start, stop in pairs)
+    # On the host also where another device is the default one.
+    starts, stops = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
     counts = (stops - starts + step - 1) // step
-    owner = torch.repeat_interleave(torch.arange(len(spans)), counts)
+    owner = torch.repeat_interleave(torch.arange(len(spans), device="cpu"), counts, output_size=total)
     first = torch.cumsum(counts, 0) - counts
-    begin = starts[owner] + (torch.arange(len(owner)) - first[owner]) * step
+    begin = starts[owner] + (torch.arange(total, device="cpu") - first[owner]) * step
     table = torch.stack([begin, torch.minimum(begin + step, stops[owner]), owner], 1).to(torch.int32)
     return to_device(table, device)
 

@@ -8,6 +8,7 @@ here waits for the device or looks at a value on the host.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import GradientBlock, check_order, to_device
-from colonnade.optim.norm_readers import KernelReader, TorchReader, join, suits_kernel
+from colonnade.optim.blocks import GradientBlock, check_order
+from colonnade.optim.norm_readers import KernelReader, TorchReader, join, numbers_on, suits_kernel
 from colonnade.parallel.flat import flattened
 
 
@@ -136,10 +137,10 @@ class _DeviceSums:
         self._weights: Tensor | None = None
         weights = [block.weight for block in self._blocks]
         if not math.isinf(p) and any(weight != 1.0 for weight in weights):
-            self._weights = to_device(torch.tensor(weights, dtype=torch.float64), device)
+            self._weights = numbers_on(tuple(weights), torch.float64, device)
         self._one_each = [block.slot for block in self._blocks] == list(range(slots))
-        lengths = torch.tensor([block.slot for block in self._blocks]).bincount(minlength=slots)
-        self._lengths = to_device(lengths, device)
+        counts = Counter(block.slot for block in self._blocks)
+        self._lengths = numbers_on(tuple(counts[slot] for slot in range(slots)), torch.int64, device)
 
     def vector(self) -> Tensor:
         """2 x slots fp64 numbers: a value per slot, then how many of its blocks were not finite."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ SMALL, LARGE = 1 << 14, 1 << 18
 """On a CPU, tensors above SMALL elements are cut, and those from LARGE on read as a table by all threads.
 
 Squares of half-precision values are so short that their sums err to one side: those are cut at a quarter."""
+
+_KEPT = 256
+"""How many indices of readers are kept on devices."""
 
 PIECE = 1 << 20
 """Half-precision elements turned into fp32 at a time on a CPU, whose norm cannot do that on the fly."""
@@ -53,6 +57,39 @@ def join(values: Tensor, lengths: Tensor, p: float) -> Tensor:
     return torch.segment_reduce(values, how, lengths=lengths, unsafe=True, initial=0.0)
 
 
+_made: dict[object, Tensor] = {}
+
+
+def _kept(key: object, make: Callable[[], Tensor]) -> Tensor:
+    """What was made once for this key: what measures loose gradients is built anew in every step. Not to be written to."""
+    found = _made.get(key)
+    if found is None:
+        found = make()
+        if type(found) is Tensor:  # not a fake one of a plan
+            if len(_made) == _KEPT:
+                _made.clear()
+            _made[key] = found
+    return found
+
+
+def numbers_on(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """These numbers on a device. The host does not wait for it, nor for what another default device would make of them."""
+    key = numbers, dtype, device
+    return _kept(key, lambda: to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device))
+
+
+def _order_on(owners: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where the values of each owner lie, owner after owner, if `counts` of them come for each of `owners` in turn."""
+
+    def make() -> Tensor:
+        starts = [0, *accumulate(counts)]
+        ordered = sorted(range(len(owners)), key=owners.__getitem__)
+        runs = [torch.arange(starts[at], starts[at + 1], device="cpu") for at in ordered]
+        return to_device(torch.cat(runs), device)
+
+    return _kept((owners, counts, device), make)
+
+
 class TorchReader:
     """Norms of rows of at most 1K elements on a CPU, of whole tensors elsewhere; their powers added per tensor."""
 
@@ -80,20 +117,20 @@ class TorchReader:
                 of_small.setdefault(row.dtype, []).extend([owner] * len(pieces))
         owners = [*of_tables, *(owner for dtype in self._small for owner in of_small[dtype])]
         counts = [*map(len, self._tables), *[1] * (len(owners) - len(of_tables))]
-        of_values = torch.repeat_interleave(
-            torch.tensor(owners, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64)
-        )
-        self._lengths = to_device(of_values.bincount(minlength=len(rows)), device)
+        lengths = [0] * len(rows)
+        for owner, count in zip(owners, counts, strict=True):
+            lengths[owner] += count
+        self._lengths = numbers_on(tuple(lengths), torch.int64, device)
         self._order: Tensor | None = None
         if owners != sorted(owners):
-            self._order = to_device(of_values.argsort(), device)
-        self._nothing = torch.zeros(2, len(rows), dtype=torch.float64, device=device)
+            self._order = _order_on(tuple(owners), tuple(counts), device)
+        self._shape, self._device = (2, len(rows)), device
 
     def __call__(self) -> Tensor:
         norms = [norm for table in self._tables for norm in _row_norms(table, self._p)]
         norms += [_small_norms(tensors, self._p) for tensors in self._small.values()]
         if not norms:
-            return self._nothing.clone()
+            return torch.zeros(self._shape, dtype=torch.float64, device=self._device)
         first, *others = norms
         values = (torch.cat(norms) if others else first).double()
         if self._p == 2.0:

@@ -27,6 +27,7 @@ from colonnade.errors import ColonnadeError, ConfigError
 from colonnade.hf.loss import ModelLoss
 from colonnade.nn.activations import ActivationSettings
 from colonnade.optim.zero.fsdp import shard_model
+from colonnade.parallel.demand import check_same_data
 from colonnade.parallel.placement import Placement, logical_shape, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.parallel.split import Split
@@ -181,6 +182,7 @@ class _Planning:
 
     def _held(self, rank: int, name: str, parameter: nn.Parameter) -> Held:
         placement = placement_of(parameter)
+        check_same_data(self.layout, placement, rank, name)
         inside = [mode for mode in placement.modes if self.layout.has(mode, rank)]
         sizes = {mode: len(self.layout.group_of(mode, rank)) for mode in inside}
         return Held(name, parameter.numel(), prod(logical_shape(parameter, placement, sizes)), placement)

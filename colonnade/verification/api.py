@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from colonnade.verification.comparing.evidence import Evidence
 from colonnade.verification.comparing.report import Report
 from colonnade.verification.diagnosis.diagnose import diagnose
 from colonnade.verification.exchange import agreed, attempt, everyones, gather_to_first, shared
-from colonnade.verification.runs.engine_record import EngineRecorder, micro_batches
+from colonnade.verification.runs.engine_record import EngineRecorder, micro_batches, name_in_whole
 from colonnade.verification.runs.joined import Batch, Pass, join, on_cpu, shares
 from colonnade.verification.runs.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.verification.runs.record import Record, StepRecord
@@ -124,7 +125,7 @@ def _recorded(
     rest(engine.model, resting)
     recorder.record.about["resting"] = resting
     try:
-        with dropping.watching(engine.model), dropping:
+        with dropping.watching(engine.model, partial(name_in_whole, engine.model)), dropping:
             for step in batches:
                 given.append([_pieces(engine, batch) for batch in step])
                 for batch in step:
@@ -152,7 +153,12 @@ def _cannot_agree(
         engine.train()
         rest(engine.model, resting)
         again = tree_map_only(Tensor, torch.clone, batch)  # layers remember what they have been given
-        with torch.random.fork_rng(), kept_buffers(engine.model), dropping.watching(engine.model), dropping:
+        with (
+            torch.random.fork_rng(),
+            kept_buffers(engine.model),
+            dropping.watching(engine.model, partial(name_in_whole, engine.model)),
+            dropping,
+        ):
             engine.execute_schedule(iter([again]), forward_only=True, return_output_label=False)
         if not any(everyones(bool(dropping.masks), engine.context)):
             return off

@@ -163,8 +163,7 @@ def test_a_rank_that_gets_no_answer_of_the_store_says_that(store, monkeypatch):
         time.sleep(0.05)
     watch.close()
     assert (
-        "But the store of the world, which rank 0 serves, does not answer: that rank is stopped, its host is dead"
-        in said[0]
+        "But the store of the world, which rank 0 serves, does not answer: that rank is stopped or has left" in said[0]
     )
 
 

@@ -25,6 +25,7 @@ from colonnade.context import rendezvous
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, LaunchError
 from colonnade.testing import run_world
+from tests.hosts.counting import Counted
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -383,38 +384,6 @@ def test_rank_0_leaves_the_store_last(monkeypatch, rank, others, waits):
     rendezvous._leave_store(store, rank, 2, "left")
     assert (time.monotonic() - begin >= 0.1) is waits
     assert store.add("colonnade/left", 0) == others + 1
-
-
-class Counted(dist.Store):
-    """A store that counts the keys that this rank asks for or leaves; looks of rank 0 that find nothing new are left out."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self._own, self.keys = store, 0
-
-    def _count(self, name: str, first: Any, *rest: Any) -> Any:
-        keys = first if isinstance(first, list) else [first]
-        if not (name in ("add", "check") and keys[0].endswith(("launch/arrivals", "colonnade/verdict"))):
-            self.keys += len(keys)
-        return getattr(self._own, name)(first, *rest)
-
-    def set(self, *args: Any) -> Any:
-        return self._count("set", *args)
-
-    def get(self, *args: Any) -> Any:
-        return self._count("get", *args)
-
-    def add(self, *args: Any) -> Any:
-        return self._count("add", *args)
-
-    def wait(self, *args: Any) -> Any:
-        return self._count("wait", *args)
-
-    def check(self, *args: Any) -> Any:
-        return self._count("check", *args)
-
-    def multi_get(self, *args: Any) -> Any:
-        return self._count("multi_get", *args)
 
 
 def _keys_of_a_launch(config: dict[str, Any], port: int) -> int:

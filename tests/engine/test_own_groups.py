@@ -29,6 +29,7 @@ from colonnade.planner.plan import plan
 from colonnade.registry import DIST_GROUP_INITIALIZER
 from colonnade.testing import compare, gather_weights, run_world
 from colonnade.utils import get_dataloader
+from colonnade.verification.explaining.explain import explain
 
 SNAKE = ParallelMode.register("OWN_SNAKE", "own_snake", data="same")
 NODE = ParallelMode.register("OWN_NODE", "own_node", data="distinct")
@@ -137,7 +138,6 @@ def _trained(folder: str) -> list[dict[str, Any]]:
         (snake(), folder, False),
         (snake(zero=1), "", False),
         (node, "", False),
-        (snake([[0, 2], [1, 3]], zero=3), "", False),
         (snake(None), folder, True),  # what was saved on crossed groups, on those of the grid
     ):
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
@@ -148,8 +148,8 @@ def _trained(folder: str) -> list[dict[str, Any]]:
 def test_weights_norms_and_ledger_are_those_of_one_process(tmp_path: Path) -> None:
     truth, norms = one_process()
     ranks = run_world(4, _trained, str(tmp_path)).values
-    for rank, (crossed, sharded, nodes, stage_3, resumed) in enumerate(ranks):
-        for found in (crossed, sharded, nodes, stage_3):
+    for rank, (crossed, sharded, nodes, resumed) in enumerate(ranks):
+        for found in (crossed, sharded, nodes):
             compare(truth, found["weights"], rtol=1e-10)
             assert found["norms"] == pytest.approx(norms, rel=1e-10)
         compare(truth, resumed["weights"], rtol=1e-10)
@@ -168,6 +168,19 @@ def test_weights_norms_and_ledger_are_those_of_one_process(tmp_path: Path) -> No
         assert {ranks for (_, mode), (ranks, _) in nodes["rows"].items() if mode == "OWN_NODE"} == {tuple(mine)}
         assert nodes["groups"]["OWN_NODE"] == mine
         assert f"OWN_NODE  {mine}" in nodes["ledger"]
+
+
+def _sharded() -> dict[str, Any]:
+    with launch(snake([[0, 2], [1, 3]], zero=3), context=ParallelContext(), verbose=False) as gpc:
+        return train(gpc)
+
+
+@pytest.mark.slow
+def test_zero_3_works_where_ranks_ascend_along_data() -> None:
+    truth, norms = one_process()
+    for found in run_world(4, _sharded).values:
+        compare(truth, found["weights"], rtol=1e-10)
+        assert found["norms"] == pytest.approx(norms, rel=1e-10)
 
 
 _JOINED = {"parallel": {"own_node": {"size": 2, "groups": CROSSED, "of": "own_snake"}}}
@@ -207,19 +220,25 @@ def test_batches_are_compared_by_the_groups_and_groups_across_replicas_are_refus
         assert "C162" in joined
 
 
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 6).double(), torch.ones(4, 4).double()
+
+
+_JOB = Job(lambda context: model(context), _batch, nn.MSELoss)
+
+
 def test_a_plan_goes_by_the_groups():
-    planned = plan(
-        load_config(snake()),
-        4,
-        load_hardware("h100"),
-        Job(lambda context: model(context), lambda: (torch.ones(4, 6).double(), torch.ones(4, 4).double()), nn.MSELoss),
-    )
+    planned = plan(load_config(snake()), 4, load_hardware("h100"), _JOB)
     groups = {mode.mode: mode.groups for mode in planned.modes}
     assert groups["OWN_SNAKE"] == ((0, 3), (1, 2))
     assert groups["DATA"] == ((0, 1), (2, 3))
     lines = {(line.parameters, line.mode): (line.ranks, line.divisor) for line in planned.ledger}
     assert lines["*.weight", "DATA"] == (2, 2)
     assert planned.problems == ()
+    joined = load_config(_JOINED)
+    with pytest.raises(ColonnadeError, match="C162"):
+        plan(joined, 4, load_hardware("h100"), _JOB)
+    assert "C162" in explain(joined, 4, lambda context: model(context)).problems[0]
 
 
 def _gathered() -> tuple[list[float], int, int]:

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade._launch import launch
+from colonnade.comm import waits
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
+from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
+from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
 from tests.engine.gradient_handler.scenarios import numbers
 
@@ -131,3 +136,47 @@ def test_one_rank_that_changes_to_sums_in_a_step_that_is_not_compared_is_named()
     for said in run_world(2, _changes_form, {"sync": {"shared_memory": False}}, timeout=30).values:
         assert "a mean on rank 1; (sum, count) on rank 0" in said
         assert said.endswith("[C045]")
+
+
+@GRADIENT_HANDLER.register_module
+class RaisesOnce(BaseGradientHandler):
+    """Sums by hand; raises where it is told to, before its sum."""
+
+    raises = False
+
+    def handle_gradient(self):
+        if self.raises:
+            raise ValueError("a mistake in my handler")
+        for parameter in self._model.parameters():
+            dist.all_reduce(parameter.grad, group=self.context.get_group(ParallelMode.DATA))
+            parameter.grad /= self.context.data_parallel_size
+
+
+def _handler_raises() -> str:
+    waits.SAY_AFTER = 0.3
+    with launch({"gradient_handler": ["RaisesOnce"]}, context=ParallelContext(), verbose=False) as gpc:
+        engine = initialize(nn.Linear(4, 3), lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        try:
+            for step in range(9):
+                RaisesOnce.raises = step == 2 and gpc.get_global_rank() == 1
+                engine.zero_grad()
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+        except ValueError as error:
+            time.sleep(2)  # as a process does that ends slowly; then its connections close
+            raise error
+        except GradientError as error:
+            return str(error)
+    raise AssertionError("nobody raised")
+
+
+def test_while_others_wait_for_a_rank_whose_handler_raised_they_are_told_its_error():
+    result = run_world(2, _handler_raises, timeout=30, check=False)
+    first, second = result.outcomes
+    assert second.message == "a mistake in my handler"
+    said = result.stderr[0]
+    assert (
+        "rank 1: outside the engine, after an error summing the gradients: ValueError: a mistake in my handler" in said
+    )
+    assert first.ok, first.headline
+    assert "rank 1 has left while this rank was summing the gradients" in first.value

@@ -109,3 +109,18 @@ def killed(folder: Path, launcher: str, kills: int, steps: int, wait: float = 12
             before = job.steps()
         print(f"exit {job.end(wait)}", flush=True)
     return back, job
+
+
+def counts(folder: Path, launcher: str, nproc: int = 2) -> list[dict[str, Any]]:
+    """What each rank of `count_job.py` has left."""
+    folder.mkdir()
+    with two_hosts() as hosts:
+        started = []
+        for host in hosts:
+            (folder / host.name).mkdir()
+            command = LAUNCHERS[launcher](JOB.with_name("count_job.py"), folder, nproc=nproc)
+            env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[2])}
+            started.append(host.start(command, folder / f"{host.name}.log", env))
+        wait_until(lambda: all(process.poll() is not None for process in started), 200)
+        assert [process.poll() for process in started] == [0, 0], Job(hosts, folder).logs()
+    return [json.loads((folder / f"counts{rank}.json").read_text()) for rank in range(2 * nproc)]

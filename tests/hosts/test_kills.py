@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from colonnade.testing.hosts import listening, two_hosts, wait_until, why_not
-from tests.hosts.kills import killed, undisturbed
+from tests.hosts.kills import counts, killed, undisturbed
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 KILLS, STEPS = 3, 30
@@ -27,6 +27,22 @@ def test_a_job_on_two_hosts_comes_back_after_each_kill_under_torchrun_and_colonn
         back, job = killed(tmp_path / launcher, launcher, KILLS, STEPS)
         assert back == KILLS, job.logs()
         assert job.digests() == truth
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@needs_hosts
+def test_on_two_hosts_shards_lie_inside_a_host_urls_are_refused_and_the_store_is_asked_for_few_keys(
+    tmp_path: Path,
+) -> None:
+    found = counts(tmp_path / "run", "colonnade")
+    assert [told["host"] for told in found] == ["alpha", "alpha", "beta", "beta"]
+    assert [told["shards"] for told in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [told["replicas"] for told in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [told["refused"] for told in found] == ["C120"] * 4
+    assert not any(told["left in the folder"] for told in found)
+    assert sum(told["launch"] for told in found) <= 40 * 4, found
+    assert sum(told["wait"] for told in found) <= 40 * 4, found  # of 20 s
 
 
 HOLDS = "import socket, time; held = socket.create_server(('', 7777)); print('up', flush=True); time.sleep(600)"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
@@ -347,3 +348,36 @@ def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
 def test_the_norm_of_no_slots_is_nothing() -> None:
     none = torch.zeros(0, dtype=torch.float64)
     assert Norms(2.0, none, none).total().item() == 0.0
+
+
+class _Called(TorchDispatchMode):
+    """The names of the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
+def test_gradients_that_are_measured_once_need_no_index_of_their_own_in_each_step(p):
+    """Small and large ones mixed, of two dtypes: these operators would read a number, or copy to a device, in every step."""
+    sizes = [
+        (3, torch.float64),
+        (1 << 18, torch.float32),
+        (5, torch.float32),
+        (700_001, torch.float64),
+        (2, torch.float64),
+    ]
+    made = [torch.randn(size, dtype=dtype) for size, dtype in sizes]
+    blocks = [GradientBlock(tensor, slot=at % 2) for at, tensor in enumerate(made)]
+    for at in (0, 1):
+        expected = torch.cat([tensor.double() for tensor in made[at::2]]).norm(p)
+        assert reduce_norms(powsums(blocks, p, 2), p).per_slot()[at].item() == pytest.approx(expected.item(), rel=1e-6)
+    with _Called() as called:
+        powsums(blocks, p, 2)
+    waits = {"repeat_interleave", "bincount", "_local_scalar_dense", "nonzero", "arange", "_pin_memory", "tensor"}
+    assert not waits.intersection(called.names), called.names

@@ -27,7 +27,7 @@ from colonnade.errors import ColonnadeError, ConfigError, LedgerError, RegistryE
 from colonnade.optim.zero.formula import shard_dim
 from colonnade.optim.zero.fsdp import left_whole, replica_mode, shard_modes_of
 from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.demand import holding, owed
+from colonnade.parallel.demand import check_same_data, holding, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, place, placement_of
 from colonnade.parallel.schedules import build_schedule
 from colonnade.reduce.records import read_demands
@@ -131,7 +131,7 @@ def explain(
     problems: dict[str, None] = {}
     notes: dict[str, None] = dict.fromkeys(notes_of(config, zero))
     for role in roles(config, world_size, model, context):
-        problems |= _schedule_problem(context)
+        problems |= _schedule_problem(context) | _mode_problem(role, layout)
         sharded = _cut_by_fsdp(role.model, layout, role.rank, zero)
         stepper = optimizer(role.model.parameters()) if optimizer is not None else None
         ledger = _ledger(role, stepper, config, context, reasons, problems, notes)
@@ -141,6 +141,16 @@ def explain(
         raise ConfigError(f"--param {param!r} matches none of the {len(names)} parameters.{did_you_mean(param, names)}")
     classes = tuple(_described(one, layout, reasons) for one in found.values())
     return Explanation(world_size, _axes(layout), _modes(layout), classes, tuple(notes), tuple(problems))
+
+
+def _mode_problem(role: Role, layout: Layout) -> dict[str, None]:
+    """The first parameter on a mode whose groups join ranks that see other data, if there is one."""
+    try:
+        for name, parameter in role.model.named_parameters():
+            check_same_data(layout, placement_of(parameter), role.rank, name)
+    except ColonnadeError as error:
+        return {str(error): None}
+    return {}
 
 
 # -- what is looked at in a role --------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, memory_order
+from colonnade.checkpoint.plan.tensors import LocalTensor, locate_tensors, memory_order, prefix_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.engine import Engine
@@ -31,7 +32,8 @@ class EngineRecorder(Observer):
     def __init__(self, engine: Engine, dropping: Dropping | None = None) -> None:
         self._engine = engine
         context = engine.context
-        located = locate_tensors(engine.model, context, "verifying", own_names=True)
+        located = locate_tensors(engine.model, context, "verifying")
+        self._prefix = prefix_of(engine.model)
         self.tracked = [_tracked(one) for one in located]
         self._by_tensor = {id(one.tensor): one for one in self.tracked}
         self.recorder = Recorder(
@@ -40,6 +42,7 @@ class EngineRecorder(Observer):
             context.get_global_rank(),
             micro_batches(engine) > 1,
             self._gradients,
+            rename=partial(name_in_whole, engine.model),
             dropping=dropping,
         )
         self.record = self.recorder.record
@@ -135,7 +138,7 @@ class EngineRecorder(Observer):
 
     def _note(self, one: Tracked, located: LocalTensor) -> TensorNote:
         context = self._engine.context
-        rows = [row for row in self._engine.ledger().rows if row.parameter in one.names]
+        rows = [row for row in self._engine.ledger().rows if f"{self._prefix}{row.parameter}" in one.names]
         factors = owed(context.layout, located.placement, context.get_global_rank()) if one.is_parameter else ()
         return TensorNote(
             names=one.names,
@@ -150,6 +153,11 @@ class EngineRecorder(Observer):
             is_parameter=one.is_parameter,
             trained=one.tensor.requires_grad,
         )
+
+
+def name_in_whole(model: nn.Module, name: str) -> str:
+    """The name that a module of this rank's model has in the whole model."""
+    return f"{prefix_of(model)}{name}" if name else name
 
 
 def about(engine: Engine) -> dict[str, Any]:

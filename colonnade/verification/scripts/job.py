@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
 from colonnade.testing.double import in_double
 from colonnade.verification.mutation.mistakes import plant
-from colonnade.verification.runs.engine_record import EngineRecorder
+from colonnade.verification.runs.engine_record import EngineRecorder, name_in_whole
 from colonnade.verification.runs.joined import on_cpu
 from colonnade.verification.runs.masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
 from colonnade.verification.runs.record import options_of
@@ -221,7 +221,7 @@ class Stage:
     def _attach(self, engine: Engine) -> None:
         if self.part.mistake is not None:
             plant(engine, self.part.mistake)
-        self.take(EngineRecorder(engine, self.dropping), engine.model)
+        self.take(EngineRecorder(engine, self.dropping), engine.model, partial(name_in_whole, engine.model))
         self._optimizer = engine.optimizer
         engine._forward = self._fed_forward(engine, engine._forward)
         if engine._criterion is not None:

@@ -39,7 +39,14 @@ def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal() -> Non
     assert "warmup is 4 on the ranks and 8 in the script as one process, as it depends on" in " ".join(report.notes)
 
 
-@pytest.mark.long  # that of the name above shows the comparison of configs
+@pytest.mark.long
+def test_adapters_in_a_pipeline_have_their_names_and_their_dropout(colonnade_verify) -> None:
+    report = colonnade_verify(SCRIPTS / "adapters.py", steps=2)
+    assert report.ok, str(report)
+    assert any(row.quantity == "dropout masks" for row in report.rows)
+
+
+@pytest.mark.long  # that of a schedule named by a string shows the comparison of configs
 def test_passes_that_depend_on_the_number_of_ranks_are_named_with_their_key() -> None:
     told = "gradient_accumulation is 2 on the ranks and 4 in the script as one process"
     with pytest.raises(ScriptError, match=told):
