@@ -45,6 +45,8 @@ def main(folder: Path, steps: int) -> None:
     """Data 2 x pipeline 2, clipped, with dropout and momentum."""
     config = {"parallel": {"data": 2, "pipeline": 2}, "clip_grad_norm": 0.05, "num_microbatches": 2, "seed": 11}
     gpc = colonnade.launch(config, verbose=False)
+    with (folder / "counts").open("a") as log:
+        log.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']}\n")
     torch.manual_seed(5)
     model: Any = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.3), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 3))
     engine = colonnade.initialize(
