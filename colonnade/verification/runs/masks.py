@@ -22,6 +22,7 @@ from colonnade.comm.torch_versions import BACKWARD, backward_inside
 from colonnade.errors import listed
 from colonnade.parallel.checksum import checksum
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.hooks import ModelHook
 from colonnade.verification.runs.mask_places import Places, joined, places_for
 
 DRAWN_BYTES = 256 << 20
@@ -70,8 +71,9 @@ class Dropping(TorchFunctionMode):
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 own = rename(name)
-                enter = module.register_forward_pre_hook(lambda *_, own=own: self._inside.append(own))
-                leave = module.register_forward_hook(lambda *_, own=own: self._leave(own), always_call=True)
+                enter = module.register_forward_pre_hook(ModelHook(lambda *_, own=own: self._inside.append(own)))
+                left = ModelHook(lambda *_, own=own: self._leave(own))
+                leave = module.register_forward_hook(left, always_call=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
                 if _drops_in_kernel(module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from colonnade.checkpoint.format.boxes import whole_box
 from colonnade.checkpoint.plan.tensors import LocalTensor
 from colonnade.parallel.checksum import checksum
 from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.hooks import ModelHook
 from colonnade.parallel.placement import is_dtensor
 from colonnade.verification.runs.masks import Dropping, Masks, Nothing, Noting
 
@@ -225,17 +227,9 @@ class Recorder:
 
     def _watch_modules(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_hook(self._look(self._rename(name), module), with_kwargs=True))
-
-    def _look(self, name: str, watched: nn.Module) -> Callable[..., None]:
-        """The hook of one module. A copy of the model (an average, a teacher) takes its hooks along: a function is copied as it
-        is, where a method would take this recorder along, and the copy's outputs are not those of the model."""
-
-        def look(module: nn.Module, *given: Any) -> None:
-            if module is watched:
-                self._on_output(name, module, *given)
-
-        return look
+            # A copy of the model (an average, a teacher), or a pickle of it, takes no hook along: its outputs are not those of the model.
+            look = ModelHook(partial(self._on_output, self._rename(name)))
+            self._handles.append(module.register_forward_hook(look, with_kwargs=True))
 
     def _on_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The first output of each module in the first step, that of the first pass; and when it is computed again."""

@@ -8,6 +8,7 @@ ranks, joined.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -70,6 +71,11 @@ def taking_part(part: Part) -> Iterator[None]:
         stage.end_of_script()
 
 
+def shown(value: Any) -> str:
+    """A value of a config as text that two processes have in common: their objects and functions lie at other addresses."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
 _stage: Stage | None = None
 
 
@@ -120,7 +126,7 @@ class Stage:
     def load_config(self, own: Callable[..., None]) -> Callable[..., None]:
         def load_config(context: ParallelContext, config: Any) -> None:
             own(context, config)
-            self._config = {key: repr(value) for key, value in context.config.items()}
+            self._config = {key: shown(value) for key, value in context.config.items()}
             if self.part.alone:
                 self._compare_config()
             context.config = self._changed(context.config)

@@ -250,6 +250,8 @@ def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) 
 
 def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
     first = records[0].about["given"]
+    for key in ("call", "batch"):  # first, as those of rank 0 may be the fewer, and all others follow from these
+        _check_counts(records, key)
     joined: dict[str, list[Any]] = {}
     for key in first:
         for at in range(len(first[key])):
@@ -271,9 +273,12 @@ def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
 
 
 def _check_counts(records: Sequence[Record], key: str) -> None:
-    """Say so where a pass has no joined batch because some ranks took fewer batches than others."""
-    counts = {record.rank: len(record.about["given"][key]) for record in records if key in record.about["given"]}
-    if len(set(counts.values())) > 1:
+    """Say so where some ranks took fewer batches than others of their stage: the last passes would have no joined batch."""
+    counts = {record.rank: len(record.about["given"].get(key, ())) for record in records}
+    stages: dict[int, set[int]] = {}
+    for record in records:
+        stages.setdefault(record.about["coordinates"].get("pipeline", 0), set()).add(counts[record.rank])
+    if any(len(found) > 1 for found in stages.values()):
         steps = len(records[0].steps)
         told = ", ".join(f"rank {rank} took {count}" for rank, count in counts.items())
         raise ScriptError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from colonnade.verification.runs.masks import Noting
 from colonnade.verification.runs.record import Recorder, Tracked
 
 
@@ -72,3 +74,16 @@ def test_a_copy_of_the_model_takes_nothing_of_the_recorder_along_and_is_not_seen
     assert recorder._step.activations == {}
     model(x)
     torch.testing.assert_close(recorder._step.activations["inner"], model.inner(x))
+
+
+def test_a_model_that_is_watched_can_be_pickled_and_what_is_read_back_is_not_seen():
+    """As `torch.save(model)` does in a script."""
+    model, noting = _Model(), Noting()
+    recorder = _recorder(model)
+    with noting.watching(model):
+        again = pickle.loads(pickle.dumps(model))
+    x = torch.randn(5, 3)
+    again(x)
+    assert recorder._step.activations == {}
+    torch.testing.assert_close(again(x), model(x))
+    assert "inner" in recorder._step.activations

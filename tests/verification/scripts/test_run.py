@@ -37,6 +37,7 @@ def test_a_schedule_named_by_a_string_and_a_copy_of_the_model_are_equal() -> Non
     report = verify_script(Script(str(SCRIPTS / "named.py")))
     assert report.ok, str(report)
     assert "warmup is 4 on the ranks and 8 in the script as one process, as it depends on" in " ".join(report.notes)
+    assert not any(note.startswith("make ") for note in report.notes)  # a function, at another address in each process
 
 
 @pytest.mark.long

@@ -29,7 +29,9 @@ class Mine(BaseSchedule):
 
 ranks = int(os.environ["WORLD_SIZE"])
 accumulation = 4 // ranks if "engine" in sys.argv else 1
-gpc = colonnade.launch({"schedule": "Mine", "gradient_accumulation": accumulation, "warmup": 8 // ranks}, verbose=False)
+gpc = colonnade.launch(
+    {"schedule": "Mine", "gradient_accumulation": accumulation, "warmup": 8 // ranks, "make": lambda: 0}, verbose=False
+)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
