@@ -136,7 +136,8 @@ def plan_gradients(
         laid_out = _lay_out(sums, plan, device)
     for bucket in laid_out:
         _hold(bucket, plan, states)
-    inside = {id(parameter) for one in sums for parameter in one.parameters}
+    # Not those of sums: these have frozen parameters too, which no bucket holds.
+    inside = {id(parameter) for bucket in laid_out for parameter in bucket.parameters}
     rest = {at: p for at, p in enumerate(model.parameters()) if id(p) not in inside}
     _hold_rest(list(rest.values()), plan, states, optimizer_everywhere=not sharded)
     plan.stepping = _stepping(model, optimizer, zero, context, device, notes)

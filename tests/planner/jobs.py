@@ -50,6 +50,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 256))
 
 
+def frozen() -> nn.Module:
+    """Most of which is not trained, as beside adapters."""
+    model = mlp()
+    for parameter in (*model[0].parameters(), *model[2].parameters()):  # type: ignore[index]
+        parameter.requires_grad_(False)
+    return model
+
+
 def vectors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(64, 256), torch.zeros(64, 256)
 
@@ -102,5 +110,6 @@ def _cut(model: Any, context: ParallelContext) -> Any:
 JOBS = {
     **{name: Job(build, batch, optimizer=adamw) for name, build in (("gpt", gpt), ("moe", moe), ("even", even))},
     "mlp": Job(mlp, vectors, nn.MSELoss, optimizer=adamw),
+    "frozen": Job(frozen, vectors, nn.MSELoss, optimizer=adamw),
     "llama": Job(llama, collated, optimizer=adamw),
 }

@@ -77,6 +77,8 @@ def test_collectives_and_memory_are_those_of_the_run(name: str) -> None:
         ("mlp", dict()),
         ("mlp", dict(zero=3)),
         ("mlp", dict(flat_step=False)),  # fullest in the optimizer's step
+        ("frozen", dict()),
+        ("frozen", dict(gradient_accumulation=2)),
     ],
 )
 def test_gradients_count_where_and_when_they_are_there(job: str, settings: dict[str, Any]) -> None:
