@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +67,9 @@ class _Writer:
     def tree(self, value: Any, what: str) -> Any:
         if value is None or type(value) in (bool, int, str):
             return value
-        if isinstance(value, float):
-            return ["float", value if math.isfinite(value) else str(float(value))]
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):  # numpy's too
+            value = float(value)
+            return ["float", value if math.isfinite(value) else str(value)]
         if isinstance(value, Tensor):
             return ["tensor", self._tensor(value)]
         if isinstance(value, torch.dtype):
@@ -94,7 +96,7 @@ class _Writer:
             there = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
             fields = [[name, self.tree(getattr(value, name), f"{what}.{name}")] for name in there]
             return ["object", *_name_of(value), fields]
-        if isinstance(value, (str, int)):  # of a class of its own, such as an enumeration
+        if isinstance(value, (str, numbers.Integral)):  # of a class of its own: an enumeration, a number of numpy
             return str(value) if isinstance(value, str) else int(value)
         raise ParityError(
             f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be told to another rank: values travel as JSON and "

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +106,11 @@ def test_nan_and_a_record_with_all_it_holds():
     assert (back.rank, back.tensors, back.about) == (3, record.tensors, record.about)
     assert torch.equal(back.steps[0].total["w"][0].value, torch.ones(2))
     assert back.steps[0].losses == [(0.5, None)]
+
+
+def test_numbers_of_numpy_in_a_batch_travel_as_numbers():
+    for given, expected in ((np.int64(3), 3), (np.float32(0.5), 0.5), (np.float64("inf"), math.inf)):
+        assert unpacked(packed({"n": given})) == {"n": expected}
 
 
 def test_an_object_is_made_without_a_call_and_only_of_what_is_loaded():
