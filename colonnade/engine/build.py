@@ -20,6 +20,7 @@ from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeri
 from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_parts
 from colonnade.engine.compiling import compile_model
 from colonnade.engine.engine import Engine
+from colonnade.engine.gradient_handler.ledger import is_waived
 from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.materialise import MetaStart, read_recipes, refuse_meta_state
 from colonnade.engine.observers import announce
@@ -148,7 +149,23 @@ def _shard_parameters(
         f"ZeRO stage 3: {sharding.units} modules are gathered one by one (FSDP2); whole on every rank: "
         f"{listed(sharding.whole)}"
     )
+    _warn_of_waived(model, sharding, context)
     return sharding
+
+
+def _warn_of_waived(model: nn.Module, sharding: Sharding, context: ParallelContext) -> None:
+    """Say which parameters are summed though the config waives them: FSDP2 knows nothing of that."""
+    waive = (context.config.get("sync") or {}).get("waive") or ()
+    patterns = [waive] if isinstance(waive, str) else waive
+    names = {name for name, _ in model.named_parameters()} - set(sharding.whole)
+    waived = sorted(name for name in names if is_waived(name, patterns))
+    if waived and context.layout.distinct_data > 1:
+        get_dist_logger().warning(
+            f"sync=dict(waive={waive!r}) has no effect on {listed(waived[:8])}{', ...' if len(waived) > 8 else ''}: "
+            f"ZeRO stage 3 sums their gradients over the ranks that share them, and clips by the norm of the sum. For replicas that "
+            f"differ on purpose use stage 0, 1 or 2",
+            ranks=[0],
+        )
 
 
 def _home(settings: ZeroSettings, device: torch.device) -> torch.device:

@@ -37,7 +37,7 @@ class LossBook:
         self._accumulation = accumulation
         self._form = LossForm()
         self._watch = MeanWatch()
-        self._divided = DivisionWatch(accumulation)
+        self._divided = DivisionWatch({"gradient_accumulation": accumulation}, ranks=[0])
         # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
         self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
         self._count: Tensor | float = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -566,3 +567,56 @@ def test_a_loss_that_is_divided_by_the_number_of_passes_is_said_once(monkeypatch
         engine.close()
     assert len(said) == told
     assert all("gradient_accumulation=4 divides it by 4 again" in text for text in said)
+
+
+def _by_four(output, label):
+    return F.mse_loss(output, label) / 4
+
+
+def _by_eight(output, label):
+    return F.mse_loss(output, label) / 8
+
+
+def _sum_by_rows(output, label):
+    return (output - label).square().sum(1).sum() / len(output)
+
+
+def _piped(cases):
+    """What each rank of a pipeline is told of its criterion, in training and then in an evaluation."""
+    found = []
+    for criterion, config, rows in cases:
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss_module, "get_dist_logger", lambda said=said: _Said(said))
+            with launch({"parallel": {"pipeline": 2}, **config}, context=ParallelContext(), verbose=False) as gpc:
+                parts = split([nn.Linear(4, 4), nn.Linear(4, 4)])
+                engine = initialize(parts, lambda p: torch.optim.SGD(p, lr=0.0), criterion, context=gpc)[0]
+                given = (torch.ones(rows, 4), torch.zeros(rows, 4))
+                for _ in range(2 * engine.accumulation):
+                    engine.zero_grad()
+                    engine.execute_schedule(iter([given]))
+                    engine.step()
+                engine.execute_schedule(iter([given]), forward_only=True)
+                engine.close()
+        found.append(said)
+    return found
+
+
+class _Said:
+    def __init__(self, said):
+        self.said = said
+
+    def warning(self, text, parallel_mode=None, ranks=None):
+        self.said += [text] * (ranks is None or dist.get_rank() in ranks)
+
+
+def test_in_a_pipeline_the_rank_with_the_loss_says_so_of_passes_and_of_micro_batches():
+    passes, pieces = {"num_microbatches": 2, "gradient_accumulation": 4}, {"num_microbatches": 4}
+    summed = {"schedule": {"type": "PipelineSchedule", "num_microbatches": 4, "loss_reduction": "sum"}}
+    cases = [(_by_four, passes, 12), (_by_four, pieces, 12), (_by_eight, passes, 12)]
+    cases += [(_by_four, summed, 12), (_sum_by_rows, pieces, 16)]  # what the user has to divide by
+    first, last = run_world(2, _piped, cases).values
+    assert first == [[]] * 5
+    assert [len(said) for said in last] == [1, 1, 0, 0, 0]
+    assert "gradient_accumulation=4 divides it by 4 again" in last[0][0]
+    assert "num_microbatches=4 divides it by 4 again" in last[1][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine import build
 from colonnade.engine.build import initialize
 from colonnade.testing import run_world
 from tests.engine.gradient_handler.scenarios import numbers
@@ -128,3 +130,24 @@ def _not_finite() -> tuple[bool, bool]:
 
 def test_a_gradient_that_is_not_finite_drops_the_step_of_all_replicas():
     assert run_world(2, _not_finite).values == [(True, False)] * 2
+
+
+def _warned(configs: list[dict[str, Any]]) -> list[list[str]]:
+    found = []
+    for config in configs:
+        said: list[str] = []
+        logger = SimpleNamespace(info=lambda text: None, warning=lambda text, ranks, said=said: said.append(text))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "get_dist_logger", lambda logger=logger: logger)
+            with launch({"clip_grad_norm": 1.0, **config}, context=ParallelContext(), verbose=False) as gpc:
+                build.initialize(_net(), lambda q: torch.optim.SGD(q, lr=0.1), context=gpc)[0].close()
+        found.append(said)
+    return found
+
+
+def test_stage_3_which_sums_waived_gradients_too_says_so():
+    configs = [{"zero": 3, "sync": {"waive": ["0.*"]}}, {"zero": 3}, {"zero": 2, "sync": {"waive": ["*"]}}]
+    for waived, plain, stage_2 in run_world(2, _warned, configs).values:
+        (text,) = waived
+        assert "waive=['0.*']) has no effect on 0.down.bias, 0.down.weight, 0.up.bias" in text
+        assert plain == stage_2 == []

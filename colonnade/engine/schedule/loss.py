@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
 
@@ -131,24 +131,32 @@ _MEAN_OF_MEANS = (
 
 
 class DivisionWatch:
-    """Says once that a loss is divided by the number of passes, by which the engine divides it too."""
+    """Says once that a loss is divided by a number by which the engine divides it too.
 
-    def __init__(self, accumulation: int) -> None:
-        self._accumulation, self._looks = accumulation, _LOOKS if accumulation > 1 else 0
+    `numbers`: these, by key of the config. `ranks`: those that say so; by default all that have such a loss.
+    """
 
-    def look(self, loss: Any) -> None:
-        """Look at the last operation that made a loss, or the sum of a loss given as (sum, count)."""
+    def __init__(self, numbers: Mapping[str, int], ranks: list[int] | None = None) -> None:
+        self._keys: dict[float | None, str] = {number: key for key, number in numbers.items() if number > 1}
+        self._looks, self._ranks = _LOOKS if self._keys else 0, ranks
+
+    def look(self, loss: Any, rows: Collection[int] = ()) -> None:
+        """Look at the last operation that made a loss, or the sum of a loss given as (sum, count).
+
+        `rows`: numbers of rows that were given, by which a mean over them is divided too.
+        """
         if self._looks == 0:
             return
         self._looks -= 1
         value = loss[0] if isinstance(loss, (tuple, list)) and loss else loss
-        if _divisor(getattr(value, "grad_fn", None)) == self._accumulation:
-            self._looks, times = 0, self._accumulation
+        times = _divisor(getattr(value, "grad_fn", None))
+        if times in self._keys and times not in rows:
+            self._looks = 0
             get_dist_logger().warning(
-                f"the loss was divided by {times} just before backward, and gradient_accumulation={times} divides it by {times} "
-                f"again: gradients and losses are then {times} times too small. Leave `loss / {times}` out; where the number is "
+                f"the loss was divided by {times:g} just before backward, and {self._keys[times]}={times:g} divides it by {times:g} "
+                f"again: gradients and losses are then {times:g} times too small. Leave `loss / {times:g}` out; where the number is "
                 f"another one by chance, divide before the last operation (said once)",
-                ranks=[0],
+                ranks=self._ranks,
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
     outputs = list(output) if isinstance(output, (list, tuple)) else [output]
     if label is None:
         try:
-            return criterion(*outputs)
+            return _called(criterion, outputs, [])
         except TypeError as error:
             if len(outputs) >= (needed := len(required_arguments(criterion))):
                 raise
@@ -82,24 +82,38 @@ def _loss_of(criterion: Any, output: Any, label: Any) -> Any:
                 code="C045",
             ) from error
     if isinstance(label, dict):
-        return criterion(**output, **label) if isinstance(output, dict) else criterion(*outputs, **label)
+        return criterion(**output, **label) if isinstance(output, dict) else _called(criterion, outputs, [], label)
     labels = list(label) if isinstance(label, (list, tuple)) and not isinstance(output, dict) else [label]
-    given = [*outputs, *labels]
+    return _called(criterion, outputs, labels)
+
+
+def _called(
+    criterion: Any, outputs: Sequence[Any], labels: Sequence[Any], named: Mapping[str, Any] | None = None
+) -> Any:
+    """The criterion of these; where it fails on more values than it needs, the error says where they are from."""
+    named = named or {}
     try:
-        return criterion(*given)
-    except TypeError as error:
-        takes = most_arguments(criterion)
-        if takes is None or len(given) <= takes:  # an error inside
+        return criterion(*outputs, *labels, **named)
+    except (TypeError, ValueError, RuntimeError) as error:
+        given, takes = len(outputs) + len(labels) + len(named), most_arguments(criterion)
+        several = max(len(outputs), len(labels))
+        if takes is None or several == 1 or given <= len(required_arguments(criterion)):  # an error inside
             raise
+        told = (
+            f"{'the model returned' if len(outputs) > 1 else 'the label is'} {several} values, which go into the criterion one "
+            f"by one (outputs first, then labels). Give a criterion that takes them, such as lambda "
+            f"{', '.join([*_names(len(outputs), len(labels)), *named])}: ..., or let the model return one value"
+        )
         name = getattr(criterion, "__name__", type(criterion).__name__)
-        several = "the model returned" if len(outputs) > 1 else "the label is"
-        raise ScheduleError(
-            f"{name} takes at most {takes} arguments, and was given {len(given)}: {several} "
-            f"{max(len(outputs), len(labels))} values, which go into the criterion one by one (outputs first, then labels). Give a "
-            f"criterion that takes them, such as lambda {', '.join(_names(len(outputs), len(labels)))}: ..., or let the model "
-            f"return one value",
-            code="C045",
-        ) from error
+        if isinstance(error, TypeError) and given > takes:
+            raise ScheduleError(
+                f"{name} takes at most {takes} arguments, and was given {given}: {told}", code="C045"
+            ) from error
+        if not isinstance(
+            error, torch.OutOfMemoryError
+        ):  # one of them is taken for an option, as the weight of F.cross_entropy
+            error.add_note(f"{name} was given {given} arguments: {told}")
+        raise
 
 
 def _with_graph(tensor: Tensor) -> Tensor:

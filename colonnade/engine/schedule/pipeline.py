@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from colonnade.context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -15,7 +17,7 @@ from colonnade.engine.schedule.actions import Row, Table, parse_table, read_csv
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, required_arguments
 from colonnade.engine.schedule.check import check
 from colonnade.engine.schedule.executor import Executor, MicroBatch, call_module, cut_batch, join
-from colonnade.engine.schedule.loss import LossForm
+from colonnade.engine.schedule.loss import DivisionWatch, LossForm
 from colonnade.engine.schedule.non_pipeline import call_criterion
 from colonnade.engine.schedule.orders import check_chunks, loop_stages, make_table
 from colonnade.engine.schedule.transfer.wire import with_cpu
@@ -118,7 +120,7 @@ class PipelineSchedule(BaseSchedule):
             down_group=down_group,
             device=context.device,
             forward=self._forward,
-            loss_fn=partial(call_criterion, engine.criterion),
+            loss_fn=partial(_loss_of, engine.criterion, DivisionWatch(self._divisors(engine))),
             loss_form=partial(LossForm, self._loss_everywhere, self._loss_reduction == "mean"),
             backward=engine.backward_micro_batch,
             tensor_shape=self.tensor_shape,
@@ -173,6 +175,11 @@ class PipelineSchedule(BaseSchedule):
             label = join([micro_batch.label for micro_batch in micro_batches if micro_batch.counts])
         return join(step.outputs), label, loss
 
+    def _divisors(self, engine: Any) -> dict[str, int]:
+        """The numbers by which a loss of a micro-batch is divided, by key of the config."""
+        divided = {"gradient_accumulation": getattr(engine, "accumulation", 1)}
+        return divided if self._loss_reduction == "sum" else {"num_microbatches": self.num_microbatches, **divided}
+
     def _micro_batches(self, data_iter: Iterator[Any] | None, fill: bool) -> tuple[list[MicroBatch], Any]:
         if data_iter is None and not self.uses_batch:
             return [MicroBatch(index) for index in range(self.num_microbatches)], None
@@ -190,6 +197,15 @@ class PipelineSchedule(BaseSchedule):
             before = None if stage == 0 else inputs
             inputs, micro_batch.label = self._stage_data_func(before, micro_batch.data)
         return call_module(stage, module, inputs, micro_batch)
+
+
+def _loss_of(criterion: Any, watch: DivisionWatch, output: Any, label: Any) -> Any:
+    loss = call_criterion(criterion, output, label)
+    if torch.is_grad_enabled():  # an evaluation has no gradient that is too small
+        watch.look(
+            loss, {len(leaf) for leaf in tree_leaves((output, label)) if isinstance(leaf, Tensor) and leaf.dim()}
+        )
+    return loss
 
 
 def _virtual_rank_switch(context: ParallelContext, stage_ranks: Sequence[int]) -> Callable[[int], None] | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import colonnade
 from colonnade._launch import launch
@@ -96,3 +97,26 @@ def test_a_criterion_that_is_given_more_values_than_it_takes_is_told_whose_they_
     with pytest.raises(TypeError, match="unsupported operand"):  # an error inside is the user's own
         call_criterion(_two, None, one)
     assert call_criterion(lambda *given: len(given), (one, one), one) == 3
+
+
+def _scaled(output: Any, label: Any, weight: Any = None) -> Any:
+    return (output - label) * (1 if weight is None else weight)
+
+
+def test_so_is_one_whose_options_take_the_values_in_or_that_is_given_no_label_or_labels_by_name():
+    logits, labels = torch.ones(6, 5), torch.zeros(6, dtype=torch.int64)
+    for criterion, output in (
+        (F.cross_entropy, (logits, None)),
+        (F.mse_loss, (logits, logits)),
+        (_scaled, (logits, None)),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as inside:
+            call_criterion(criterion, output, labels)
+        (note,) = inside.value.__notes__  # the error stays torch's own
+        assert f"{criterion.__name__} was given 3 arguments: the model returned 2 values" in note
+    for criterion, label in ((nn.CrossEntropyLoss(), {"target": labels}), (lambda output: output.mean(), None)):
+        with pytest.raises(ScheduleError, match=r"was given [23]: the model returned 2 values.*\[C045\]$"):
+            call_criterion(criterion, (logits, logits), label)
+    with pytest.raises(ValueError, match="batch_size") as alone:  # as many as it needs
+        call_criterion(F.cross_entropy, logits, labels[:3])
+    assert not hasattr(alone.value, "__notes__")
