@@ -8,7 +8,8 @@ from pathlib import Path
 
 from colonnade.errors import ColonnadeError, ConfigError
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+")  # one letter is a drive of Windows; `Path` makes s3:/x of s3://x
+# One letter is a drive of Windows; `Path` makes s3:/x of s3://x; variables of a shell may keep quotes.
+_URL = re.compile(r"[\s'\"]*([A-Za-z][\w+.:-]+):/+")
 
 
 def local_path(given: str | Path, what: str, error: type[ColonnadeError] = ConfigError) -> Path:

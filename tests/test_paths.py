@@ -35,6 +35,9 @@ URLS = (
     "https://host/x",
     "file:///tmp/x",
     "a::s3://b/x",
+    "arrow_hdfs://b/x",
+    " s3://b/x",
+    "'s3://b/x'",
     Path("s3://b"),
 )
 
@@ -49,7 +52,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_is_no_path(url):
-    with pytest.raises(ConfigError, match=r"the log is '.*', a URL of the kind '.*\[C120\]$"):
+    with pytest.raises(ConfigError, match=r"the log is ['\"].*['\"], a URL of the kind '.*\[C120\]$"):
         local_path(url, "the log")
 
 

@@ -44,6 +44,8 @@ _NEEDY = "colonnade/waits/needs all"
 """A rank that stands at the end of a step and needs all others to come there: the last one to say so."""
 _AT_LIMIT = "colonnade/waits/at the limit"
 """Where the others are, as the first rank saw it whose wait has ended at the limit."""
+_STANDING = "colonnade/waits/standing"
+"""What ranks stand at, as the last rank has read it that asked."""
 _RANKS_NAMED = 16
 _ANSWER_SECONDS = 8.0
 """A store that has not answered for so long is cut off, or its rank is stopped."""
@@ -434,6 +436,31 @@ def told_by(rank: int) -> tuple[str, Any] | None:
         return None
     more = store.get(f"{key}/more") if store.check([f"{key}/more"]) else b"null"
     return str(place), json.loads(more.decode())
+
+
+def standing(here: int, world_size: int) -> dict[str, int]:
+    """What ranks do that have not moved for `SAY_AFTER` seconds, with one rank for each.
+
+    Of the ranks that ask at one time, one reads the notes of all, and the others take its answer.
+    """
+    store = default_store()
+    told = store.get(_STANDING).decode() if store.check([_STANDING]) else ""
+    mine = json.dumps([time.time(), here, None])
+    if not told or not 0 <= time.time() - json.loads(told)[0] < SAY_AFTER:
+        told = store.compare_set(_STANDING, told, mine).decode()
+        if told == mine:
+            keys = [_KEY.format(rank) for rank in range(world_size)]
+            notes = [json.loads(note.decode() or "null") for note in store.multi_get(keys)] if store.check(keys) else []
+            found = {note[0]: rank for rank, note in enumerate(notes) if note is not None and rank != here}
+            store.set(_STANDING, json.dumps([time.time(), here, found]))
+            return found
+    until = time.monotonic() + _ANSWER_SECONDS / 2
+    for pause in pauses(0.05):
+        found = json.loads(store.get(_STANDING).decode())[-1]
+        if found is not None or time.monotonic() > until:
+            return found or {}
+        time.sleep(pause)
+    return {}
 
 
 def place_of(rank: int) -> Place | None:

@@ -371,6 +371,18 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def launchers_met(endpoint: str, limit: timedelta, connect: Callable[[], Any]) -> Any:
+    """What `connect` returns; a LaunchError where a stranger holds the port of the endpoint, or nobody answers in time."""
+    try:
+        return _within(limit, connect)
+    except Exception as error:  # torch has classes of its own for this
+        raise LaunchError(
+            f"the launchers of the machines cannot meet at {endpoint}: {(str(error).strip() or type(error).__name__).splitlines()[0]}. Is its port free on the "
+            f"first machine, and reachable from here? Another one is given by --rdzv-endpoint, the same on every machine",
+            code="C021",
+        ) from error
+
+
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
     """Run `connect` with a deadline of our own.
 

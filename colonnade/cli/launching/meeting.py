@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from colonnade.comm.torch_versions import TCPStore
-from colonnade.context.rendezvous import listening_at
+from colonnade.context.rendezvous import launchers_met, listening_at
 
 BACKEND = "colonnade"
 PLACED = "colonnade-placed"
@@ -87,7 +87,12 @@ class Placed(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """The store and this machine's place."""
-        if self._store is None and self.rank == 0:
+        if self._store is not None:
+            return super().next_rendezvous()
+        return launchers_met(f"{self.master_addr}:{self.master_port}", timedelta(seconds=_SECONDS), self._first)
+
+    def _first(self) -> RendezvousInfo:
+        if self.rank == 0:
             self._store = serving(self.master_addr, self.master_port, False)
         return super().next_rendezvous()
 
@@ -139,7 +144,11 @@ def _meet(params: RendezvousParameters) -> Meeting:
             )
             backend = C10dRendezvousBackend(store, params.run_id)
     if backend is None:
-        backend, store = create_backend(params)
+        backend, store = (
+            create_backend(params)
+            if one_host
+            else launchers_met(params.endpoint, timedelta(seconds=_SECONDS), lambda: create_backend(params))
+        )
     meetings[:] = [Meeting(create_handler(store, backend, params), one_host)]
     return meetings[-1]
 

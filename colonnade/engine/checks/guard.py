@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from colonnade.checkpoint.collective import before_save
 from colonnade.comm import waits
 from colonnade.comm.messages import digest_of, gather_in_pieces, share_texts
-from colonnade.comm.torch_versions import default_store, gather_rows, is_alive, timeout_of
+from colonnade.comm.torch_versions import default_store, gather_rows, groups_meet, is_alive, timeout_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks.ordered_sum import ordered_sum
@@ -78,7 +78,8 @@ class Guard:
     ) -> None:
         self._model, self._optimizer, self._context, self._sync = weakref.ref(model), optimizer, context, sync
         self._every, self._steps, self._turns = every, 0, count()
-        self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
+        with groups_meet(context.world_size, "gloo"):
+            self._group = dist.new_group(timeout=timeout_of(), backend="gloo")
         self._log = sync.log = CallLog(model.named_parameters, context.waits.at)
         context.waits.more = lambda: self._log.so_far
         before_save[model] = weakref.WeakMethod(self.check)
@@ -158,19 +159,22 @@ class Guard:
         store, key = default_store(), f"colonnade/guard/{self._group.group_name}/{next(self._turns)}"
         here = store.add(key, 1)
         begin, after = time.monotonic(), 1.5 * waits.SAY_AFTER
-        for pause in waits.pauses(0.05):
+        # 20,000 looks a second at most: the more ranks ask one store, the less often each does.
+        for pause in waits.pauses(max(0.05, self._context.world_size / 20_000)):
             if here >= self._context.world_size:
                 return
             time.sleep(pause)
             here = store.add(key, 0)
             if time.monotonic() - begin > after:
                 self._look_for_stuck()
-                after = 2 * (time.monotonic() - begin)  # each look reads what all ranks have told
+                after = 2 * (time.monotonic() - begin)
 
     def _look_for_stuck(self) -> None:
         """Raise if a rank stands in a call that needs this rank, which is here and has not made it."""
         here = self._context.get_global_rank()
-        for rank in range(self._context.world_size):
+        for what, rank in waits.standing(here, self._context.world_size).items():
+            if here not in _ranks_over(what):
+                continue
             place, calls = waits.told_by(rank) or ("", None)
             found = _waits_in_vain(here, self._log.steps, place, calls)
             if found is not None:
@@ -227,10 +231,16 @@ def _waits_in_vain(here: int, mine: Steps, place: str, told: Any) -> tuple[int, 
 
     None where it does not wait for `here`, or may wait for a third rank that is late: then all its calls were made here too.
     """
-    over = re.search(r" over ranks (\[.*?\])", place)
-    if over is None or told is None or here not in json.loads(over[1]):
+    over = _ranks_over(place)
+    if told is None or here not in over:
         return None
-    return first_difference(mine, read_steps(told), json.loads(over[1]), under_way=True)
+    return first_difference(mine, read_steps(told), over, under_way=True)
+
+
+def _ranks_over(place: str) -> list[int]:
+    """The ranks of the call at which a rank stands; none where it stands elsewhere."""
+    over = re.search(r" over ranks (\[.*?\])", place)
+    return json.loads(over[1]) if over is not None else []
 
 
 def _apart(everyone: list[dict[int, int]]) -> dict[int, dict[int, list[int]]]:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from colonnade.cli.launching import meeting
 from colonnade.context import rendezvous
+from colonnade.errors import LaunchError
 from colonnade.testing.hosts import colonnade_run, listening, two_hosts, wait_until, why_not
 from tests.cli import colonnade, command, environment
 
@@ -135,3 +137,16 @@ def test_a_port_that_torch_found_free_and_another_took_is_not_used(script: Path,
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[0]) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("place", [None, "0", "1"])
+def test_a_port_of_the_endpoint_that_a_stranger_holds_is_named_and_not_waited_for_without_end(
+    monkeypatch, place
+) -> None:
+    monkeypatch.setattr(meeting, "_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        given = {} if place is None else {"rank": place}
+        params = RendezvousParameters("any", endpoint, "none", 2, 2, **given)
+        with pytest.raises(LaunchError, match=rf"machines cannot meet at {endpoint}: .*--rdzv-endpoint.*\[C021\]"):
+            meeting._meet(params) if place is None else meeting._place(params).next_rendezvous()
