@@ -82,7 +82,10 @@ class _Meeting:
         self._rank, self._ranks = context.get_global_rank(), tuple(context.get_ranks_in_group(mode))
         self._seconds = timeout_of(self._group).total_seconds()
         self._gloo: Any = None
-        self._here = torch.empty(len(self._ranks), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        self._here = (
+            torch.empty(len(self._ranks), dtype=torch.uint8, device="cpu"),
+            torch.zeros(1, dtype=torch.uint8, device="cpu"),
+        )
 
     def __call__(self) -> None:
         with self._waits.during(f"{OUTSIDE}, in an evaluation"):
