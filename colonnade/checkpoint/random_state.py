@@ -15,11 +15,11 @@ from colonnade.context.parallel_context import ParallelContext
 def random_state(context: ParallelContext) -> dict[str, Any]:
     """Where every random stream of this rank stands."""
     version, numbers, gauss = random.getstate()
-    state = {"streams": context.streams.state_dict(), "python": (version, torch.tensor(numbers), gauss)}
+    state = {"streams": context.streams.state_dict(), "python": (version, torch.tensor(numbers, device="cpu"), gauss)}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, torch.tensor(keys.astype("int64")), *rest)
+        state["numpy"] = (name, torch.tensor(keys.astype("int64"), device="cpu"), *rest)
     return state
 
 

@@ -18,7 +18,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._done: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             self._copy.copy_(tensor.detach(), non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()

@@ -67,7 +67,7 @@ def keep_heap() -> None:
     learns from a large block that is freed: blocks of this size stay on the heap from then on, up to twice as
     much in all (32 MiB is the most it learns from). Elsewhere this does nothing.
     """
-    torch.empty(HEAP_BYTES, dtype=torch.uint8)
+    torch.empty(HEAP_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
@@ -88,5 +88,5 @@ def _map(descriptor: int, nbytes: int, numel: int, dtype: torch.dtype) -> Tensor
     mapping = mmap.mmap(descriptor, nbytes)
     os.close(descriptor)
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(mapping, dtype=dtype, count=numel)

@@ -124,7 +124,7 @@ class RankGroup:
             self.sockets = None
 
     def _begin(self, payload: bytes) -> tuple[Tensor, Any]:
-        received = torch.empty(self.size * len(payload), dtype=torch.uint8)
+        received = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
         return received, self._gather(received, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
     def _rows(self, received: Tensor, work: Any) -> list[bytes]:
@@ -160,7 +160,9 @@ def own_gloo(group: dist.ProcessGroup | None = None) -> Any:
     gloo = dist.ProcessGroupGloo(store, dist.get_rank(group), len(tokens), timeout_of(group))
     store.forget()
     # A rank that let go of its connections now would break those that others are still opening.
-    gloo_all_gather(gloo, torch.empty(len(tokens), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)).wait()
+    gloo_all_gather(
+        gloo, torch.empty(len(tokens), dtype=torch.uint8, device="cpu"), torch.zeros(1, dtype=torch.uint8, device="cpu")
+    ).wait()
     return gloo
 
 

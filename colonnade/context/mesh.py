@@ -24,14 +24,14 @@ def mesh_of(
     if not modes:
         raise ContextError("device_mesh() needs at least one mode, such as device_mesh(ParallelMode.DATA)", code="C012")
     names = tuple(mode.value for mode in modes)
-    ranks = torch.tensor(_product(layout, modes, rank))
+    ranks = torch.tensor(_product(layout, modes, rank), device="cpu")
     return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=names)
 
 
 def _product(layout: Layout, modes: list[ParallelMode], rank: int) -> Any:
     """Nested lists of ranks: from this rank along every mode; refuses modes that do not form a grid."""
     grid = _walk(layout, modes, rank)
-    flat = torch.tensor(grid).flatten().tolist()
+    flat = torch.tensor(grid, device="cpu").flatten().tolist()
     if len(set(flat)) != len(flat) or any(_walk(layout, modes, other) != grid for other in flat):
         raise ContextError(
             f"the modes {listed(mode.name for mode in modes)} do not form a grid around rank {rank}: "

@@ -44,7 +44,7 @@ class LastStep:
     @property
     def last_skip_flag(self) -> HostCopy | None:
         """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
-        return HostCopy(torch.ones(())) if self._failed else self._stepper.skips.flag
+        return HostCopy(torch.ones((), device="cpu")) if self._failed else self._stepper.skips.flag
 
     @property
     def may_skip(self) -> bool:

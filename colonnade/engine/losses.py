@@ -126,7 +126,7 @@ class LossBook:
                 raise GradientError(
                     f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
                 )
-            return torch.tensor(told, dtype=torch.float64).sum(0)
+            return torch.tensor(told, dtype=torch.float64, device="cpu").sum(0)
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
         """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers."""

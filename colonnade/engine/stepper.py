@@ -126,7 +126,7 @@ class Stepper:
         """The step is dropped because backward failed on these ranks, if on any."""
         if ranks:
             self.skips.total += 1
-            self.skips.last, self.skips.flag = True, HostCopy(torch.ones(()))
+            self.skips.last, self.skips.flag = True, HostCopy(torch.ones((), device="cpu"))
             get_dist_logger().warning(
                 f"step dropped: its backward pass failed on rank {listed(ranks)} ({self.skips.total} dropped so far)"
             )

@@ -124,7 +124,7 @@ def are_same(one: Source, other: Source, dtype: torch.dtype) -> bool:
         rows = length  # which makes the whole for any part
     for first in range(0, length, rows):
         box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if one.shape else Box((), ())
-        parts = [torch.empty(box.shape, dtype=dtype) for _ in range(2)]
+        parts = [torch.empty(box.shape, dtype=dtype, device="cpu") for _ in range(2)]
         one.read_into(parts[0], box.offset)
         other.read_into(parts[1], box.offset)
         if not torch.equal(*parts):

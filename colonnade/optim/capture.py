@@ -63,7 +63,7 @@ class StepGraph:
 
     def __init__(self) -> None:
         self._capture = Capture()
-        self._divisor = self._found_inf = torch.empty(0)
+        self._divisor = self._found_inf = torch.empty(0, device="cpu")
         self._rates: list[tuple[Tensor, float]] = []
 
     def step(

@@ -34,7 +34,7 @@ def _steps(name: str, value: int) -> int:
 
 
 def _number(value: float = 0.0) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 @CLIP_METHOD.register_module("zclip")
@@ -81,7 +81,7 @@ class _Windowed(ClipMethod):
     window: int
 
     def history(self, slots: int) -> dict[str, Tensor]:
-        return {"count": _number(), "norms": torch.zeros(self.window, dtype=torch.float64)}
+        return {"count": _number(), "norms": torch.zeros(self.window, dtype=torch.float64, device="cpu")}
 
     def _record(self, measured: Measured) -> None:
         count, norms = self.state["count"], self.state["norms"]
@@ -157,7 +157,7 @@ class AdaGC(ClipMethod):
         self.max_norm = positive("max_norm", max_norm)
 
     def history(self, slots: int) -> dict[str, Tensor]:
-        return {"count": _number(), "average": torch.full((slots,), math.inf, dtype=torch.float64)}
+        return {"count": _number(), "average": torch.full((slots,), math.inf, dtype=torch.float64, device="cpu")}
 
     def decide(self, measured: Measured) -> Verdict:
         count, average = self.state["count"], self.state["average"]

@@ -144,14 +144,16 @@ class _Masks:
 
     def __init__(self, groups: Sequence[ClipGroup], group_of: Sequence[int]) -> None:
         self.plain = all(group == ClipGroup(group.name) for group in groups)
-        self.group_of = torch.tensor(group_of)
+        self.group_of = torch.tensor(group_of, device="cpu")
         of = [groups[index] for index in group_of]
-        self._counted = torch.tensor([group.counted for group in of])
-        self.clipped = torch.tensor([group.clipped for group in of])
-        self.own = torch.tensor([group.max_norm is not None for group in of])
+        self._counted = torch.tensor([group.counted for group in of], device="cpu")
+        self.clipped = torch.tensor([group.clipped for group in of], device="cpu")
+        self.own = torch.tensor([group.max_norm is not None for group in of], device="cpu")
         limits = [group.max_norm or 1.0 for group in groups]
-        self.limits = torch.tensor(limits, dtype=torch.float64)
-        self.members = torch.tensor([[index == place for index in group_of] for place in range(len(groups))])
+        self.limits = torch.tensor(limits, dtype=torch.float64, device="cpu")
+        self.members = torch.tensor(
+            [[index == place for index in group_of] for place in range(len(groups))], device="cpu"
+        )
 
     @property
     def counted(self) -> Tensor | None:

@@ -145,9 +145,11 @@ class KernelRun(Run):
         pieces = list(self._pieces(fragments))
         table = chunk_table([(start, stop) for start, stop, _, _ in pieces], STEP_CHUNK, torch.device("cpu"))
         piece_of = table[:, 2].long()
-        table[:, 2] = torch.tensor([step for _, _, step, _ in pieces])[piece_of]
+        table[:, 2] = torch.tensor([step for _, _, step, _ in pieces], device="cpu")[piece_of]
         self._table = to_device(table, device)
-        self._owners = to_device(torch.tensor([owner for *_, owner in pieces], dtype=torch.int32)[piece_of], device)
+        self._owners = to_device(
+            torch.tensor([owner for *_, owner in pieces], dtype=torch.int32, device="cpu")[piece_of], device
+        )
 
     def _pieces(self, fragments: Sequence[Fragment]) -> Iterator[tuple[int, int, int, int]]:
         """(start, stop, place of the step count, which member): gradients that are scattered are read one by one."""

@@ -31,7 +31,7 @@ class ScatteredGradient:
         self.dtype, self.device = layout.dtype, layout.device
         self.like = torch.empty((), dtype=layout.dtype, device=layout.device)
         self.addresses = torch.zeros(len(layout), dtype=torch.int64, device=layout.device)
-        self.limits = to_device(torch.tensor([span.stop for span in layout.spans]), layout.device)
+        self.limits = to_device(torch.tensor([span.stop for span in layout.spans], device="cpu"), layout.device)
         self._numel, self._known = layout.numel, list[int]()
 
     def numel(self) -> int:
@@ -41,7 +41,7 @@ class ScatteredGradient:
     def point_to(self, addresses: list[int]) -> None:
         """The gradients are there now."""
         if addresses != self._known:
-            self.addresses.copy_(pinned(torch.tensor(addresses)), non_blocking=True)
+            self.addresses.copy_(pinned(torch.tensor(addresses, device="cpu")), non_blocking=True)
             self._known = addresses
 
 
@@ -221,7 +221,7 @@ class FlatState:
                 counts[place] = self._copy_in(bucket, index, kept, loaded)
                 if loaded:
                     self._point(place, [name for name in kept if loaded.get(name) is not None])
-        self.steps.copy_(torch.tensor(counts))
+        self.steps.copy_(torch.tensor(counts, device="cpu"))
         alike = {count: object() for count in counts}
         self.histories = [alike[count] for count in counts]
 

@@ -182,8 +182,8 @@ class FlatStep:
         count = len(self._state.members)
         if len(counted) == count:
             return None
-        mask = torch.zeros(count, dtype=torch.float32)
-        mask[torch.tensor(counted, dtype=torch.int64)] = 1.0
+        mask = torch.zeros(count, dtype=torch.float32, device="cpu")
+        mask[torch.tensor(counted, dtype=torch.int64, device="cpu")] = 1.0
         return to_device(mask, self._state.steps.device)
 
     @torch.no_grad()

@@ -182,7 +182,7 @@ class KernelReader:
         self._bases: list[Tensor] = []
         self._launches: list[tuple[Tensor, int]] = []
         chunks_of = [-(-row.numel() // CHUNK) for row in rows]
-        ranges = torch.zeros(len(rows), 2, dtype=torch.int32)
+        ranges = torch.zeros(len(rows), 2, dtype=torch.int32, device="cpu")
         first = 0
         for members in _by_storage(rows):
             own = [rows[index] for index in members]

@@ -133,13 +133,15 @@ class Placements:
         which names the parameter where this rank knows its name.
         """
         start = sum(counts[: self._stage])
-        rows = torch.zeros((sum(counts), 2), dtype=torch.float64)
+        rows = torch.zeros((sum(counts), 2), dtype=torch.float64, device="cpu")
         ranks_of_stage = self._context.world_size // len(counts)
         for at, (entry, shape) in enumerate(zip(self._held, self._shapes, strict=True), start):
             # A tied parameter has a row at each of its stages, so each row holds its part of the sum.
             stages = len(entry.placement.tied.stages) if entry.placement.tied is not None else 1
             share = local_part(entry.tensor).numel() / entry.holding.count
-            rows[at] = torch.tensor([share * stages, math.prod(shape) / ranks_of_stage], dtype=torch.float64)
+            rows[at] = torch.tensor(
+                [share * stages, math.prod(shape) / ranks_of_stage], dtype=torch.float64, device="cpu"
+            )
         rows = rows.to(message_device(self._context.device))
         dist.all_reduce(rows)
         problems = []

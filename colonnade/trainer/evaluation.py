@@ -244,7 +244,7 @@ def _indices(loader: Iterable[Any]) -> Tensor | None:
     flat = [index for batch in loader.batch_sampler for index in batch]
     if before is not None:
         loader.sampler.load_state_dict(before)  # type: ignore[attr-defined]
-    return torch.tensor(flat) if all(isinstance(index, int) for index in flat) else None
+    return torch.tensor(flat, device="cpu") if all(isinstance(index, int) for index in flat) else None
 
 
 def _ordered(found: list[dict[str, Any]], fit: Callable[[list[Any]], Any]) -> Any:
@@ -256,7 +256,7 @@ def _ordered(found: list[dict[str, Any]], fit: Callable[[list[Any]], Any]) -> An
     indices = torch.cat([part["indices"] for part in found])
     # Samplers repeat samples to give every rank equally many: the first output of each is taken.
     order = torch.argsort(indices, stable=True)
-    first = torch.ones(len(order), dtype=torch.bool)
+    first = torch.ones(len(order), dtype=torch.bool, device="cpu")
     first[1:] = indices[order][1:] != indices[order][:-1]
     return tree_map_only(
         Tensor, lambda tensor: tensor[order[first]] if tensor.shape[:1] == indices.shape else tensor, output

@@ -42,7 +42,7 @@ class Exchange:
         """Begin to add up; what it returns waits for the sums over all ranks. Collective, in the same order on all."""
         if self._group is None:
             return lambda: list(numbers)
-        values = torch.tensor(numbers, dtype=torch.float64)
+        values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(values, group=self._group, async_op=True)
 
         def sums() -> list[float]:

@@ -55,6 +55,9 @@ def get_dataloader(
             seed,
             drop_last,
         )
+    # torch draws from it on the default device, and takes no generator of another one; the meta device has none.
+    default = torch.empty(0).device
+    generator = torch.Generator(default if default.type != "meta" else "cpu")
     return DataLoader(
         dataset,
         shuffle=shuffle if sampler is None else None,
@@ -62,7 +65,7 @@ def get_dataloader(
         drop_last=drop_last,
         pin_memory=pin_memory and torch.cuda.is_available(),
         num_workers=num_workers,
-        generator=torch.Generator().manual_seed(seed),
+        generator=generator.manual_seed(seed),
         **options,
     )
 

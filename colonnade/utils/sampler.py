@@ -78,7 +78,7 @@ class DistinctDataSampler(Sampler[int]):
         if not self._shuffle:
             return list(range(self._length))
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        return torch.randperm(self._length, generator=generator).tolist()
+        return torch.randperm(self._length, generator=generator, device="cpu").tolist()
 
 
 def distinct_place(layout: Layout, rank: int) -> tuple[int, int]:

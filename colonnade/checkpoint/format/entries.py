@@ -72,7 +72,7 @@ def dtype_of(record: TensorRecord) -> torch.dtype:
 def memory_for(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
     """Memory of the host for stored elements, of just this dtype: inside `in_double()`, torch would make it wider."""
     with torch._C.DisableTorchFunction():
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned, device="cpu")
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -84,7 +84,7 @@ class StoredTensor:
         """Runs of bytes, one every `pitch` bytes: by way of memory for some of the rows."""
         rows, target = len(memory) // run, torch.frombuffer(memory, dtype=torch.uint8).view(-1, run)
         most = max(1, _SCRATCH // pitch)
-        scratch = torch.empty(most * pitch, dtype=torch.uint8)
+        scratch = torch.empty(most * pitch, dtype=torch.uint8, device="cpu")
         for row in range(0, rows, most):
             count = min(most, rows - row)
             self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colonnade.checkpoint.collective import agreed, gather_json
@@ -226,4 +227,5 @@ def offset_in_dtensor(tensor: Any) -> list[int]:
     # Imported here: it costs those who have no DTensors two seconds.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+    with torch.device("cpu"):  # torch works it out in a tensor on the default device, and reads that
+        return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from colonnade.comm.waits import OUTSIDE, pauses, place_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import GradientError, listed
-from colonnade.parallel.held import held_tensors
+from colonnade.parallel.held import Held, held_tensors
 from colonnade.parallel.hooks import ModelHook
 from colonnade.parallel.placement import Shard
 
@@ -32,42 +34,81 @@ class Evaluations:
     """Watches the calls of a model; one whose parameters are split over no ranks, or are stages, not at all."""
 
     def __init__(self, model: nn.Module, context: ParallelContext) -> None:
-        self._meetings = [_Meeting(mode, context) for mode in _split_over(model, context)]
-        self._handle: Any = None
-        if self._meetings:
-            # Not a reference to this object: it would never go.
-            watch = weakref.ref(self)
-            self._handle = model.register_forward_pre_hook(
-                ModelHook(lambda module, _: _meet(watch, module)), prepend=True
-            )
+        held = _held(model, context)
+        self._meetings = [_Meeting(mode, context) for mode in _split_over(held, context)]
+        self._handles: list[Any] = []
+        self._inside: nn.Module | None = None
+        # Not a reference to this object: it would never go.
+        watch = weakref.ref(self)
+        for module in _entries(model, held) if self._meetings else ():
+            before, after = (ModelHook(partial(act, watch)) for act in (_meet, _leave))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def meet(self) -> None:
-        """Before a pass without training. Collective over each group that the model is split over."""
+    def meet(self, module: nn.Module) -> None:
+        """Before a pass without training through `module`. Collective over each group that the model is split over."""
+        if self._inside is not None:
+            return
         for meeting in self._meetings:
             meeting()
+        self._inside = module
+
+    def leave(self, module: nn.Module) -> None:
+        """After a pass through `module`, whatever its end."""
+        if self._inside is module:
+            self._inside = None
 
     def close(self) -> None:
         """Watch no longer."""
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
-def _meet(watch: weakref.ref[Evaluations], module: nn.Module) -> None:
+def _meet(watch: weakref.ref[Evaluations], module: nn.Module, *_: Any) -> None:
     if (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
     alive = watch()
     if alive is not None:
-        alive.meet()
+        alive.meet(module)
 
 
-def _split_over(model: nn.Module, context: ParallelContext) -> list[ParallelMode]:
-    """The modes over which parameters are split, so that forward passes need all their ranks; one for each set of ranks."""
+def _leave(watch: weakref.ref[Evaluations], module: nn.Module, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    alive = watch()
+    if alive is not None:
+        alive.leave(module)
+
+
+def _held(model: nn.Module, context: ParallelContext) -> list[Held]:
     if context.world_size == 1 or context.pipeline_parallel_size > 1 or dist.get_backend() == "fake":
         return []
-    specs = {mode: spec for held in held_tensors(model, context) for mode, spec in held.placement.modes.items()}
-    modes = [mode for mode, spec in specs.items() if isinstance(spec, Shard) and spec.owes != "nothing"]
+    return held_tensors(model, context)
+
+
+def _entries(model: nn.Module, held: Sequence[Held]) -> list[nn.Module]:
+    """Where a script may enter: the model; what it wraps, as peft's does, whose `generate` goes around the wrapper; and the parts
+    of the innermost, such as an encoder. Not what is inside these, for the time that hooks take."""
+    split = {id(entry.tensor) for entry in held if any(_is_split(spec) for spec in entry.placement.modes.values())}
+    inside = {part: len(split.intersection(map(id, part.parameters()))) for part in model.modules()}
+    found, module = [model], model
+    while True:
+        parts = [part for part in module.children() if inside[part]]
+        if len(parts) != 1:
+            return found + [part for part in parts if any(True for _ in part.children())]
+        (module,) = parts
+        found.append(module)
+
+
+def _is_split(spec: Any) -> bool:
+    return isinstance(spec, Shard) and spec.owes != "nothing"
+
+
+def _split_over(held: Sequence[Held], context: ParallelContext) -> list[ParallelMode]:
+    """The modes over which parameters are split, so that forward passes need all their ranks; one for each set of ranks."""
+    specs = {mode: spec for entry in held for mode, spec in entry.placement.modes.items() if _is_split(spec)}
     found: dict[tuple[int, ...], ParallelMode] = {}
-    for mode in sorted(modes, key=lambda mode: mode.name):
+    for mode in sorted(specs, key=lambda mode: mode.name):
         ranks = tuple(context.get_ranks_in_group(mode)) if context.is_initialized(mode) else ()
         if len(ranks) > 1 and mode is not ParallelMode.DATA:
             found.setdefault(ranks, mode)
@@ -82,7 +123,10 @@ class _Meeting:
         self._rank, self._ranks = context.get_global_rank(), tuple(context.get_ranks_in_group(mode))
         self._seconds = timeout_of(self._group).total_seconds()
         self._gloo: Any = None
-        self._here = torch.empty(len(self._ranks), dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        self._here = (
+            torch.empty(len(self._ranks), dtype=torch.uint8, device="cpu"),
+            torch.zeros(1, dtype=torch.uint8, device="cpu"),
+        )
 
     def __call__(self) -> None:
         with self._waits.during(f"{OUTSIDE}, in an evaluation"):

@@ -48,7 +48,9 @@ class SameGradients:
             if is_dtensor(parameter) and parameter.grad is not None:
                 self._add(name, local_part(parameter.grad))
         sizes = [self._sums[name].tolist() if name in self._sums else [0.0, 0.0] for name in self._watched]
-        mine = torch.tensor([float(complete), *(number for pair in sizes for number in pair)], dtype=torch.float64)
+        mine = torch.tensor(
+            [float(complete), *(number for pair in sizes for number in pair)], dtype=torch.float64, device="cpu"
+        )
         mine = mine.to(message_device(self._context.device))
         rows = gather_rows(mine, self._context.get_group(ParallelMode.TENSOR)).cpu()
         self._sums.clear()

@@ -32,7 +32,7 @@ from colonnade.reduce.records import Demand, Reduction, group_reductions
 
 _RUNS = 4
 """At most: a gradient of one element tells little in one run. One run is enough from about four elements on."""
-_VALUES = torch.tensor([-3, -2, -1, 1, 2, 3])
+_VALUES = torch.tensor([-3, -2, -1, 1, 2, 3], device="cpu")
 """What marks are (only their signs, in a world of more than 1024 ranks). Their sums stay near zero: bf16 is exact to 256,
 which is four times the spread of such a sum over 1024 ranks, or of signs over 4096."""
 _EXACT, _INT8 = 1e-5, 2 / 127
@@ -56,7 +56,7 @@ class _Marks:
     def next_run(self) -> None:
         run = len(self._runs)
         rows = [list(sha512(f"{run}:{rank}".encode()).digest()) for rank in range(self._world_size)]
-        marks = _VALUES[torch.tensor(rows) % len(_VALUES)]
+        marks = _VALUES[torch.tensor(rows, device="cpu") % len(_VALUES)]
         self._runs.append(marks.clamp(-self._most, self._most))
         self._sums.clear()
 
@@ -162,7 +162,7 @@ def _run(
 def _columns(demand: Demand) -> Tensor:
     """Which of a rank's 64 marks the gradient repeats: all ranks find the same ones, and each parameter has others."""
     digest = sha256((demand.placement.tie_key or demand.name).encode()).digest()
-    return torch.tensor(list(digest))[: local_part(demand.parameter).numel()] % sha512().digest_size
+    return torch.tensor(list(digest), device="cpu")[: local_part(demand.parameter).numel()] % sha512().digest_size
 
 
 @torch.no_grad()

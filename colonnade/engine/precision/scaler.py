@@ -65,7 +65,7 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
-        self.count.copy_(state.get("count", torch.ones(())))
+        self.count.copy_(state.get("count", torch.ones((), device="cpu")))
 
 
 def scaler_options(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class RunOrder:
                 self._refuse(None, None)
 
     def _send(self, at: int, code: int) -> tuple[Tensor, Any]:
-        mine = torch.tensor([[at, code, int(self._stepped)]])
+        mine = torch.tensor([[at, code, int(self._stepped)]], device="cpu")
         self._said_step, self._stepped = self._stepped, False
         everyone = mine.new_empty(len(self.ranks), 3)
         return everyone, self._gather(everyone, mine)

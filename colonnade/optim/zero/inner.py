@@ -125,7 +125,9 @@ def two_steps(
 ) -> tuple[Tensor, list[Any]]:
     """A matrix, and what `cut` makes of it, each after two steps on the same gradients in group `at` of such an optimizer."""
     numbers = torch.Generator().manual_seed(0)
-    whole, *grads = (torch.randn(shape, generator=numbers, dtype=torch.float64).to(device) for _ in range(3))
+    whole, *grads = (
+        torch.randn(shape, generator=numbers, dtype=torch.float64, device="cpu").to(device) for _ in range(3)
+    )
     parts = cut(whole)
     trials = [_trial_of(optimizer, at, [whole]), _trial_of(optimizer, at, parts)]
     with torch.random.fork_rng(devices=[]):
@@ -140,7 +142,7 @@ def two_steps(
 
 def state_dtypes(optimizer: Optimizer, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes of the state that it will keep of every element of a parameter; none where a trial fails."""
-    parameter = torch.zeros(2, 2, dtype=dtype)
+    parameter = torch.zeros(2, 2, dtype=dtype, device="cpu")
     parameter.grad = torch.ones_like(parameter)
     try:
         trial = _trial_of(optimizer, 0, [parameter])
@@ -179,7 +181,7 @@ def _sample(value: Any, like: Any, parameter: Tensor, name: str) -> Any:
     if isinstance(value, Tensor) and name != "step" and value.shape == like.shape:
         own = local_part(value).flatten()  # a rank may hold none of it
         return torch.full_like(parameter, float(own[0]) if own.numel() else 0.0)
-    return torch.zeros(()) if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
+    return torch.zeros((), device="cpu") if name == "step" and isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _twin(optimizer: Optimizer, parameters: Sequence[Sequence[Tensor]]) -> Optimizer:

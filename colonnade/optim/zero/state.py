@@ -117,7 +117,7 @@ def _kind(value: Any, part: Part) -> list[Any]:
 def _decoded(kind: Sequence[Any]) -> Any:
     if kind[1] is None:
         return kind[2]
-    return torch.tensor(kind[2], dtype=getattr(torch, kind[1])).reshape(kind[3])
+    return torch.tensor(kind[2], dtype=getattr(torch, kind[1]), device="cpu").reshape(kind[3])
 
 
 def _fitting(value: Any, part: Part, name: str) -> Any:

@@ -230,7 +230,7 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
     if main == "pixel_values" and hasattr(config, "image_size"):
         sides = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2
         dtype = next(model.parameters()).dtype
-        inputs = {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype)}
+        inputs = {"pixel_values": torch.zeros(1, getattr(config, "num_channels", 3), *sides, dtype=dtype, device="cpu")}
     if not isinstance(inputs, dict) or main not in inputs:
         raise ScheduleError(
             f"a {type(model).__name__} is cut into stages by its forward pass, which takes an input that is not known: pass "
@@ -248,4 +248,4 @@ def _call_with_small_inputs(model: nn.Module) -> Call:
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.detach().cpu()

@@ -120,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         """A tensor of this shape without memory."""
         if id(tensor) not in self._stand_ins:
             with self._fakes:
-                made = torch.empty(tensor.shape, dtype=tensor.dtype)
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             self._stand_ins[id(tensor)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
         return self._stand_ins[id(tensor)]
@@ -130,7 +130,11 @@ class _Recorder(TorchDispatchMode):
         if isinstance(tensor, nn.Parameter):
             return self.fake(tensor)
         if id(tensor) not in self._stand_ins:
-            data = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+            data = (
+                torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+                if tensor.is_meta
+                else tensor.detach().cpu().clone()
+            )
             self._stand_ins[id(tensor)] = data
         return self._stand_ins[id(tensor)]
 
@@ -140,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._overloadpacket.__name__ in _BY_SHAPE_ALONE:
             device = {**kwargs, "device": torch.device("cpu")}
-            shape = torch.zeros((), dtype=args[0].dtype).expand(args[0].shape)
+            shape = torch.zeros((), dtype=args[0].dtype, device="cpu").expand(args[0].shape)
             return func(shape, *args[1:], **device)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         oldest = [time for tensor in given if (time := self._oldest_of(tensor)) is not None]
@@ -163,7 +167,7 @@ class _Recorder(TorchDispatchMode):
         """For what depends on values, inside a call: only the form of its result counts. No token goes to any expert."""
         name = func._overloadpacket.__name__
         if name == "nonzero":
-            return torch.zeros(0, args[0].dim(), dtype=torch.int64)
+            return torch.zeros(0, args[0].dim(), dtype=torch.int64, device="cpu")
         if name == "_grouped_mm":  # torch's fake one knows bf16 alone
             rows, weights, *_ = args
             if (rows.dim(), weights.dim()) == (2, 3):
@@ -237,7 +241,7 @@ class _Recorder(TorchDispatchMode):
                 )
             return leaf
         with self._fakes:
-            made = torch.empty(leaf.shape, dtype=leaf.dtype)
+            made = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         self._made[id(made)] = self._time
         self._mark(made, self._time)
         return made

@@ -85,6 +85,40 @@ def test_one_rank_that_evaluates_alone_is_named_before_it_has_a_number(through_e
     assert said.endswith("[C130]")
 
 
+def _part_alone(part: str) -> None:
+    """Rank 0 evaluates a part of the model, or what a wrapper has inside, as `generate` of peft does."""
+    waits.SAY_AFTER = 0.3
+    with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:
+        wrapper = nn.Sequential(nn.Sequential(_net()))
+        model = colonnade.parallelize(wrapper, {"0.0.*.up": "colwise", "0.0.*.down": "rowwise"}, context=gpc)
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        inside = model.get_submodule(part)
+        for step in range(2):
+            _train(engine, step)
+            plain = _net().eval()
+            plain.load_state_dict({name[4:]: value for name, value in engine.full_state_dict().items()})
+            engine.eval()
+            with torch.no_grad():
+                x = numbers(3, 8, seed=100)
+                torch.testing.assert_close(inside(x), plain.get_submodule(part[4:])(x))
+            engine.train()
+        if gpc.get_global_rank() == 0:
+            engine.eval()
+            with (
+                pytest.raises(GradientError, match=r"is called without training on rank 0, .*\[C130\]$"),
+                torch.no_grad(),
+            ):
+                inside(numbers(3, 8, seed=100))
+            engine.train()
+        _train(engine, 2)
+        engine.close()
+
+
+@pytest.mark.parametrize("part", ["0", "0.0", "0.0.1"])
+def test_one_rank_that_evaluates_a_part_of_the_model_is_named_too(part):
+    run_world(2, _part_alone, part, timeout=40)
+
+
 def _together() -> None:
     """All ranks evaluate: the numbers of one process, also where one comes late; nothing stays behind."""
     with launch(TENSOR, context=ParallelContext(), verbose=False) as gpc:

@@ -69,7 +69,7 @@ class StageInput:
     def __init__(self, tensor: Tensor) -> None:
         self._caught: list[Tensor] = []
         with torch.enable_grad():
-            _Enter.apply(torch.zeros((), requires_grad=True), self._caught, tensor)
+            _Enter.apply(torch.zeros((), requires_grad=True, device="cpu"), self._caught, tensor)
         self.edge = get_gradient_edge(tensor)
 
     @property

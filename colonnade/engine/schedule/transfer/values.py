@@ -154,7 +154,7 @@ def pack(header: tuple[int, int] | None, tensors: Sequence[Tensor] = (), device:
     """A frame with a copy of the tensors, from wherever they are; without a header where that travels alone."""
     frame = empty_frame(payload_bytes(tensors), device)
     if header is not None:
-        frame[:16].view(torch.int64).copy_(torch.tensor(header))
+        frame[:16].view(torch.int64).copy_(torch.tensor(header, device="cpu"))
     for place, tensor in zip(_places(frame, tensors), tensors, strict=True):
         place.copy_(tensor.detach())
     return frame
