@@ -65,7 +65,7 @@ $(DOCS_READY): $(READY)
 	touch $(DOCS_READY)
 
 browser: $(VENV)/.long docs  ## open the site and the report's pages in headless Chromium (Debian's package, or CHROMIUM=path)
-	$(BIN)/python -m pytest -q -rs -m long tests/browser tests/report/test_browser.py
+	$(BIN)/python -m pytest -q -rs -m long tests/browser tests/proof/report/test_browser.py
 
 check: $(READY)  ## lint, types, layering and the fast tests, in about two minutes
 	$(MAKE) -j2 fast lint types layers

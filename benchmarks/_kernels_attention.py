@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from colonnade import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.sequence import Parts, gather_sequence, ring_attention, ulysses_attention
-from colonnade.nn.sequence.kernels import kernel_for
+from colonnade.nn.sequence.attention_kernels import kernel_for
 from colonnade.nn.sequence.masks import Mask
 from colonnade.nn.sequence.ring import Softmax
 from colonnade.testing import WorldError, cuda_mps, run_world

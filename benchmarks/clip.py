@@ -23,12 +23,10 @@ from _measure import has_device, interleave, interleaved, report
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from colonnade.optim.blocks import GradientBlock
+from colonnade.optim.clip import ClipPolicy, Decision
 from colonnade.optim.clip_method import NormClip
-from colonnade.optim.clip_policy import ClipPolicy, Decision
-from colonnade.optim.flat_state import FlatBucket
-from colonnade.optim.flat_step import FlatStep
-from colonnade.optim.norm import Meter, reduce_norms
+from colonnade.optim.flat_step import FlatBucket, FlatStep
+from colonnade.optim.norm import GradientBlock, Meter, reduce_norms
 from colonnade.parallel.flat import FlatLayout
 
 CPU_CASES = {"8M/100": (8_000_000, 100), "8M/2000": (8_000_000, 2000), "50M/60": (50_000_000, 60)}

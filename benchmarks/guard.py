@@ -26,8 +26,8 @@ from _worlds import World
 
 from colonnade import initialize, launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.checks.guard import EVERY
 from colonnade.engine.gradient_handler import BaseGradientHandler
+from colonnade.engine.guard import EVERY
 from colonnade.registry import GRADIENT_HANDLER
 
 GOALS = {"planned": 1.01, "by_hand": 1.01}

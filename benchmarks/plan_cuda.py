@@ -33,13 +33,12 @@ from colonnade import initialize, launch
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import GPT, Llama, MoEGPT
-from colonnade.planner.clock import load_hardware
-from colonnade.planner.job import Job
-from colonnade.planner.measure import measure_machine, to_toml
-from colonnade.planner.observe import observe
-from colonnade.planner.plan import plan
-from colonnade.planner.ranks import Known
-from colonnade.planner.records import Hardware
+from colonnade.proof.planner.hardware import load_hardware, measure_machine, to_toml
+from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.plan import plan
+from colonnade.proof.planner.plan_records import Hardware
+from colonnade.proof.planner.ranks import Known
+from colonnade.proof.planner.recorder import observe
 from colonnade.testing import WorldError, run_world
 
 GOALS = {"memory": 0.02, "step": 0.10, "step, data sheet": 0.20}

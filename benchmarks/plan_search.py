@@ -15,10 +15,10 @@ import colonnade
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import Llama
-from colonnade.planner.clock import load_hardware
-from colonnade.planner.job import Job
-from colonnade.planner.records import Candidate, SearchResult
-from colonnade.planner.search import search
+from colonnade.proof.planner.hardware import load_hardware
+from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.plan_records import Candidate, SearchResult
+from colonnade.proof.planner.search import search
 
 RANKS, SAMPLES, LENGTH = 64, 256, 4096
 MODELS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from colonnade import _moved
 from colonnade._lazy import lazy_names
 from colonnade.version import __version__
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from colonnade.context.parallel_mode import ParallelMode as ParallelMode
     from colonnade.engine.build import initialize as initialize
     from colonnade.engine.engine import Engine as Engine
+    from colonnade.hf.parallelize import parallelize as parallelize
     from colonnade.hf.weights import from_pretrained as from_pretrained
     from colonnade.logging import get_dist_logger as get_dist_logger
     from colonnade.optim.clip import clip_grad_norm_ as clip_grad_norm_
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
     from colonnade.parallel.placement import place_module as place_module
     from colonnade.parallel.placement import placement_of as placement_of
     from colonnade.parallel.split import split as split
-    from colonnade.plans.parallelize import parallelize as parallelize
+    from colonnade.proof.api import verify as verify
+    from colonnade.proof.watch import watch as watch
     from colonnade.testing.notebook import run_in_notebook as run_in_notebook
     from colonnade.trainer.trainer import Trainer as Trainer
-    from colonnade.verification.api import verify as verify
-    from colonnade.verification.scripts.watch import watch as watch
 
+_moved.install()
 __getattr__, __dir__, _names = lazy_names(
     __name__,
     {
@@ -51,11 +53,11 @@ __getattr__, __dir__, _names = lazy_names(
         "colonnade.parallel.meta": "meta_init",
         "colonnade.parallel.placement": "Replicate Shard Tied place place_module placement_of",
         "colonnade.parallel.split": "split",
-        "colonnade.plans.parallelize": "parallelize",
+        "colonnade.hf.parallelize": "parallelize",
         "colonnade.testing.notebook": "run_in_notebook",
         "colonnade.trainer.trainer": "Trainer",
-        "colonnade.verification.api": "verify",
-        "colonnade.verification.scripts.watch": "watch",
+        "colonnade.proof.api": "verify",
+        "colonnade.proof.watch": "watch",
     },
 )
 __all__ = ["__version__", *_names]

@@ -159,7 +159,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     distributes = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not config.option.collectonly and not distributes:  # who only hands out tests needs no torch
-        from colonnade.testing.start import start_server
+        from colonnade.testing.world import start_server
 
         start_server()
 

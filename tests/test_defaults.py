@@ -11,28 +11,28 @@ import pytest
 DEFAULTS = """
 _launch.launch: verbose=True
 _launch._start: verbose=True
-checkpoint.convert.import_checkpoint: step=0 trust=False
-checkpoint.format.slices.tensors_in: trust=False
-checkpoint.plan.notes.Outline: section=0
+checkpoint.export.import_checkpoint: step=0 trust=False
+checkpoint.tensor_files.tensors_in: trust=False
+checkpoint.save.Outline: section=0
 checkpoint.manager.CheckpointManager: keep=3 background=False verify=True read_only=False
-checkpoint.storage.verify.verify: content=True
-checkpoint.storage.verify.newest_good: content=True
+checkpoint.storage.verify: content=True
+checkpoint.storage.newest_good: content=True
 context.parallel_context.ParallelContext.is_pipeline_first_stage: ignore_virtual=False
 context.parallel_context.ParallelContext.is_pipeline_last_stage: ignore_virtual=False
-context.dist_group_initializer.built_in.Initializer_1D: sequence_split=False
+context.dist_group_initializer.Initializer_1D: sequence_split=False
 engine.build.initialize: verbose=True
 engine.engine.Engine.train: mode=True
 engine.engine.Engine.memory: reset=False
-engine.gradient_handler.ledger.LedgerRow: waived=False
-engine.precision.float8.Float8: recipe='tensorwise' emulate=False
-engine.precision.policy.Precision: master_weights=True
-engine.precision.scaler.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
+gradients.ledger.LedgerRow: waived=False
+engine.precision.Float8: recipe='tensorwise' emulate=False
+engine.precision.Precision: master_weights=True
+engine.precision.LossScaler: init_scale=65536.0 growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 dynamic_grad_scale=True
 engine.schedule.base.BaseSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
-engine.schedule.non_pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
+engine.schedule.pipeline.NonPipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.pipeline.PipelineSchedule.forward_back_step: forward_only=False return_loss=True return_output_label=True
 engine.schedule.base.BaseSchedule.load_batch: to_gpu=True
-engine.schedule.executor.executor.Executor: rank=0 ranks=(0,)
-engine.schedule.executor.executor.Executor.run: forward_only=False with_loss=True keep_outputs=False confirm=True
+engine.schedule.executor.Executor: rank=0 ranks=(0,)
+engine.schedule.executor.Executor.run: forward_only=False with_loss=True keep_outputs=False confirm=True
 engine.schedule.loss.LossForm: allow_counts=True implicit=True
 engine.schedule.loss.split_loss: implicit=True
 engine.schedule.pipeline.PipelineSchedule: loss_everywhere=True
@@ -51,10 +51,10 @@ nn.layer.linear.Linear: bias=True gather_output=False input_is_parallel=True par
 nn.layer.linear.Linear.from_module: parts=1
 nn.layer.linear.Linear.forward: each=False
 nn.layer.linear.MLP: gated=False bias=True
-nn.layer.linear_loss.LinearCrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
-nn.layer.loss.CrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
-nn.layer.norm.LayerNorm: eps=1e-05 bias=True
-nn.layer.rotary.Rotary: theta=10000.0 length=0
+nn.layer.cross_entropy.LinearCrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
+nn.layer.cross_entropy.CrossEntropyLoss: ignore_index=-100 label_smoothing=0.0
+nn.layer.layer_norm.LayerNorm: eps=1e-05 bias=True
+nn.layer.attention.Rotary: theta=10000.0 length=0
 nn.layer.spread.Width: unit=1 uneven=False
 nn.layer.spread.cut: unit=1 even=True
 nn.lr_scheduler.CosineAnnealingLR: eta_min=0.0 warmup_steps=0 last_epoch=-1
@@ -62,10 +62,10 @@ nn.lr_scheduler.CosineAnnealingWarmupLR: warmup_steps=0 eta_min=0.0 last_epoch=-
 nn.lr_scheduler.LinearWarmupLR: warmup_steps=0 last_epoch=-1
 nn.lr_scheduler.MultiStepWarmupLR: warmup_steps=0 gamma=0.1 last_epoch=-1
 nn.lr_scheduler.PolynomialWarmupLR: warmup_steps=0 end=0.0 power=1.0 last_epoch=-1
-nn.metric.Accuracy: ignore_index=-100
+nn.accuracy.Accuracy: ignore_index=-100
 nn.moe.experts.Experts: gated=False bias=True
-nn.moe.grouped.why_not: compiled=False
-nn.moe.layer.MoE: gated=False bias=True
+nn.moe.experts.why_not: compiled=False
+nn.moe.moe_layer.MoE: gated=False bias=True
 nn.moe.router.TopKRouter: k=2 normalize=True scale=1.0 groups=1 top_groups=1 balance_loss=0.01 z_loss=0.0 bias_rate=0.0 noise=0.0
 nn.sequence.masks.Sight: causal=False
 nn.sequence.parts.Parts: balanced=False
@@ -75,25 +75,25 @@ nn.sequence.parts.gather_sequence: dim=1 balanced=False
 nn.sequence.parts.sequence_positions: balanced=False
 nn.sequence.ring.ring_attention: causal=False dropout=0.0 balanced=False
 nn.sequence.ulysses.ulysses_attention: causal=False dropout=0.0
-optim.blocks.GradientBlock: count=1 index=0 slot=0
+optim.norm.GradientBlock: count=1 index=0 slot=0
 optim.clip.grad_norm: norm_type=2.0 error_if_nonfinite=False
 optim.clip_history.AdaGC: factor=1.05 beta=0.98 warmup=100 max_norm=1.0
 optim.clip_history.PercentileClip: percentile=10.0 window=1000
 optim.clip_history.SkipOnSpike: sigmas=6.0 window=128 bound=inf max_norm=inf
 optim.clip_history.ZClip: z_max=2.5 alpha=0.97 warmup=25 max_norm=inf
-optim.clip_policy.ClipGroup: max_norm=None counted=True clipped=True
-optim.clip_policy.ClipPolicy: group_of=(0,) nonfinite='skip'
+optim.clip.ClipGroup: max_norm=None counted=True clipped=True
+optim.clip.ClipPolicy: group_of=(0,) nonfinite='skip'
 optim.norm.Meter: p=2.0 slots=1 once=False
 optim.norm.powsums: p=2.0 slots=1
 optim.norm.reduce_norms: p=2.0 riders=0 whole=False
-optim.scaled_step.scale_all: divide=False
+optim.bucket_step.scale_all: divide=False
 optim.zero.formula.bytes_held: width=4 state=8 master=0 largest=0
 optim.zero.formula.bytes_moved: width=4 passes=1
 optim.zero.fsdp_checks.Event: parts=0
 optim.zero.fsdp_checks.WatchedGather.__call__: async_op=False
 optim.zero.fsdp_checks.WatchedReduce.__call__: async_op=False
-optim.zero.optimizer.ZeroOptimizer.zero_grad: set_to_none=True
-optim.zero.settings.ZeroSettings: stage=0 reduce_scatter=True offload=False gather_ahead=False prefetch=0 master_weights=True reshard=True
+optim.zero.zero_optimizer.ZeroOptimizer.zero_grad: set_to_none=True
+optim.zero.formula.ZeroSettings: stage=0 reduce_scatter=True offload=False gather_ahead=False prefetch=0 master_weights=True reshard=True
 parallel.collectives.all_gather: dim=0
 parallel.collectives.reduce_scatter: dim=0
 parallel.collectives.gather: dim=-1
@@ -105,33 +105,33 @@ parallel.placement.Shard: owes='auto'
 parallel.held.held_tensors: buffers=False
 parallel.held.broadcast_shared: compare=False
 parallel.split.call_layer: one_value=False
-parallel.stages.Chunks.load_state_dict: strict=True assign=False
-parallel.stages.Chunks.named_modules: prefix='' remove_duplicate=True
-parallel.stages.Chunks.state_dict: prefix='' keep_vars=False
-reduce.options.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
-reduce.records.Sharding: keep_whole=True every_pass=False wide=False give_back=False
-reduce.records.Sum: between_stages=False
-trainer.exchange.speaks: pipeline=False
-trainer.hooks.average.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
-trainer.hooks.base.BaseHook: priority=10
-trainer.hooks.checkpoint.LoadCheckpointHook: required=False priority=-100
-trainer.hooks.checkpoint.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
-trainer.hooks.look.EvaluateHook: priority=90
-trainer.hooks.look.LRFinderHook: start=1e-07 end=10.0 stop_at=4.0 folder='lr_finder' priority=1000
-trainer.hooks.metrics.AccuracyHook: priority=0
-trainer.hooks.metrics.GradientNormHook: interval=1 priority=10
-trainer.hooks.metrics.LRSchedulerHook: store_lr_in_state=True priority=1
-trainer.hooks.metrics.LossHook: priority=0
-trainer.hooks.metrics.MetricHook: priority=0
-trainer.hooks.metrics.ThroughputHook: ignored_steps=0 tflop_per_step=0.0 priority=2
+parallel.split.Chunks.load_state_dict: strict=True assign=False
+parallel.split.Chunks.named_modules: prefix='' remove_duplicate=True
+parallel.split.Chunks.state_dict: prefix='' keep_vars=False
+gradients.sums.SyncOptions: overlap='auto' fixed_order=False shared_memory='auto'
+gradients.sums.Sharding: keep_whole=True every_pass=False wide=False give_back=False
+gradients.sums.Sum: between_stages=False
+trainer.records.speaks: pipeline=False
+trainer.hooks.checkpoint_hooks.EMAHook: decay=0.999 interval=1 warm_up=True evaluate=True priority=50
+trainer.hooks.hook.BaseHook: priority=10
+trainer.hooks.checkpoint_hooks.LoadCheckpointHook: required=False priority=-100
+trainer.hooks.checkpoint_hooks.SaveCheckpointHook: interval=1 by_epoch=True priority=100 keep=3 background=False
+trainer.hooks.metric_hooks.EvaluateHook: priority=90
+trainer.hooks.metric_hooks.LRFinderHook: start=1e-07 end=10.0 stop_at=4.0 folder='lr_finder' priority=1000
+trainer.hooks.metric_hooks.AccuracyHook: priority=0
+trainer.hooks.metric_hooks.GradientNormHook: interval=1 priority=10
+trainer.hooks.metric_hooks.LRSchedulerHook: store_lr_in_state=True priority=1
+trainer.hooks.metric_hooks.LossHook: priority=0
+trainer.hooks.metric_hooks.MetricHook: priority=0
+trainer.hooks.metric_hooks.ThroughputHook: ignored_steps=0 tflop_per_step=0.0 priority=2
 trainer.hooks.profiler.ProfilerHook: steps=3 skip=5 memory=False priority=900
-trainer.hooks.stop.EarlyStopHook: metric='Loss' patience=3 min_delta=0.0 on='test' priority=20
-trainer.hooks.stop.StopOnSignal: priority=10
-trainer.hooks.trackers.MLflowHook: interval=1 priority=10
-trainer.hooks.trackers.TensorBoardHook: interval=1 priority=10
-trainer.hooks.trackers.WandbHook: interval=1 priority=10
-trainer.hooks.writers.CsvHook: priority=10
-trainer.hooks.writers.JsonlHook: priority=10 report=True
+trainer.hooks.progress.EarlyStopHook: metric='Loss' patience=3 min_delta=0.0 on='test' priority=20
+trainer.hooks.progress.StopOnSignal: priority=10
+trainer.hooks.log.MLflowHook: interval=1 priority=10
+trainer.hooks.log.TensorBoardHook: interval=1 priority=10
+trainer.hooks.log.WandbHook: interval=1 priority=10
+trainer.hooks.log.CsvHook: priority=10
+trainer.hooks.log.JsonlHook: priority=10 report=True
 trainer.metrics.MeanMetric: higher_is_better=False
 trainer.records.StepRecord: weight=0.0 clipped=False skipped=False
 trainer.trainer.Trainer.evaluate: return_output_label=True
@@ -165,35 +165,35 @@ def test_the_default_seed_and_the_oldest_torch_are_those_of_the_docs():
 
 
 CONSTANTS = """
-checkpoint.format.manifest.FORMAT: 2
-checkpoint.folders.LARGEST: 5000000000
+checkpoint.manifest.FORMAT: 2
+checkpoint.export.LARGEST: 5000000000
 comm.host_copy.STEPS_LATE: 2
 comm.torch_versions.DEFAULT_TIMEOUT: datetime.timedelta(seconds=1800)
 comm.torch_versions.START_UP_TIMEOUT: datetime.timedelta(seconds=120)
-engine.checks.guard.EVERY: 100
-engine.checks.loop_watch._StepGuard.only_looks: True
-engine.gradient_handler.probe._INT8: 0.015748031496062992
+engine.guard.EVERY: 100
+engine.checks._StepGuard.only_looks: True
+gradients.probe._INT8: 0.015748031496062992
 engine.schedule.base.BaseSchedule.runs_backward: False
 engine.schedule.base.BaseSchedule.uses_batch: True
 engine.schedule.pipeline.PipelineSchedule.runs_backward: True
-context.dist_group_initializer.base.ProcessGroupInitializer.whole_world: True
+context.dist_group_initializer.ProcessGroupInitializer.whole_world: True
 nn.layer.spread.ACTIVATION: (0, -2, -1)
 optim.bucket_step.OwnedBucket.scattered: False
-optim.scattered.ScatteredBucket.scattered: True
+optim.bucket_step.ScatteredBucket.scattered: True
 optim.zero.fsdp_checks._FOLLOWED: 0
-optim.zero.optimizer.ZeroOptimizer.is_sharded_elsewhere: True
+optim.zero.zero_optimizer.ZeroOptimizer.is_sharded_elsewhere: True
 nn.moe.experts._INNER: {'up': 2, 'gate': 2, 'up_bias': 1, 'down': 1}
-reduce.transports.base.Transport.shares_memory: False
-reduce.transports.base.Transport.early: False
-reduce.transports.base.Transport.carries: False
-reduce.transports.base.Transport.host_waits: False
-reduce.transports.base.Transport.divides: False
-reduce.transports.shared_memory.SharedMemory.shares_memory: True
-reduce.transports.shared_memory.SharedMemory.host_waits: True
-trainer.hooks.base.BaseHook.needs_loss: False
-trainer.hooks.metrics.LossHook.needs_loss: True
-trainer.loop.ASKS_AHEAD: {'cuda'}
-trainer.loop.LAG: {'cuda': 1}
+gradients.transport.Transport.shares_memory: False
+gradients.transport.Transport.early: False
+gradients.transport.Transport.carries: False
+gradients.transport.Transport.host_waits: False
+gradients.transport.Transport.divides: False
+gradients.transport.SharedMemoryTransport.shares_memory: True
+gradients.transport.SharedMemoryTransport.host_waits: True
+trainer.hooks.hook.BaseHook.needs_loss: False
+trainer.hooks.metric_hooks.LossHook.needs_loss: True
+trainer.trainer.ASKS_AHEAD: {'cuda'}
+trainer.trainer.LAG: {'cuda': 1}
 trainer.metrics.Metric.higher_is_better: False
 """
 """What the docs say, what is on disk, and what classes that users derive from begin with."""
@@ -206,12 +206,12 @@ def test_constants(line):
 
 
 def test_the_notes_of_a_gradient_and_the_words_of_a_link_are_told_apart():
-    bucket = importlib.import_module("colonnade.reduce.bucket")
+    bucket = importlib.import_module("colonnade.gradients.bucket")
     notes = [bucket.MISSING, bucket.OUTSIDE, bucket.SPARSE, bucket.FROZEN, bucket.FAILED]
     assert notes == [1 << bit for bit in range(5)]  # one bit each
-    riders = importlib.import_module("colonnade.reduce.riders")
+    riders = importlib.import_module("colonnade.gradients.uneven")
     assert riders.SIZE == 6 <= bucket.TAIL
-    link = importlib.import_module("colonnade.engine.schedule.transfer.link")
+    link = importlib.import_module("colonnade.engine.schedule.transfer")
     marks = [link._NEW, link._FAILED, link._NO_BATCH, link._SKIPPED]
     assert len({*marks}) == 4 > max(marks) + 4  # below any number of a description
     assert len({link._TENSOR, link._FRAME, link._TEXT, link._BY_CPU}) == 4

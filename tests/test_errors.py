@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colonnade.comm.messages import error_of, note_of
-from colonnade.engine.schedule.transfer.link import PeerFailed
+from colonnade.engine.schedule.transfer import PeerFailed
 from colonnade.errors import ColonnadeError, ConfigError, GradientError, HookError, consequence_of, with_users_line
 
 

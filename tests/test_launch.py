@@ -14,16 +14,20 @@ import torch.distributed as dist
 
 from colonnade import _launch
 from colonnade._launch import (
+    SLURM,
+    WorldAddress,
     _rank_in,
     check_torch,
+    detect,
     get_default_parser,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
+    override,
+    read,
 )
 from colonnade.context import rendezvous
-from colonnade.context.environment import SLURM, WorldAddress, detect, override, read
 from colonnade.context.parallel_context import LaunchHook, ParallelContext, launch_hooks
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import global_context

@@ -20,11 +20,10 @@ QUEUES = {"Queue", "SimpleQueue", "JoinableQueue", "Pipe", "Manager"}
 
 _OWN_FOLDER = "files of `colonnade verify` in a temporary folder that only this user can read, written by the processes that the command started"
 EXCEPTIONS = {
-    "testing/start.py": "the call that run_world hands to its own processes, in a folder that only this user can read",
+    "testing/world.py": "calls that run_world hands to its own processes and values that they return, in a folder that only this user can read",
     "testing/rank.py": "the same call read, and the value that is returned to the process that started this one, in that folder",
-    "testing/world.py": "the values that the ranks of this process have returned, in that folder",
-    "verification/scripts/run.py": _OWN_FOLDER,
-    "verification/scripts/job.py": _OWN_FOLDER,
+    "proof/scripts.py": _OWN_FOLDER,
+    "proof/script_job.py": _OWN_FOLDER,
 }
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import colonnade
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.convert import export_checkpoint, export_full, find_checkpoint, import_checkpoint
-from colonnade.checkpoint.storage.verify import verify
+from colonnade.checkpoint.export import export_checkpoint, export_full, find_checkpoint, import_checkpoint
+from colonnade.checkpoint.storage import verify
 from colonnade.cli import main
 from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
@@ -20,10 +20,10 @@ from colonnade.engine.schedule.actions import read_csv
 from colonnade.errors import CheckpointError, ColonnadeError, ConfigError
 from colonnade.logging import get_dist_logger
 from colonnade.paths import local_path
-from colonnade.planner.clock import load_hardware
-from colonnade.report import write_plan_pictures, write_run_page
-from colonnade.report.runs import read_run
-from colonnade.report.traces import merge_traces
+from colonnade.proof.planner.hardware import load_hardware
+from colonnade.proof.report import write_plan_pictures, write_run_page
+from colonnade.proof.report.runs import read_run
+from colonnade.proof.report.traces import merge_traces
 from colonnade.testing import run_world
 from colonnade.trainer import hooks
 

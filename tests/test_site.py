@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from colonnade.cli.app import COMMANDS
-from colonnade.config.keys import all_keys
+from colonnade.config.schema import all_keys
 from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
-from colonnade.verification.explaining.ratio import factors, fitting
+from colonnade.proof.ratio import factors, fitting
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_site"))

@@ -1,14 +1,15 @@
-"""Every source file has a module docstring, and underscored modules stay inside their folder."""
+"""Every source file has a module docstring and a name of its own, every class a name of its own; underscored modules stay inside their folder."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "colonnade"
-SHARED = {"colonnade._lazy", "colonnade._launch"}
+SHARED = {"colonnade._lazy", "colonnade._launch", "colonnade._moved"}
 """What the package itself, which is the folder of these, lets its parts use."""
 
 
@@ -18,6 +19,7 @@ class Facts(NamedTuple):
     path: Path
     docstring: str | None
     imports: list[str]
+    classes: list[str]
 
 
 @cache
@@ -27,7 +29,8 @@ def facts() -> list[Facts]:
 
 def _facts(path: Path) -> Facts:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return Facts(path, ast.get_docstring(tree), _imports(tree))
+    classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return Facts(path, ast.get_docstring(tree), _imports(tree), classes)
 
 
 def _imports(tree: ast.Module) -> list[str]:
@@ -57,3 +60,11 @@ def test_no_underscored_module_is_imported_from_outside_its_folder():
                 if private and ".".join(parts[:at]) != home:
                     wrong.append(f"{file.path} imports {name}")
     assert not wrong
+
+
+def test_a_class_name_and_a_file_name_occur_once():
+    """`compat` repeats the names of Colossal-AI on purpose."""
+    own = [file for file in facts() if "compat" not in file.path.parts]
+    files = Counter(file.path.name for file in own if file.path.name not in ("__init__.py", "__main__.py"))
+    classes = Counter(name for file in own for name in file.classes)
+    assert [name for name, count in (files + classes).items() if count > 1] == []

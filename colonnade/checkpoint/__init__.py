@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.checkpoint.convert import export_checkpoint as export_checkpoint
-    from colonnade.checkpoint.convert import export_full as export_full
-    from colonnade.checkpoint.convert import import_checkpoint as import_checkpoint
+    from colonnade.checkpoint.export import export_checkpoint as export_checkpoint
+    from colonnade.checkpoint.export import export_full as export_full
+    from colonnade.checkpoint.export import import_checkpoint as import_checkpoint
     from colonnade.checkpoint.load import LoadedInfo as LoadedInfo
     from colonnade.checkpoint.manager import CheckpointManager as CheckpointManager
-    from colonnade.checkpoint.storage.verify import verify as verify
+    from colonnade.checkpoint.storage import verify as verify
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "colonnade.checkpoint.convert": "export_checkpoint export_full import_checkpoint",
+        "colonnade.checkpoint.export": "export_checkpoint export_full import_checkpoint",
         "colonnade.checkpoint.load": "LoadedInfo",
         "colonnade.checkpoint.manager": "CheckpointManager",
-        "colonnade.checkpoint.storage.verify": "verify",
+        "colonnade.checkpoint.storage": "verify",
     },
 )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.foreign import ForeignState
-from colonnade.checkpoint.format.entries import Entry, dtype_named, memory_for, name_of
-from colonnade.checkpoint.storage.exchange import place_folder
+from colonnade.checkpoint.export import ForeignState
+from colonnade.checkpoint.storage import place_folder
+from colonnade.checkpoint.tensor_files import FileEntry, dtype_named, memory_for, name_of
 from colonnade.errors import CheckpointError, listed
 
 _METADATA = ".metadata"
@@ -63,14 +63,14 @@ def write_dcp(state: ForeignState, staged: Path, target: Path) -> None:
     entries = {f"{_MODEL}.{name}": entry for name, entry in state.weights.items()}
     if state.groups is not None:
         kept = {
-            label: {name: _empty(value) if isinstance(value, Entry) else value for name, value in values.items()}
+            label: {name: _empty(value) if isinstance(value, FileEntry) else value for name, value in values.items()}
             for label, values in state.optimizer.items()
         }
         groups = [{"params": names, **options} for names, options in state.groups]
         content[_OPTIMIZERS[0]] = {"state": kept, "param_groups": groups}
         for label, values in state.optimizer.items():
             for name, value in values.items():
-                if isinstance(value, Entry):
+                if isinstance(value, FileEntry):
                     entries[f"{_OPTIMIZERS[0]}.state.{label}.{name}"] = value
 
     class Planner(DefaultSavePlanner):
@@ -122,11 +122,11 @@ class _Folder:
             elif not under and _root(place) not in (*_OPTIMIZERS, *_BESIDE):
                 yield text, key
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> FileEntry:
         """A tensor, read when its turn comes."""
         kept = self.tensors[key]
         shape, dtype = tuple(kept.size), kept.properties.dtype
-        return Entry(key, name_of(dtype, key), shape, lambda: self._load(key, memory_for(shape, dtype)))
+        return FileEntry(key, name_of(dtype, key), shape, lambda: self._load(key, memory_for(shape, dtype)))
 
     def value(self, key: str) -> Any:
         """A value that is no tensor."""

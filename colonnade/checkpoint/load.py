@@ -11,16 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import agreed, as_checkpoint_errors, gather_json
-from colonnade.checkpoint.format.manifest import Manifest
-from colonnade.checkpoint.format.records import Damaged
-from colonnade.checkpoint.format.tensors import TensorReader
-from colonnade.checkpoint.plan.load import LoadPlan
-from colonnade.checkpoint.plan.optimizer import OptimizerLoader, load_optimizer
-from colonnade.checkpoint.plan.tensors import EXTRA_STATE, locate_tensors, prefix_of
-from colonnade.checkpoint.plan.values import RandomSource, SavedValues
-from colonnade.checkpoint.storage.folder import Found, published
-from colonnade.checkpoint.storage.verify import check_files, read_manifest
+from colonnade.checkpoint.agreement import agreed, as_checkpoint_errors, gather_json
+from colonnade.checkpoint.manifest import Damaged, Manifest
+from colonnade.checkpoint.state import LoadPlan, OptimizerLoader, RandomSource, SavedValues, load_optimizer
+from colonnade.checkpoint.storage import Found, check_files, published, read_manifest
+from colonnade.checkpoint.tensor_files import TensorReader
+from colonnade.checkpoint.tensors import EXTRA_STATE, locate_tensors, prefix_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger

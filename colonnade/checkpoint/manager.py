@@ -9,16 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.collective import agreed, before_save, gather_json
-from colonnade.checkpoint.format.manifest import LayoutRecord
+from colonnade.checkpoint.agreement import agreed, before_save, gather_json
 from colonnade.checkpoint.load import LoadedInfo, load_checkpoint
-from colonnade.checkpoint.plan.pieces import SavePlan
-from colonnade.checkpoint.plan.save import LocalState, plan_save
-from colonnade.checkpoint.plan.tensors import locate_tensors
-from colonnade.checkpoint.storage.folder import published, staging_name
-from colonnade.checkpoint.storage.lock import RunLock
-from colonnade.checkpoint.storage.verify import newest_good
-from colonnade.checkpoint.storage.writer import BackgroundWriter, StorageWriter
+from colonnade.checkpoint.manifest import LayoutRecord
+from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.storage import BackgroundWriter, RunLock, StorageWriter, newest_good, published, staging_name
+from colonnade.checkpoint.tensors import locate_tensors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
 from colonnade.logging import get_dist_logger

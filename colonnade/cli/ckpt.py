@@ -13,7 +13,7 @@ import typer
 from colonnade.errors import CheckpointError, listed
 
 
-class Action(StrEnum):
+class CkptAction(StrEnum):
     """What to do with checkpoints."""
 
     ls = "ls"
@@ -31,7 +31,7 @@ class Format(StrEnum):
 
 
 def ckpt(
-    action: Annotated[Action, typer.Argument(help="ls, verify, export or import.")],
+    action: Annotated[CkptAction, typer.Argument(help="ls, verify, export or import.")],
     path: Annotated[Path, typer.Argument(help="The folder of a run, or one checkpoint in it; import: what to read.")],
     step: Annotated[
         int | None,
@@ -59,13 +59,13 @@ def ckpt(
     export writes all weights into one safetensors file, which plain torch loads; or with --format a folder that transformers
     or torch.distributed.checkpoint loads. import makes a checkpoint of such a file or folder.
     """
-    if action in (Action.ls, Action.verify):
-        raise typer.Exit(_show(_rows(path, step, content=action is Action.verify), as_json))
+    if action in (CkptAction.ls, CkptAction.verify):
+        raise typer.Exit(_show(_rows(path, step, content=action is CkptAction.verify), as_json))
     if out is None:
         raise CheckpointError(f"{action.value} needs --out: a file or folder")
-    from colonnade.checkpoint.convert import export_checkpoint, find_checkpoint, import_checkpoint
+    from colonnade.checkpoint.export import export_checkpoint, find_checkpoint, import_checkpoint
 
-    if action is Action.import_:
+    if action is CkptAction.import_:
         typer.echo(f"{path} -> {import_checkpoint(path, out, kind.value, step or 0, trust=trust)}")
         return
     source = find_checkpoint(_run_folder(path), step)
@@ -74,8 +74,8 @@ def ckpt(
 
 def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
     """One row for each checkpoint, newest last."""
-    from colonnade.checkpoint.format.manifest import MANIFEST
-    from colonnade.checkpoint.storage.folder import published
+    from colonnade.checkpoint.manifest import MANIFEST
+    from colonnade.checkpoint.storage import published
 
     path = _run_folder(path)
     alone = (path / MANIFEST).exists()
@@ -90,8 +90,8 @@ def _rows(path: Path, step: int | None, content: bool) -> list[dict[str, Any]]:
 
 def _run_folder(path: Path) -> Path:
     """`path`, or the one folder in it that has checkpoints: a run keeps them in `checkpoints`, beside its log."""
-    from colonnade.checkpoint.format.manifest import MANIFEST
-    from colonnade.checkpoint.storage.folder import published
+    from colonnade.checkpoint.manifest import MANIFEST
+    from colonnade.checkpoint.storage import published
 
     if (path / MANIFEST).exists() or published(path) or not path.is_dir():
         return path
@@ -104,7 +104,7 @@ def _run_folder(path: Path) -> Path:
 
 
 def _row(folder: Path, content: bool) -> dict[str, Any]:
-    from colonnade.checkpoint.storage.verify import verify
+    from colonnade.checkpoint.storage import verify
 
     try:
         manifest = verify(folder, content)
@@ -134,7 +134,7 @@ def _show_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from colonnade.checkpoint.storage.folder import megabytes
+    from colonnade.checkpoint.storage import megabytes
 
     table = Table(box=None, pad_edge=False)
     for title in ("checkpoint", "step", "size", "files", "layout", "saved", "ok"):

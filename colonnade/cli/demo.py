@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from colonnade.cli.launching.job import Job, checked
 from colonnade.errors import ColonnadeError, LaunchError
+from colonnade.launching.launch_job import LaunchJob, checked
 
 
 def demo(
@@ -37,8 +37,8 @@ def demo(
             f"--nproc {nproc} is odd; the demo has two pipeline stages, so give {nproc - 1} or {nproc + 1}", code="C022"
         )
     words = ["--output", str(output), *([] if resume else ["--fresh"]), *(["--steps", str(steps)] if steps else [])]
-    job = checked(Job(target=str(script), nproc=nproc, arguments=tuple(words)))
-    from colonnade.cli.launching.launcher import launch
+    job = checked(LaunchJob(target=str(script), nproc=nproc, arguments=tuple(words)))
+    from colonnade.launching.launcher import launch
 
     status = launch(job)
     if status == 0:

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from colonnade.cli.launching.job import cores
 from colonnade.errors import LaunchError
+from colonnade.launching.launch_job import cores
 from colonnade.version import __version__
 
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -40,7 +40,7 @@ _NEEDED = ("safetensors", "rich", "typer", "pygal")
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """What one check found."""
 
     status: Literal["ok", "warn", "bad"]
@@ -63,7 +63,7 @@ def doctor(
     raise typer.Exit(0 if healthy else 1)
 
 
-def next_step(findings: dict[str, Finding]) -> str:
+def next_step(findings: dict[str, DoctorFinding]) -> str:
     """What to do after this, in a sentence."""
     bad = [name for name, finding in findings.items() if finding.status == "bad"]
     if bad:
@@ -79,147 +79,153 @@ def _good_number() -> int:
     return (torch.cuda.device_count() if torch is not None else 0) or min(4, cores())
 
 
-def check_python() -> Finding:
+def check_python() -> DoctorFinding:
     """Which Python runs; an older one could not have installed this."""
-    return Finding("ok", f"{platform.python_version()} at {sys.executable}")
+    return DoctorFinding("ok", f"{platform.python_version()} at {sys.executable}")
 
 
-def check_torch() -> Finding:
+def check_torch() -> DoctorFinding:
     """A torch that is new enough and has torch.distributed."""
     torch = _torch()
     if torch is None:
-        return Finding("bad", *_NO_TORCH)
+        return DoctorFinding("bad", *_NO_TORCH)
     from colonnade._launch import check_torch as check_version
 
     try:
         check_version(torch.__version__)
     except LaunchError as error:
-        return Finding("bad", torch.__version__, str(error))
+        return DoctorFinding("bad", torch.__version__, str(error))
     if not torch.distributed.is_available():
-        return Finding("bad", f"{torch.__version__} without torch.distributed", "install a build that has it")
-    return Finding("ok", torch.__version__)
+        return DoctorFinding("bad", f"{torch.__version__} without torch.distributed", "install a build that has it")
+    return DoctorFinding("ok", torch.__version__)
 
 
-def check_devices() -> Finding:
+def check_devices() -> DoctorFinding:
     """CUDA devices, and nccl for them."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
-        return Finding("ok", "no CUDA device: ranks run on the CPU")
+        return DoctorFinding("ok", "no CUDA device: ranks run on the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not torch.distributed.is_nccl_available():
-        return Finding("warn", f"{len(names)} devices, no nccl", "install a torch build with nccl")
+        return DoctorFinding("warn", f"{len(names)} devices, no nccl", "install a torch build with nccl")
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    return Finding("ok", f"{len(names)} x {names[0]}, nccl {version}")
+    return DoctorFinding("ok", f"{len(names)} x {names[0]}, nccl {version}")
 
 
-def check_gloo() -> Finding:
+def check_gloo() -> DoctorFinding:
     """The backend of CPU ranks and of control messages."""
     torch = _torch()
     if torch is None or not torch.distributed.is_gloo_available():
-        return Finding("bad", "not available", "install a torch build with gloo")
-    return Finding("ok", "available")
+        return DoctorFinding("bad", "not available", "install a torch build with gloo")
+    return DoctorFinding("ok", "available")
 
 
-def check_cores() -> Finding:
+def check_cores() -> DoctorFinding:
     """Cores this process may use, and torch's threads."""
     torch = _torch()
     threads = f", torch uses {torch.get_num_threads()} threads" if torch else ""
-    return Finding("ok", f"{cores()} usable of {os.cpu_count()}{threads}")
+    return DoctorFinding("ok", f"{cores()} usable of {os.cpu_count()}{threads}")
 
 
-def check_memory() -> Finding:
+def check_memory() -> DoctorFinding:
     """Memory that is free now."""
     facts = _meminfo()
     if not facts:
-        return Finding("ok", "unknown on this system")
+        return DoctorFinding("ok", "unknown on this system")
     detail = f"{_gib(facts['MemAvailable'])} free of {_gib(facts['MemTotal'])}"
     if facts["MemAvailable"] < _LEAST_MEMORY:
-        return Finding("warn", detail, "each rank needs about 0.3 GiB before its model: end something or use fewer")
-    return Finding("ok", detail)
+        return DoctorFinding(
+            "warn", detail, "each rank needs about 0.3 GiB before its model: end something or use fewer"
+        )
+    return DoctorFinding("ok", detail)
 
 
-def check_shared_memory() -> Finding:
+def check_shared_memory() -> DoctorFinding:
     """Room in /dev/shm, where data loaders and nccl put buffers."""
     if not Path("/dev/shm").is_dir():
-        return Finding("ok", "no /dev/shm on this system")
+        return DoctorFinding("ok", "no /dev/shm on this system")
     usage = shutil.disk_usage("/dev/shm")
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)} in /dev/shm"
     if usage.free < _LEAST_SHM:
-        return Finding("warn", detail, "data loader workers may crash: in a container start it with --shm-size=8g")
-    return Finding("ok", detail)
+        return DoctorFinding(
+            "warn", detail, "data loader workers may crash: in a container start it with --shm-size=8g"
+        )
+    return DoctorFinding("ok", detail)
 
 
-def check_limits() -> Finding:
+def check_limits() -> DoctorFinding:
     """Open files and threads: a gloo group takes three threads and a socket per peer."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     detail = f"{_limit(files)} open files, {_limit(tasks)} processes"
     if 0 <= files < _LEAST_FILES:
-        return Finding("warn", detail, f"ulimit -n {_LEAST_FILES * 64}")
+        return DoctorFinding("warn", detail, f"ulimit -n {_LEAST_FILES * 64}")
     if 0 <= tasks < _LEAST_THREADS:
-        return Finding("warn", detail, f"ulimit -u {_LEAST_THREADS * 8}")
-    return Finding("ok", detail)
+        return DoctorFinding("warn", detail, f"ulimit -u {_LEAST_THREADS * 8}")
+    return DoctorFinding("ok", detail)
 
 
-def check_port() -> Finding:
+def check_port() -> DoctorFinding:
     """A port can be opened and reached on the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
-        return Finding("bad", f"loopback does not work: {error}", "bring the interface up: ip link set lo up")
-    return Finding("ok", f"a free port on loopback ({port})")
+        return DoctorFinding("bad", f"loopback does not work: {error}", "bring the interface up: ip link set lo up")
+    return DoctorFinding("ok", f"a free port on loopback ({port})")
 
 
-def check_hostname() -> Finding:
+def check_hostname() -> DoctorFinding:
     """The machine's own name resolves; gloo and several machines need it."""
     name = socket.gethostname()
     try:
-        return Finding("ok", f"{name} is {socket.gethostbyname(name)}")
+        return DoctorFinding("ok", f"{name} is {socket.gethostbyname(name)}")
     except OSError as error:
         step = f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface"
-        return Finding("warn", f"{name} does not resolve: {error}", step)
+        return DoctorFinding("warn", f"{name} does not resolve: {error}", step)
 
 
-def check_environment() -> Finding:
+def check_environment() -> DoctorFinding:
     """Variables that change a run without being seen."""
     stale = [name for name in _PLACES if name in os.environ]
     nccl = sorted(name for name in os.environ if name.startswith("NCCL_"))
     if stale:
-        return Finding("warn", f"{', '.join(stale)} already set", f"unset {' '.join(stale)}")
+        return DoctorFinding("warn", f"{', '.join(stale)} already set", f"unset {' '.join(stale)}")
     if nccl:
-        return Finding("warn", f"{', '.join(nccl)} set", f"make sure they are meant: unset {' '.join(nccl)}")
+        return DoctorFinding("warn", f"{', '.join(nccl)} set", f"make sure they are meant: unset {' '.join(nccl)}")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None:
-        return Finding("ok", "OMP_NUM_THREADS is not set; `colonnade run` sets cores / ranks")
-    return Finding("ok", f"OMP_NUM_THREADS={threads}")
+        return DoctorFinding("ok", "OMP_NUM_THREADS is not set; `colonnade run` sets cores / ranks")
+    return DoctorFinding("ok", f"OMP_NUM_THREADS={threads}")
 
 
-def check_packages() -> Finding:
+def check_packages() -> DoctorFinding:
     """Packages Colonnade needs, and those it uses where they are."""
     found = {name: _version(name) for name in (*_NEEDED, *_OPTIONAL)}
     detail = ", ".join(f"{name} {version or '-'}" for name, version in found.items())
     missing = [name for name in _NEEDED if found[name] is None]
     if missing:
-        return Finding("bad", detail, f"pip install {' '.join(missing)}")
-    return Finding("ok", detail)
+        return DoctorFinding("bad", detail, f"pip install {' '.join(missing)}")
+    return DoctorFinding("ok", detail)
 
 
-def check_two_ranks() -> Finding:
+def check_two_ranks() -> DoctorFinding:
     """An all-reduce between two ranks."""
     if _torch() is None:
-        return Finding("bad", *_NO_TORCH)
+        return DoctorFinding("bad", *_NO_TORCH)
     from colonnade.testing import run_world
 
     result = run_world(2, _summed, timeout=_WORLD_SECONDS, check=False)
     if result.root_cause is not None:
         step = "see the lines above; GLOO_SOCKET_IFNAME, if set, must be an interface of `ip link`"
-        return Finding("bad", result.root_cause.headline, step)
+        return DoctorFinding("bad", result.root_cause.headline, step)
     totals, seconds = zip(*result.values, strict=True)
     if totals != (3.0, 3.0):
-        return Finding("bad", f"the sum of 1 and 2 came out as {totals[0]} and {totals[1]}", "install torch again")
-    return Finding("ok", f"all-reduce right; {max(seconds):.2f} s to reduce, {result.seconds:.1f} s in all")
+        return DoctorFinding(
+            "bad", f"the sum of 1 and 2 came out as {totals[0]} and {totals[1]}", "install torch again"
+        )
+    return DoctorFinding("ok", f"all-reduce right; {max(seconds):.2f} s to reduce, {result.seconds:.1f} s in all")
 
 
 def _summed() -> tuple[float, float]:
@@ -232,7 +238,7 @@ def _summed() -> tuple[float, float]:
     return total.item(), time.monotonic() - started
 
 
-CHECKS: dict[str, Callable[[], Finding]] = {
+CHECKS: dict[str, Callable[[], DoctorFinding]] = {
     "python": check_python,
     "torch": check_torch,
     "devices": check_devices,
@@ -280,7 +286,7 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _show(findings: dict[str, Finding]) -> None:
+def _show(findings: dict[str, DoctorFinding]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

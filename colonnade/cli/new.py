@@ -20,14 +20,14 @@ _MODE = "my_mode"
 """What the templates call their parallelism: valid Python as they stand."""
 
 
-class Kind(StrEnum):
+class TemplateKind(StrEnum):
     """What can be begun."""
 
     parallelism = "parallelism"
 
 
 def new(
-    kind: Annotated[Kind, typer.Argument(help="What to begin: parallelism.")],
+    kind: Annotated[TemplateKind, typer.Argument(help="What to begin: parallelism.")],
     name: Annotated[str, typer.Argument(help="Its name, as of a Python file: lower_case.")],
     folder: Annotated[Path, typer.Option("--folder", "-f", help="Where to write.")] = Path("."),
 ) -> None:

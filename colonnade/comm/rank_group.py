@@ -8,9 +8,13 @@ of the gradients, so that agreeing never waits for an accelerator.
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colonnade.comm.messages import gather_in_pieces
-from colonnade.comm.sockets import HostSockets, connect, host_identity
 from colonnade.comm.torch_versions import (
     PrefixStore,
     all_gather_flat,
@@ -30,6 +33,134 @@ from colonnade.comm.torch_versions import (
     timeout_of,
 )
 from colonnade.errors import GradientError, listed
+
+# --------------------------------------------------------------------------------------------------
+# Direct sockets between ranks of one host: they wake each other, hand over memory, and notice a death.
+#
+# A message through a socket orders memory: what a rank wrote to shared memory before `send` is seen by a peer
+# after `receive`, on every architecture, because the kernel's queue lock is released by one and taken by the
+# other. The sockets are in Linux's abstract namespace, so no name exists in any file system.
+# --------------------------------------------------------------------------------------------------
+
+
+_SET_UP_SECONDS = 20.0
+_CREDENTIALS = struct.Struct("3i")
+
+
+def host_identity() -> str | None:
+    """Equal for two ranks that can share memory (same boot, same network namespace); None where none can."""
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:
+        return None
+
+
+class HostSockets:
+    """One connected socket per other rank; ranks are counted within the group.
+
+    A peer that has gone raises ConnectionError(index), one that is silent TimeoutError(index, seconds).
+    """
+
+    def __init__(self, index: int, sockets: dict[int, socket.socket], timeout: float) -> None:
+        self.index = index
+        self._timeout = max(1, int(timeout))
+        self._sockets = dict(sorted(sockets.items()))
+        seconds = struct.pack("ll", self._timeout, 0)
+        for connection in self._sockets.values():
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+
+    def send(self, payload: bytes) -> None:
+        """Send to every peer."""
+        for index, connection in self._sockets.items():
+            try:
+                connection.sendall(payload)
+            except OSError as error:
+                raise ConnectionError(index) from error
+
+    def receive(self, own: bytes) -> list[bytes]:
+        """One message of the length of `own` from every peer, and `own` at this rank's place."""
+        messages = {index: self._receive(index, len(own)) for index in self._sockets}
+        messages[self.index] = own
+        return [messages[index] for index in range(len(messages))]
+
+    def swap_descriptors(self, descriptor: int) -> dict[int, int]:
+        """Give `descriptor` to every peer and get theirs, by index; the caller closes what it gets."""
+        for connection in self._sockets.values():
+            socket.send_fds(connection, [b"m"], [descriptor])
+        received = {}
+        for index, connection in self._sockets.items():
+            _, (received[index],), *_ = socket.recv_fds(connection, 1, 1)
+        return received
+
+    def close(self) -> None:
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _receive(self, index: int, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                piece = self._sockets[index].recv(size - len(data))
+            except BlockingIOError as error:
+                raise TimeoutError(index, self._timeout) from error
+            except OSError as error:
+                raise ConnectionError(index) from error
+            if not piece:
+                raise ConnectionError(index)
+            data += piece
+        return data
+
+
+def connect(
+    index: int, size: int, timeout: float, gather: Callable[[Any], list[Any]]
+) -> tuple[HostSockets, None] | tuple[None, str]:
+    """Connect `size` ranks of this host with each other; or say what failed. Collective."""
+    name = f"colonnade-{os.urandom(16).hex()}"
+    sockets: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(size)
+        listener.settimeout(_SET_UP_SECONDS)
+        names = gather(name)
+        try:
+            for other in range(index):
+                sockets[other] = _dial(names[other], index)
+            while len(sockets) < size - 1:
+                other, connection = _accept(listener)
+                sockets[other] = connection
+        except OSError as error:
+            for connection in sockets.values():
+                connection.close()
+            return None, f"sockets between ranks of this host failed: {error}"
+    return HostSockets(index, sockets, timeout), None
+
+
+def _dial(name: str, index: int) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_SET_UP_SECONDS)
+    connection.connect(f"\0{name}")
+    _refuse_strangers(connection)
+    connection.sendall(index.to_bytes(4, "little"))
+    return connection
+
+
+def _accept(listener: socket.socket) -> tuple[int, socket.socket]:
+    connection, _ = listener.accept()
+    connection.settimeout(_SET_UP_SECONDS)
+    _refuse_strangers(connection)
+    return int.from_bytes(connection.recv(4), "little"), connection
+
+
+def _refuse_strangers(connection: socket.socket) -> None:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.getuid():
+        raise PermissionError(f"user {user} answered in place of a rank")
+
 
 Gather = Callable[[Tensor, Tensor], Any]
 
@@ -181,3 +312,88 @@ def _cpu_gather(group: dist.ProcessGroup) -> Gather:
 
 def _gather_alone(received: Tensor, own: Tensor) -> None:
     received.copy_(own)
+
+
+# --------------------------------------------------------------------------------------------------
+# Flat memory of one rank, or of all ranks of a host at once.
+#
+# Shared memory is anonymous: it has no name in any file system, so that nothing outlives the processes however they
+# end, and no mount's size limits it.
+# --------------------------------------------------------------------------------------------------
+
+
+HEAP_BYTES = 31 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class GroupMemory:
+    """Flat memory: this rank's, and (where it is shared) every rank's in group order."""
+
+    own: Tensor
+    every: list[Tensor] | None = None
+
+    def part(self, start: int, stop: int) -> GroupMemory:
+        """Elements [start, stop) of it."""
+        every = [memory[start:stop] for memory in self.every] if self.every is not None else None
+        return GroupMemory(self.own[start:stop], every)
+
+
+def allocate(group: RankGroup, numel: int, dtype: torch.dtype, device: torch.device, shared: bool) -> GroupMemory:
+    """Zeroed memory of `numel` elements on every rank. Collective.
+
+    `shared`: in memory that all ranks of the group see, unless their memory cannot be shared. Where the system has no
+    room for it, the group says whether that is logged or an error.
+    """
+    if shared and group.sockets is not None and device.type == "cpu":
+        every, problem = allocate_shared(group, numel, dtype)
+        if every is not None:
+            return GroupMemory(every[group.index], every)
+        group.cannot_share(problem or "")
+    return GroupMemory(torch.zeros(numel, dtype=dtype, device=device))
+
+
+def allocate_shared(group: RankGroup, numel: int, dtype: torch.dtype) -> tuple[list[Tensor], None] | tuple[None, str]:
+    """All ranks' tensors of `numel` elements in group order, or why there are none. Collective."""
+    assert group.sockets is not None
+    nbytes = max(1, numel) * dtype.itemsize
+    descriptor, problem = _reserve(nbytes)
+    problems = [text for text in group.gather_objects(problem) if text]
+    if problems or descriptor is None:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None, problems[0]
+    descriptors = group.sockets.swap_descriptors(descriptor)
+    descriptors[group.index] = descriptor
+    return [_map(descriptors[index], nbytes, numel, dtype) for index in range(group.size)], None
+
+
+def keep_heap() -> None:
+    """Make glibc keep freed memory for the next step, instead of giving it back and faulting it in again.
+
+    With gradients in buckets the heap is all but empty after backward, and glibc would shrink it at each step. It
+    learns from a large block that is freed: blocks of this size stay on the heap from then on, up to twice as
+    much in all (32 MiB is the most it learns from). Elsewhere this does nothing.
+    """
+    torch.empty(HEAP_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _reserve(nbytes: int) -> tuple[int, None] | tuple[None, str]:
+    """Anonymous memory whose pages exist, so that running out is an error now and no signal later."""
+    descriptor = None
+    try:
+        descriptor = os.memfd_create("colonnade-shared", os.MFD_CLOEXEC)
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None, f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had: {error.strerror}"
+    return descriptor, None
+
+
+def _map(descriptor: int, nbytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """The memory behind `descriptor`, which is closed; it lives as long as the tensor."""
+    mapping = mmap.mmap(descriptor, nbytes)
+    os.close(descriptor)
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(mapping, dtype=dtype, count=numel)

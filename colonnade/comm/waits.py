@@ -13,17 +13,89 @@ import json
 import os
 import queue
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from colonnade.comm.gone import Processes, named
-from colonnade.comm.phases import PhaseClock
+from colonnade.comm.peer_errors import Processes, named
 from colonnade.comm.torch_versions import default_store, timeout_of
+from colonnade.constants import FOLLOWS_AFTER
 from colonnade.errors import ColonnadeError, GradientError, consequence_of, listed
+
+if TYPE_CHECKING:
+    import torch
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the time of a step goes: marks on the host's clock, or events of a device that are read a step later.
+# --------------------------------------------------------------------------------------------------
+
+
+PHASES = ("data", "forward", "backward", "communication", "clip", "optimizer", "other")
+"""What a step is made of. `communication` is what nothing else hides: waiting for sums of gradients and for messages of
+the pipeline. Collectives inside a forward or backward pass count there. `other` is hooks, checkpoints and the loop itself."""
+
+
+class PhaseTimes:
+    """The marks of one step; reading them waits for nothing younger than they are."""
+
+    def __init__(self, marks: list[tuple[str, Any]], end: Any) -> None:
+        self._marks, self._end = marks, end
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase; those that took no time are left out."""
+        seconds: dict[str, float] = {}
+        ends = [mark for _, mark in self._marks[1:]] + [self._end]
+        if not isinstance(self._end, float):
+            self._end.synchronize()
+        for (phase, begin), end in zip(self._marks, ends, strict=True):
+            spent = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1000
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+        return seconds
+
+
+class PhaseClock:
+    """Notes when a step goes from one phase to the next. On CUDA by events of the current stream: the host never waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins now."""
+        self._phase = "other"
+        self._marks = [(self._phase, self._now())]
+
+    def enter(self, phase: str) -> str:
+        """From here on the time is that of `phase`; returns the one before."""
+        before = self._phase
+        if phase != before:
+            self._phase = phase
+            self._marks.append((phase, self._now()))
+        return before
+
+    def end_step(self) -> PhaseTimes:
+        """The times of the step that ends here, on their way; the next one begins."""
+        end = self._now()
+        ended, self._marks = PhaseTimes(self._marks, end), [(self._phase, end)]
+        return ended
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        import torch  # here, so that pages of runs are made without it
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
 
 SAY_AFTER = 5.0
 """Seconds at one place after which a rank tells the others where it is; after one and a half times as long it says where
@@ -68,7 +140,7 @@ def pauses(longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank is: doing what, after how many steps, since when."""
 
     what: str
@@ -191,7 +263,7 @@ class WaitWatch:
 
     def note_error(self, error: BaseException, doing: str) -> None:
         """An error ends what this rank was doing: those who wait for it read so. Raises one that names who has left."""
-        here = Place(doing, self.step, time.time())
+        here = RankPosition(doing, self.step, time.time())
         told = named(error, doing, self._processes, lambda: self.where_others_are(here)[0])
         if told is None or not told.ranks:
             told = self._at_the_limit(error, doing) or told
@@ -206,7 +278,7 @@ class WaitWatch:
             return None
         if isinstance(error, ColonnadeError) and error.code == "C117":
             return None
-        where, ranks = self.where_others_are(Place(doing, self.step, time.time()))
+        where, ranks = self.where_others_are(RankPosition(doing, self.step, time.time()))
         if not where:
             return None
         if isinstance(error, ColonnadeError) and error.code is not None:
@@ -221,14 +293,14 @@ class WaitWatch:
             ranks=ranks,
         )
 
-    def where_others_are(self, place: Place | None = None) -> tuple[str, list[int]]:
+    def where_others_are(self, place: RankPosition | None = None) -> tuple[str, list[int]]:
         """Where ranks are that are elsewhere than this one, in words, and which they are; nothing where it is not known.
 
         Of the ranks that ask within a minute one looks, and the others take its answer. Takes some seconds at most.
         """
         if self._processes is None:
             return "", []
-        here = place or Place(*self._place)
+        here = place or RankPosition(*self._place)
         try:
             store = self._store if self._store is not None else default_store()
             found = _answer(lambda: self._look_at_limit(store, here))
@@ -238,7 +310,7 @@ class WaitWatch:
             found = (self._no_answer(), [])
         return found
 
-    def _look_at_limit(self, store: Any, here: Place) -> tuple[str, list[int]]:
+    def _look_at_limit(self, store: Any, here: RankPosition) -> tuple[str, list[int]]:
         rank, world_size = self._world
         told = store.get(_AT_LIMIT).decode() if store.check([_AT_LIMIT]) else ""
         mine = json.dumps([time.time(), rank, None, []])
@@ -310,7 +382,7 @@ class WaitWatch:
                     if looker.startswith(f"{rank} "):
                         _answer(lambda: store.compare_set(_LOOKER, looker, ""))  # noqa: B023
                     looker = ""
-                place = Place(*now)
+                place = RankPosition(*now)
                 stood = time.time() - place.since
                 if told is None and stood > SAY_AFTER:
                     told, due = now, 1.5 * self._limit
@@ -333,7 +405,7 @@ class WaitWatch:
 
         # Nobody answers: the world ends, or this host or that of rank 0 is cut off.
         while not self._stop.wait(min(SAY_AFTER / 5, 1.0)):
-            place = Place(*self._place)
+            place = RankPosition(*self._place)
             stood = time.time() - place.since
             if place.what != OUTSIDE and not place.what.startswith(_AFTER) and stood > 1.5 * SAY_AFTER:
                 if _speaks_for_host(rank):
@@ -341,13 +413,13 @@ class WaitWatch:
                 return
 
     def _look(
-        self, rank: int, world_size: int, place: Place, store: Any, before: str, mine: str
+        self, rank: int, world_size: int, place: RankPosition, store: Any, before: str, mine: str
     ) -> tuple[str, str | None]:
         """(Who looks, what it sees, if that is this rank.)"""
         looker = store.compare_set(_LOOKER, before, mine).decode()
         return looker, self._explain(rank, world_size, place, store) if looker == mine else None
 
-    def _explain(self, rank: int, world_size: int, place: Place, store: Any = None) -> str | None:
+    def _explain(self, rank: int, world_size: int, place: RankPosition, store: Any = None) -> str | None:
         """Where the others are; None where all are at the same place."""
         found = self._others(rank, world_size, place, store if store is not None else default_store())
         if found is None:
@@ -362,7 +434,9 @@ class WaitWatch:
         )
         return f"rank {rank} has waited {time.time() - place.since:.0f} s: it is {place}. Where others are: {others}. {advice}"
 
-    def _others(self, rank: int, world_size: int, place: Place, store: Any) -> tuple[str, list[int], bool] | None:
+    def _others(
+        self, rank: int, world_size: int, place: RankPosition, store: Any
+    ) -> tuple[str, list[int], bool] | None:
         """Where ranks are that are elsewhere, in words; which; and whether one of them cannot come. None where all are here."""
         keys = [_KEY.format(each) for each in range(world_size)]
         if not store.check(keys):
@@ -371,7 +445,7 @@ class WaitWatch:
         quiet = self._processes.quiet(store) if self._processes is not None else {}
         places: dict[tuple[str, str], list[int]] = {}
         for other, note in enumerate(notes):
-            found = Place(*note) if note is not None else None
+            found = RankPosition(*note) if note is not None else None
             if other == rank or (other not in quiet and found is not None and found[:2] == place[:2]):
                 continue
             where = _described(found)
@@ -463,14 +537,14 @@ def standing(here: int, world_size: int) -> dict[str, int]:
     return {}
 
 
-def place_of(rank: int) -> Place | None:
+def place_of(rank: int) -> RankPosition | None:
     """Where a rank stands that has not moved for `SAY_AFTER` seconds; None if it goes on."""
     store, key = default_store(), _KEY.format(rank)
     note = store.get(key) if store.check([key]) else b""
-    return Place(*json.loads(note.decode())) if note else None
+    return RankPosition(*json.loads(note.decode())) if note else None
 
 
-def _described(place: Place | None) -> str:
+def _described(place: RankPosition | None) -> str:
     return "going on" if place is None else f"{place} for {time.time() - place.since:.0f} s"
 
 
@@ -478,3 +552,52 @@ def _few(ranks: list[Any]) -> str:
     return listed(ranks[:_RANKS_NAMED]) + (
         f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rank does when an error ends it under a launcher that is not ours: torchrun is told which rank failed first.
+#
+# torchrun ends all ranks of a host when it has seen one leave, and calls that one the root cause. A rank that only lost another
+# one therefore leaves a little later, and each leaves its traceback in the file that torchrun reads.
+# --------------------------------------------------------------------------------------------------
+
+
+_installed = False
+
+
+def install() -> None:
+    """From now on, tell torchrun of an error that ends this process. `colonnade run` and `run_world` ask the rank by themselves."""
+    global _installed
+    if _installed or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    _installed, before = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain_end(error)
+        before(kind, error, trace)
+        with contextlib.suppress(OSError):
+            _tell(error, trace)
+
+    sys.excepthook = hook
+
+
+def _tell(error: BaseException, trace: TracebackType | None) -> None:
+    later = FOLLOWS_AFTER if consequence_of(error)[0] == "wholly" else 0.0
+    if later:
+        atexit.register(_stay, later)
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    if file.exists():  # the script's own `record` wrote it, or there is none
+        return
+    told = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
+        "timestamp": str(int(time.time() + later)),
+    }
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    scratch.write_text(json.dumps({"message": {"message": f"{type(error).__qualname__}: {error}", "extraInfo": told}}))
+    scratch.replace(file)
+
+
+def _stay(seconds: float) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    time.sleep(seconds)

@@ -15,9 +15,9 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from colonnade.compat.groups import AncestralGroups, get_cpu_group
+from colonnade.compat.communication import AncestralGroups, get_cpu_group
 from colonnade.compat.names import add_names, remove_names
-from colonnade.config.words import ALIASES
+from colonnade.config.problems import ALIASES
 from colonnade.context.parallel_context import ParallelContext, launch_hooks
 from colonnade.errors import ColonnadeError
 

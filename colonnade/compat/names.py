@@ -33,8 +33,8 @@ _LINEAR_1D = "Linear1D_Col Linear1D_Row"
 NAMES: dict[str, dict[str, str]] = {
     "initialize": {"colonnade": f"{_LAUNCHES} initialize"},
     "amp.amp_type": {"colonnade.amp": "AMP_TYPE"},
-    "context": {"colonnade.compat.random": _SEEDS},
-    "context.random": {"colonnade.compat.random": _SEEDS},
+    "context": {"colonnade.compat.old_utils": _SEEDS},
+    "context.random": {"colonnade.compat.old_utils": _SEEDS},
     "context.config": {"colonnade.config": "Config"},
     "context.parallel_context": {"colonnade.core": "global_context"},
     "communication": {_COMMUNICATION: f"{_P2P} {_COLLECTIVE} {_META} ring_forward"},
@@ -42,34 +42,34 @@ NAMES: dict[str, dict[str, str]] = {
     "communication.p2p": {_COMMUNICATION: _P2P},
     "communication.ring": {_COMMUNICATION: "ring_forward"},
     "communication.utils": {_COMMUNICATION: _META},
-    "engine": {"colonnade.compat.schedule": _SCHEDULES},
-    "engine.schedule": {"colonnade.compat.schedule": _SCHEDULES},
-    "nn": {"colonnade.compat.layers": f"{_LINEAR_1D} CheckpointModule"},
-    "nn.layer": {"colonnade.compat.layers": f"{_LINEAR_1D} CheckpointModule"},
-    "nn.layer.parallel_1d": {"colonnade.compat.layers": _LINEAR_1D},
-    "nn.layer.utils": {"colonnade.compat.layers": "CheckpointModule"},
-    "nn.layer.wrapper": {"colonnade.compat.layers": "PipelineSharedModuleWrapper"},
+    "engine": {"colonnade.compat.old_utils": _SCHEDULES},
+    "engine.schedule": {"colonnade.compat.old_utils": _SCHEDULES},
+    "nn": {"colonnade.compat.old_layers": f"{_LINEAR_1D} CheckpointModule"},
+    "nn.layer": {"colonnade.compat.old_layers": f"{_LINEAR_1D} CheckpointModule"},
+    "nn.layer.parallel_1d": {"colonnade.compat.old_layers": _LINEAR_1D},
+    "nn.layer.utils": {"colonnade.compat.old_layers": "CheckpointModule"},
+    "nn.layer.wrapper": {"colonnade.compat.old_layers": "PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {
-        "colonnade.compat.lr_scheduler": "CosineAnnealingLR CosineAnnealingWarmupLR ExponentialLR MultiStepLR OneCycleLR "
+        "colonnade.compat.old_optimizers": "CosineAnnealingLR CosineAnnealingWarmupLR ExponentialLR MultiStepLR OneCycleLR "
         "PolynomialLR StepLR"
     },
-    "nn.optimizer": {"colonnade.compat.optimizer": "CPUAdam FusedAdam FusedLAMB HybridAdam Lamb Lars"},
+    "nn.optimizer": {"colonnade.compat.old_optimizers": "CPUAdam FusedAdam FusedLAMB HybridAdam Lamb Lars"},
     "testing": {
-        "colonnade.compat.testing": "assert_close assert_close_loose assert_equal assert_equal_in_group assert_not_equal "
+        "colonnade.compat.old_utils": "assert_close assert_close_loose assert_equal assert_equal_in_group assert_not_equal "
         "parameterize rerun_if_address_is_in_use rerun_on_exception skip_if_not_enough_gpus"
     },
-    "trainer.hooks": {"colonnade.compat.hooks": "LoadCheckpointHook SaveCheckpointHook TensorboardHook"},
+    "trainer.hooks": {"colonnade.compat.old_utils": "LoadCheckpointHook SaveCheckpointHook TensorboardHook"},
     "utils": {
-        "colonnade.compat.utils": f"{_COMMON} {_FILES} {_DEVICE} DataParallelSampler MultiTimer Timer conditional_context "
+        "colonnade.compat.old_utils": f"{_COMMON} {_FILES} {_DEVICE} DataParallelSampler MultiTimer Timer conditional_context "
         "report_memory_usage"
     },
     "utils.activation_checkpoint": {"colonnade.utils": "checkpoint"},
-    "utils.checkpointing": {"colonnade.compat.utils": _FILES},
-    "utils.common": {"colonnade.compat.utils": f"{_COMMON} conditional_context", "colonnade.utils": "print_rank_0"},
-    "utils.cuda": {"colonnade.compat.utils": _DEVICE, "colonnade.utils": "get_current_device"},
-    "utils.data_sampler": {"colonnade.compat.utils": "DataParallelSampler", "colonnade.utils": "get_dataloader"},
-    "utils.memory": {"colonnade.compat.utils": "report_memory_usage"},
-    "utils.timer": {"colonnade.compat.utils": "MultiTimer Timer"},
+    "utils.checkpointing": {"colonnade.compat.old_utils": _FILES},
+    "utils.common": {"colonnade.compat.old_utils": f"{_COMMON} conditional_context", "colonnade.utils": "print_rank_0"},
+    "utils.cuda": {"colonnade.compat.old_utils": _DEVICE, "colonnade.utils": "get_current_device"},
+    "utils.data_sampler": {"colonnade.compat.old_utils": "DataParallelSampler", "colonnade.utils": "get_dataloader"},
+    "utils.memory": {"colonnade.compat.old_utils": "report_memory_usage"},
+    "utils.timer": {"colonnade.compat.old_utils": "MultiTimer Timer"},
 }
 """Module of the alias -> {the module here: its names}."""
 
@@ -173,7 +173,7 @@ def _set(module: ModuleType, name: str, value: Any) -> None:
 def _swap_hooks() -> None:
     """Let the registry of hooks follow what their names mean now."""
     hooks = importlib.import_module("colonnade.trainer.hooks")
-    for name in NAMES["trainer.hooks"]["colonnade.compat.hooks"].split():
+    for name in NAMES["trainer.hooks"]["colonnade.compat.old_utils"].split():
         if name in HOOKS:
             HOOKS.remove(name)
         if hasattr(hooks, name):

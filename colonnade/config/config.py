@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from pprint import pformat
 from typing import Any, NoReturn, TypeVar
 
-from colonnade.config.check import require_valid
 from colonnade.config.files import read_file
-from colonnade.config.problems import Source, shortened
-from colonnade.config.words import ALIASES
+from colonnade.config.problems import ALIASES, ConfigSource, shortened
+from colonnade.config.rules import ANYTHING, Rule, differing
+from colonnade.config.schema import KEYS, require_valid
 from colonnade.errors import ConfigError, did_you_mean, listed
 
 Self = TypeVar("Self", bound="Config")
@@ -153,10 +154,10 @@ def load_config(source: Config | dict[str, Any] | str | Path) -> Config:
             f"not {type(source).__name__}: {shortened(source)}",
             code="C002",
         )
-    return _checked(source if isinstance(source, Config) else Config(source), Source())
+    return _checked(source if isinstance(source, Config) else Config(source), ConfigSource())
 
 
-def _checked(config: Self, source: Source) -> Self:
+def _checked(config: Self, source: ConfigSource) -> Self:
     for alias, key in ALIASES.items():
         if alias in config:
             config.setdefault(key, config[alias])
@@ -222,3 +223,33 @@ def _as_frozen(value: Any) -> Any:
 def _restored(kind: type[Config], values: dict[str, Any], is_frozen: bool) -> Config:
     config = kind(values)
     return config.freeze() if is_frozen else config
+
+
+# --------------------------------------------------------------------------------------------------
+# A config as texts by key: what must be the same on all ranks, in a form that ranks can compare.
+# --------------------------------------------------------------------------------------------------
+
+
+def compared_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Every key of ours that is set and may not differ between ranks, as "clip_grad_norm.max_norm", with its value."""
+    return {path: text for key, rule in KEYS.items() for path, text in _texts(rule, key, config.get(key))}
+
+
+def text_of(value: Any) -> str:
+    """The value as it is printed, less addresses in memory: the same for the same value on every rank."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{text_of(key)}: {text_of(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _texts(rule: Rule, path: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and rule.section is not None:
+        others = rule.section.others or (differing(ANYTHING) if rule.may_differ else ANYTHING)
+        for key in sorted(value, key=str):
+            yield from _texts(rule.section.keys.get(key, others), f"{path}.{key}", value[key])
+    elif value is not None and not rule.may_differ:
+        yield path, text_of(value)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from colonnade.config.problems import Source, file_error
+from colonnade.config.problems import ConfigSource, file_error
 from colonnade.config.schema import KEYS
 from colonnade.errors import ConfigError, listed
 from colonnade.paths import local_path
@@ -28,10 +28,10 @@ _SUFFIXES = (".py", ".toml")
 _reading: ContextVar[Path | None] = ContextVar("config_file", default=None)
 
 
-def read_file(path: str | Path) -> tuple[dict[str, Any], Source]:
+def read_file(path: str | Path) -> tuple[dict[str, Any], ConfigSource]:
     """Return the values of a config file and where they came from; ConfigError with the path if that fails."""
     file = local_path(path, "the config").expanduser()
-    source = Source(str(path), file.name, _read_text(str(path), file))
+    source = ConfigSource(str(path), file.name, _read_text(str(path), file))
     return (_read_toml(source) if file.suffix == ".toml" else _read_python(source, file.resolve())), source
 
 
@@ -65,7 +65,7 @@ def _config_names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
 
 
-def _read_toml(source: Source) -> dict[str, Any]:
+def _read_toml(source: ConfigSource) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(source.text))
     except tomllib.TOMLDecodeError as error:
@@ -73,7 +73,7 @@ def _read_toml(source: Source) -> dict[str, Any]:
         raise _failed(source, str(error), int(place[1]) if place else None) from None
 
 
-def _read_python(source: Source, path: Path) -> dict[str, Any]:
+def _read_python(source: ConfigSource, path: Path) -> dict[str, Any]:
     """Run the file and return the names it leaves: functions too, but no modules, classes and dunder names."""
     outer = _reading.set(path)
     try:
@@ -133,7 +133,7 @@ def _is_in(module: ModuleType, folder: str) -> bool:
     return os.path.realpath(os.path.dirname(next(iter(places)))) == folder
 
 
-def _raised(source: Source, path: Path, error: BaseException) -> ConfigError:
+def _raised(source: ConfigSource, path: Path, error: BaseException) -> ConfigError:
     """The error of a file that raised: the line of the file, and the last one called from there; none of ours."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [index for index, frame in enumerate(frames) if frame.filename == str(path)]
@@ -143,7 +143,7 @@ def _raised(source: Source, path: Path, error: BaseException) -> ConfigError:
     return file_error(source.name, source.file, f"{type(error).__name__}: {error}", line=line, shown="\n".join(rows))
 
 
-def _failed(source: Source, text: str, line: int | None) -> ConfigError:
+def _failed(source: ConfigSource, text: str, line: int | None) -> ConfigError:
     """The error of a text that cannot be read, with the line that is at fault."""
     rows = source.text.splitlines()
     shown = f"{source.file}:{line} | {rows[line - 1]}" if line is not None and 0 < line <= len(rows) else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 from colonnade.errors import ConfigError
@@ -28,7 +29,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """Where a config came from: its name in the head line, its short name, and its text."""
 
     name: str = "the config"
@@ -52,7 +53,7 @@ class Source:
         return self.file if position < 0 else f"{self.file}:{self.text.count(chr(10), 0, position) + 1}"
 
 
-def config_error(problems: Sequence[Problem], source: Source) -> ConfigError:
+def config_error(problems: Sequence[Problem], source: ConfigSource) -> ConfigError:
     """Return one error that tells every problem, each with its place in the source."""
     rows = [(source.where(_present(problem)), _told(problem)) for problem in problems]
     width = max(len(where) for where, _ in rows)
@@ -99,3 +100,194 @@ def shortened(value: object) -> str:
     except Exception:  # a value of the user's own, or an int of thousands of digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+# --------------------------------------------------------------------------------------------------
+# Which key of ours was meant: names that are nearly ours, and other frameworks' words for ours, as data.
+#
+# Each is an error that names our key: a clipping value under a name that nobody reads trains without clipping
+# and says nothing.
+# --------------------------------------------------------------------------------------------------
+
+
+# Real names within one edit of a key of ours: a user who writes one of these means it.
+_ORDINARY_WORDS = (
+    "mode modes model models modal module node nodes size sizes resize cover type types seeds speed feed need zeros",
+    "zeroed hero async syncs synced schedules scheduler scheduled reschedule flat_steps last_step TENSOR_SHAPES",
+    "Model Schedule Seed Sync Zero",
+)
+_ORDINARY = frozenset(word for line in _ORDINARY_WORDS for word in line.split())
+_SHORTEST = 4  # below this nearly everything is one edit away
+_LONG = 12  # from here on two edits still mean the key
+
+
+def squeezed(name: str) -> str:
+    """Return `name` in lower case without underscores and hyphens."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def near(name: str, known: Iterable[str], edits: int = 1) -> str | None:
+    """Return the known name that is most like `name`, if about `edits` letters differ at most."""
+
+    def likeness(candidate: str) -> float:
+        return SequenceMatcher(None, name, candidate, autojunk=False).ratio()
+
+    found = [
+        candidate
+        for candidate in known
+        if abs(len(candidate) - len(name)) <= edits
+        and likeness(candidate) >= 1 - (edits + 0.01) / max(len(candidate), len(name))
+    ]
+    return max(found, key=likeness, default=None)
+
+
+def is_ordinary(name: str, known: Collection[str]) -> bool:
+    """Whether `name` is a user's own although it is close to a known one: `seeds`, `model2`, `_zero`."""
+    word = name.rstrip("_0123456789")
+    numbered = name[-1:].isdigit() and word in known
+    marked = "_" not in word and name.rstrip("_") in known
+    return name.startswith("_") or word in _ORDINARY or numbered or marked
+
+
+def near_miss(name: str, known: Collection[str]) -> str | None:
+    """Return the key of ours that a top-level key nearly is, or None when it is the user's own.
+
+    Case and underscores do not count (`clipGradNorm`). Beyond that a name in one case may be a typo of a key in
+    that case; short keys and UPPER_CASE ones, of which users have many, leave less room.
+    """
+    if is_ordinary(name, known):
+        return None
+    if not name.islower() and not name.isupper():
+        return next((key for key in known if squeezed(key) == squeezed(name)), None)
+    alike = [key for key in known if key.isupper() == name.isupper() and len(key) >= _SHORTEST]
+    return near(name, alike) or near(name, [key for key in alike if key.islower() and len(key) >= _LONG], edits=2)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Words for the key at `target`, and what to write instead (`{}` is the value that was met)."""
+
+    target: KeyPath
+    write: str
+    words: str
+
+
+_FOREIGN = (
+    Foreign(
+        ("activation_checkpoint",),
+        "activation_checkpoint = 'full' or 'selective', or dict(mode=..., every=..., offload=...)",
+        "activation_checkpointing activation_ckpt checkpoint_activations recompute_activations recompute_granularity "
+        "activation_offload offload_activations cpu_offload_activations",
+    ),
+    Foreign(
+        ("clip_grad_norm",),
+        "clip_grad_norm = {}",
+        "gradient_clipping gradient_clip gradient_clip_val gradient_clip_value gradient_clip_norm grad_clip "
+        "grad_clip_norm grad_clip_val grad_clipping grad_norm_clip grad_norm_clipping gradient_norm_clipping "
+        "clip_grad clip_grads clip_norm clip_gradient clip_gradients clip_gradient_norm clip_gradients_norm "
+        "max_grad_norm max_gradient_norm gradient_max_norm grad_max_norm",
+    ),
+    Foreign(
+        ("gradient_accumulation",),
+        "gradient_accumulation = {}",
+        "grad_accum grad_accum_steps grad_acc grad_acc_steps grad_accumulation grad_accumulation_steps "
+        "gradient_accumulation_steps gradient_accumulation_step gradient_accumulate "
+        "gradient_accumulate_steps gradient_accumulate_every gradient_accum gradient_accum_steps "
+        "accumulate_grad accumulate_grads accumulate_grad_batches accumulate_gradient accumulate_gradients "
+        "accumulate_steps accumulate_size "
+        "accumulation_steps accum_steps num_accumulation_steps",
+    ),
+    Foreign(("gradient_handler",), "gradient_handler = [dict(type='...')]", "grad_handler grad_handlers"),
+    Foreign(
+        ("zero",),
+        "zero = 1, 2 or 3, or zero = dict(stage=...)",
+        "zero_optimization zero_optimisation zero_optimizer zero_stage zero_level zero_config use_zero "
+        "zero1 zero2 zero3 fsdp fsdp_config fully_shard",
+    ),
+    Foreign(
+        ("parallel", "tensor"),
+        "parallel = dict(tensor=dict(size=..., mode=...))",
+        "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel "
+        "tensor_model_parallel_size model_parallel model_parallel_size tp tp_size tp_degree",
+    ),
+    Foreign(
+        ("parallel", "pipeline"),
+        "parallel = dict(pipeline=...)",
+        "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel "
+        "pipeline_model_parallel_size pipeline_size pp pp_size pp_degree",
+    ),
+    Foreign(
+        ("parallel", "data"),
+        "parallel = dict(data=...)",
+        "data_parallel data_parallel_size data_parallel_degree dp dp_size dp_degree",
+    ),
+    Foreign(
+        ("parallel", "data"),
+        "nothing: the ranks that other sizes leave over are data parallel (parallel = dict(data=...) says how many they must be)",
+        "ddp use_ddp ddp_config distributed_data_parallel",
+    ),
+    Foreign(
+        ("parallel", "sequence"),
+        "parallel = dict(sequence=...)",
+        "sequence_parallel sequence_parallel_size sequence_parallel_degree context_parallel "
+        "context_parallel_size context_parallel_degree sp sp_size cp cp_size",
+    ),
+    Foreign(
+        ("parallel", "expert"),
+        "parallel = dict(expert=...)",
+        "expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size ep ep_size",
+    ),
+    Foreign(
+        ("fp16",),
+        "fp16 = dict(...) or bf16 = True",
+        "precision mixed_precision mixed_precision_training amp use_amp amp_backend amp_level autocast "
+        "half_precision use_fp16 fp16_enabled enable_fp16",
+    ),
+    Foreign(("bf16",), "bf16 = True", "use_bf16 bf16_enabled enable_bf16 use_bfloat16"),
+    Foreign(("schedule",), "schedule = dict(type='...')", "pipeline_schedule"),
+    Foreign(
+        ("num_microbatches",),
+        "num_microbatches = {}",
+        "num_micro_batches n_microbatches micro_batches",
+    ),
+    Foreign(
+        ("model", "num_chunks"),
+        "model = dict(num_chunks=...)",
+        "num_model_chunks virtual_pipeline_size virtual_pipeline_model_parallel_size",
+    ),
+    Foreign(
+        ("sync", "bucket_mb"),
+        "sync = dict(bucket_mb=...)",
+        "bucket_cap_mb reduce_bucket_size ddp_bucket_size",
+    ),
+    Foreign(("sync", "overlap"), "sync = dict(overlap=...)", "overlap_comm overlap_grad_reduce"),
+)
+ALIASES: dict[str, str] = {}
+"""Further names of our top-level keys that are valid too: `colonnade.compat` adds Colossal-AI's."""
+
+_BY_WORD = {squeezed(word): entry for entry in _FOREIGN for word in entry.words.split()}
+
+
+def foreign_word(name: str, value: Any, config: Mapping[str, Any]) -> str | None:
+    """Say what to write instead of `name`, or None when it is not another framework's word for a key.
+
+    A word that holds the same value as our key in the same config is a helper variable
+    (`TP_SIZE = 2` above `parallel = dict(tensor=dict(size=TP_SIZE))`) and may stay.
+    """
+    entry = _BY_WORD.get(squeezed(name))
+    if entry is None or name.startswith("_") or name in entry.target or _holds(config, entry.target, value):
+        return None
+    write = entry.write.format(shortened(value))
+    return f"is not read: it is another framework's word for `{'.'.join(entry.target)}`. Write {write}"
+
+
+def _holds(config: Mapping[str, Any], target: KeyPath, value: Any) -> bool:
+    """Whether our key at `target` has this value, directly or as the main entry of its dict."""
+    found: Any = config
+    for key in target:
+        if not isinstance(found, Mapping) or key not in found:
+            return False
+        found = found[key]
+    if isinstance(found, Mapping):
+        found = next((found[key] for key in ("size", "max_norm", "stage") if key in found), None)
+    return found is not None and type(found) is type(value) and bool(found == value)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from colonnade.config.problems import KeyPath, Problem
-from colonnade.config.words import is_ordinary, near
+from colonnade.config.problems import KeyPath, Problem, is_ordinary, near
 from colonnade.errors import listed, nearest
 
 NO_KEY = "is no key: a key is a non-empty string"

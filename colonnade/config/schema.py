@@ -6,6 +6,13 @@ compared at launch, but for keys in `differing(...)`.
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from colonnade.config.problems import ConfigSource, Problem, config_error, foreign_word, near_miss
 from colonnade.config.rules import (
     AMP_MODE,
     ANYTHING,
@@ -15,6 +22,7 @@ from colonnade.config.rules import (
     FRACTION,
     INT,
     LOSS_SCALE,
+    NO_KEY,
     NONE,
     ORDER,
     POSITIVE,
@@ -25,6 +33,7 @@ from colonnade.config.rules import (
     Rule,
     Section,
     any_of,
+    check_value,
     choice,
     differing,
     int_from,
@@ -265,3 +274,184 @@ REFUSED: dict[str, str] = {
     "max_ep_size": "is not read. Write parallel = dict(expert=...), the number of ranks that experts are divided over",
 }
 """Keys that mean something elsewhere and nothing here, with what to write instead."""
+
+
+# --------------------------------------------------------------------------------------------------
+# All keys of the schema in one list: what `colonnade config --keys` and the reference page show.
+# --------------------------------------------------------------------------------------------------
+
+
+class Key(NamedTuple):
+    """One key: its path in a config (`zero.stage`; `NAME` stands for a name of yours), and what the schema says of it."""
+
+    path: str
+    allows: str
+    means: str
+    required: bool = False
+
+
+def all_keys() -> list[Key]:
+    """Every key that is ours, in the order of the schema, each section after its own key."""
+    return list(_of(Section(KEYS), ()))
+
+
+def _of(section: Section, path: tuple[str, ...]) -> Iterator[Key]:
+    for name, rule in section.keys.items():
+        yield Key(".".join((*path, name)), rule.allows, rule.purpose, name in section.required)
+        yield from _below(rule, (*path, name))
+    if section.others is not None:
+        yield from _below(section.others, (*path, "NAME"))
+
+
+def _below(rule: Rule, path: tuple[str, ...]) -> Iterator[Key]:
+    if rule.section is not None:
+        yield from _of(rule.section, path)
+    if rule.items is not None:
+        yield from _below(rule.items, (*path[:-1], f"{path[-1]}[]"))
+
+
+# --------------------------------------------------------------------------------------------------
+# The check of a whole config: every problem at once, before any process group exists.
+# --------------------------------------------------------------------------------------------------
+
+
+def require_valid(values: Mapping[str, Any], source: ConfigSource) -> None:
+    """Raise one ConfigError that tells every problem of `values`; return when there is none."""
+    found = [*_keys(values), *_combinations(values)]
+    if found:
+        raise config_error(found, source)
+
+
+def _keys(values: Mapping[Any, Any]) -> Iterator[Problem]:
+    for key, value in values.items():
+        if not isinstance(key, str) or not key:
+            yield Problem((key,), NO_KEY, value)
+        elif value is None and key in KEYS:
+            continue
+        elif key in KEYS:
+            yield from check_value(KEYS[key], (key,), value)
+        else:
+            yield from _others(key, value, values)
+
+
+def _others(key: str, value: Any, values: Mapping[str, Any]) -> Iterator[Problem]:
+    """A key that is not ours is the user's own, unless it was meant to be ours."""
+    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return  # a helper of the config file: nobody means a setting by a function
+    text = REFUSED.get(key) or foreign_word(key, value, values)
+    if text is None and (close := near_miss(key, KEYS)):
+        text = f"unknown key. Did you mean `{close}`? A key of your own needs a less similar name"
+    if text is not None:
+        yield Problem((key,), text, value)
+
+
+def _combinations(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Values that are right one by one and wrong together."""
+    if values.get("gradient_handler") is not None and values.get("gradient_handlers") is not None:
+        yield Problem(("gradient_handlers",), "is set beside gradient_handler, its other name: keep one")
+    if _is_on(values.get("fp16")) and _is_on(values.get("bf16")):
+        yield Problem(("bf16",), "is on beside fp16: keep one")
+    clip = values.get("clip_grad_norm")
+    if isinstance(clip, dict) and clip.keys() <= {"norm_type", "nonfinite", "per", "report"}:
+        yield Problem(("clip_grad_norm", "max_norm"), "is missing: a number >= 0, or give groups or a method")
+    fp16 = values.get("fp16")
+    if isinstance(fp16, dict):
+        yield from _scales(fp16)
+
+
+def _scales(fp16: Mapping[str, Any]) -> Iterator[Problem]:
+    low, first, high = (
+        value if isinstance(value, (int, float)) else None
+        for value in (fp16.get("min_scale"), fp16.get("init_scale", 2**16), fp16.get("max_scale"))
+    )
+    if low is not None and high is not None and low > high:
+        yield Problem(("fp16", "min_scale"), f"must not be above max_scale = {high}", low)
+    elif low is not None and first is not None and low > first:
+        text = f"must not be above init_scale = {first}: give a larger init_scale too"
+        yield Problem(("fp16", "min_scale"), text, low)
+    elif high is not None and first is not None and high < first:
+        text = f"must not be below init_scale = {first}: give a smaller init_scale too"
+        yield Problem(("fp16", "max_scale"), text, high)
+
+
+def _is_on(setting: Any) -> bool:
+    switched_off = isinstance(setting, dict) and setting.get("enabled") is False
+    return setting is not None and setting is not False and not switched_off
+
+
+# --------------------------------------------------------------------------------------------------
+# The typed reading of `parallel`: what the context asks of a config.
+# --------------------------------------------------------------------------------------------------
+
+
+_BUILT_IN = ("data", "pipeline", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class AxisSpec:
+    """One axis: its name in `parallel`, its size, its mode, and the arguments of the mode's initializer."""
+
+    name: str
+    size: int
+    mode: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """The sizes that a config asks for.
+
+    `data` is None where it is whatever the other axes leave. `axes` are the further ones in the order they
+    were written: `sequence` and the user's own.
+    """
+
+    data: int | None = None
+    pipeline: int = 1
+    tensor: int = 1
+    tensor_mode: str | None = None
+    tensor_kwargs: dict[str, Any] = field(default_factory=dict)
+    expert: AxisSpec | None = None
+    axes: tuple[AxisSpec, ...] = ()
+
+
+def least_world(config: Mapping[str, Any]) -> int:
+    """One replica of everything else, or two so that there is something to sum; more where experts lie on data ranks."""
+    sizes = parallel_sizes(config)
+    rest = sizes.pipeline * sizes.tensor * prod(axis.size for axis in sizes.axes)
+    expert = sizes.expert.size if sizes.expert is not None else 1
+    return rest * (sizes.data or max(2, expert))
+
+
+def parallel_sizes(config: Mapping[str, Any]) -> ParallelSizes:
+    """Read `config["parallel"]`; a key left out or None has size 1, and `data` takes what is left.
+
+    A `parallel` that cannot be used is a ConfigError, as when the config was loaded.
+    """
+    parallel = config.get("parallel")
+    require_valid({"parallel": parallel}, ConfigSource())
+    parallel = parallel or {}
+    tensor = _axis("tensor", parallel.get("tensor"))
+    return ParallelSizes(
+        data=_data_size(parallel.get("data")),
+        pipeline=_axis("pipeline", parallel.get("pipeline")).size,
+        tensor=tensor.size,
+        tensor_mode=tensor.mode,
+        tensor_kwargs=tensor.kwargs,
+        expert=None if parallel.get("expert") is None else _axis("expert", parallel["expert"]),
+        axes=tuple(
+            _axis(name, value) for name, value in parallel.items() if name not in _BUILT_IN and value is not None
+        ),
+    )
+
+
+def _axis(name: str, value: Any) -> AxisSpec:
+    """An axis from its checked value: a size, None for size 1, or a dict."""
+    if not isinstance(value, Mapping):
+        return AxisSpec(name, 1 if value is None else int(value))
+    kwargs = {key: item for key, item in value.items() if key not in ("size", "mode")}
+    return AxisSpec(name, int(value["size"]), value.get("mode"), kwargs)
+
+
+def _data_size(value: Any) -> int | None:
+    size = value["size"] if isinstance(value, Mapping) else value
+    return None if size in (None, -1, "auto") else int(size)

@@ -11,10 +11,10 @@ from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colonnade.config import Config as Config
-    from colonnade.context.build import build_layout as build_layout
     from colonnade.context.dist_group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
     from colonnade.context.layout import Axis as Axis
     from colonnade.context.layout import Layout as Layout
+    from colonnade.context.layout_builder import build_layout as build_layout
     from colonnade.context.parallel_context import ParallelContext as ParallelContext
     from colonnade.context.parallel_mode import ParallelMode as ParallelMode
     from colonnade.context.random import RandomStreams as RandomStreams
@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "colonnade.config": "Config",
-        "colonnade.context.build": "build_layout",
+        "colonnade.context.layout_builder": "build_layout",
         "colonnade.context.dist_group_initializer": "ProcessGroupInitializer",
         "colonnade.context.layout": "Axis Layout",
         "colonnade.context.parallel_context": "ParallelContext",

@@ -2,50 +2,298 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.comm.messages import agreed_errors
+from colonnade.checkpoint.manifest import Box, moved
+from colonnade.checkpoint.tensors import LocalTensor, locate_tensors, offset_in_dtensor
+from colonnade.comm import torch_versions
+from colonnade.comm.messages import Alike, agreed_errors, gather_json
+from colonnade.comm.torch_versions import dtensor_like, exchange_tensors, refresh_shards
 from colonnade.config import Config
+from colonnade.config.config import text_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks.advice import warn_of_batch_norm, warn_of_repeated_work
-from colonnade.engine.checks.same_stages import compare_stages
-from colonnade.engine.checks.start_up import alike_optimizer, check_tied, numeric_settings
-from colonnade.engine.checks.unfit import refuse_lazy, refuse_optimizer, refuse_parts
-from colonnade.engine.compiling import compile_model
-from colonnade.engine.engine import Engine
-from colonnade.engine.gradient_handler.ledger import is_waived
-from colonnade.engine.gradient_handler.sync import BuiltHandler, GradientSync, build_handlers, build_sync
-from colonnade.engine.materialise import MetaStart, read_recipes, refuse_meta_state
-from colonnade.engine.observers import announce
+from colonnade.engine.checks import (
+    compare_stages,
+    refuse_lazy,
+    refuse_optimizer,
+    refuse_parts,
+    warn_of_batch_norm,
+    warn_of_repeated_work,
+)
+from colonnade.engine.engine import Engine, announce
+from colonnade.engine.gradient_sync import BuiltHandler, GradientSync, build_handlers, build_sync
 from colonnade.engine.precision import Float8, Precision
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.engine.skips import SkipAwareScheduler
-from colonnade.engine.stepper import Stepper
-from colonnade.errors import ConfigError, ContextError, GradientError, listed
+from colonnade.engine.stepper import SkipAwareScheduler, Stepper
+from colonnade.errors import ConfigError, ContextError, GradientError, PlacementError, listed
+from colonnade.gradients.ledger import is_waived
+from colonnade.gradients.sums import SyncOptions
 from colonnade.hf.lora import check_adapters
-from colonnade.hf.loss import ModelLoss, criterion_of
+from colonnade.hf.model_loss import ModelLoss, criterion_of
 from colonnade.logging import get_dist_logger
 from colonnade.nn.activations import ActivationSettings
-from colonnade.optim.bucket_step import wants_flat
-from colonnade.optim.clip_settings import ClipSettings
-from colonnade.optim.scattered import can_scatter
-from colonnade.optim.zero.fsdp import Sharding, shard_model
-from colonnade.optim.zero.optimizer import ZeroOptimizer
-from colonnade.optim.zero.settings import ZeroSettings
-from colonnade.parallel.held import Placements, broadcast_shared, check_placements, refuse_marks
-from colonnade.parallel.schedules import build_schedule
-from colonnade.parallel.sources import check_ties
-from colonnade.parallel.split import Split
-from colonnade.parallel.stages import take_stages
-from colonnade.reduce.options import SyncOptions
+from colonnade.nn.layer.cross_entropy import CrossEntropyLoss
+from colonnade.optim.bucket_step import can_scatter, wants_flat
+from colonnade.optim.clip import ClipSettings
+from colonnade.optim.zero.formula import ZeroSettings
+from colonnade.optim.zero.fsdp import ShardedModel, outer_members, shard_model
+from colonnade.optim.zero.zero_optimizer import ZeroOptimizer
+from colonnade.parallel.dtensor import check_ties, local_part
+from colonnade.parallel.held import Placements, broadcast_shared, check_placements, held_tensors, refuse_marks
+from colonnade.parallel.meta import Reading, Recipe, forget_start, recipes_of
+from colonnade.parallel.placement import is_dtensor
+from colonnade.parallel.split import Split, Stage, build_schedule, take_stages
+
+# --------------------------------------------------------------------------------------------------
+# A model that was built inside meta_init(): the recipes of its parameters, and this rank's part of each made from them.
+# --------------------------------------------------------------------------------------------------
+
+
+Recipes = dict[int, Recipe | Reading]
+
+
+def read_recipes(model: nn.Module | Split, context: ParallelContext) -> Recipes:
+    """How the parameters on the meta device start, by id. Names are those of the whole model, where it is given whole."""
+    if isinstance(model, Split):
+        return recipes_of(model)
+    stage = context.get_local_rank(ParallelMode.PIPELINE)
+    return recipes_of([model], f"stage {stage}: " if context.pipeline_parallel_size > 1 else "")
+
+
+def refuse_meta_state(optimizer: Any) -> None:
+    """Refuse an optimizer that keeps state of parameters without memory: its values are lost, and cannot be made here."""
+    for kept in getattr(optimizer, "state", {}).values():
+        for key, value in kept.items() if isinstance(kept, Mapping) else ():
+            if isinstance(value, Tensor) and value.is_meta:
+                name = type(optimizer).__name__
+                raise GradientError(
+                    f"{name} has state ({key}) of parameters that were built inside meta_init() and have no memory yet, so its values are "
+                    f"lost: some optimizers make state when they are built, and load_state_dict() gives it to all. Give initialize() a "
+                    f"function, lambda parameters: {name}(parameters, ...), and load state after it, by CheckpointManager or "
+                    f"engine.optimizer.load_state_dict()",
+                    code="C034",
+                )
+
+
+class MetaStart:
+    """The parameters of a built model that have no memory yet, and where this rank's part lies in the whole of each."""
+
+    def __init__(self, model: nn.Module, recipes: Recipes, context: ParallelContext) -> None:
+        self._model, self._context = model, context
+        self._recipes = {name: recipes[id(p)] for name, p in model.named_parameters() if id(p) in recipes}
+        self._places: dict[str, LocalTensor] = {}
+        self._everywhere = 0
+
+    def alike(self) -> Alike:
+        """What all ranks of a pipeline stage must have in common: nothing else makes their parameters equal."""
+        return Alike(
+            "the start of",
+            {name: str(recipe) for name, recipe in self._recipes.items()},
+            "Inside meta_init() every rank of a pipeline stage builds the same model, and initialises it in the same way.",
+            PlacementError,
+            part=self._context.get_local_rank(ParallelMode.PIPELINE),
+        )
+
+    def locate(self, everywhere: int) -> None:
+        """Before parameters are sharded: where they lie in their wholes. Collective, if there are any in the world."""
+        self._everywhere = everywhere
+        if not everywhere:
+            return
+        located = locate_tensors(self._model, self._context, "starting from the meta device", own_names=True)
+        self._places = {name: tensor for tensor in located for name in tensor.names}
+
+    def materialise(self, device: torch.device) -> None:
+        """Give every parameter memory on `device` for what this rank holds of it, and its values. Collective, as `locate`."""
+        if not self._everywhere:
+            return
+        with agreed_errors(self._context.device):
+            for name, parameter in self._model.named_parameters():
+                if name in self._recipes:
+                    _materialise(parameter, self._places[name], self._recipes[name], device, self._context.seed)
+            for module in self._model.modules():
+                if hasattr(module, "_get_fsdp_state"):
+                    refresh_shards(module)
+
+
+def _materialise(parameter: Any, place: LocalTensor, recipe: Recipe | Reading, device: torch.device, seed: int) -> None:
+    part = local_part(parameter)
+    local = torch.empty_strided(part.size(), part.stride(), dtype=part.dtype, device=device)
+    first = offset_in_dtensor(parameter) if is_dtensor(parameter) else [0] * local.dim()
+    mine = Box(tuple(first), tuple(local.shape))
+    # A model that was cut after meta_init() starts from whole parameters, else from the parts that it was built of.
+    from_whole = tuple(recipe.tensor.shape) == place.shape
+    for box, here in place.places:
+        shared = mine.shared_with(here)
+        if shared is not None:
+            inside = moved(shared, here, box)
+            start = inside.offset if from_whole else shared.offset
+            recipe.fill(local[shared.slices_in(mine)], start, place.shape, inside.offset, seed)
+    real: Tensor = local
+    if is_dtensor(parameter):
+        real = dtensor_like(parameter, local)
+    _become(parameter, nn.Parameter(real, parameter.requires_grad))
+
+
+def _become(parameter: Any, real: Any) -> None:
+    """Make `parameter` what `real` is. It stays the same object, with its attributes and hooks: others may know it."""
+    forget_start(parameter)
+    hooks = list((parameter._backward_hooks or {}).values())
+    later = list((parameter._post_accumulate_grad_hooks or {}).values())
+    exchange_tensors(parameter, real)
+    parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
+    for hook in hooks:
+        parameter.register_hook(hook)
+    for hook in later:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
+# --------------------------------------------------------------------------------------------------
+# What ranks compare when an engine is built: settings of torch that change numbers, and the optimizer.
+# --------------------------------------------------------------------------------------------------
+
+
+def numeric_settings() -> Alike:
+    """The settings of torch that decide how numbers are computed."""
+    backends: Any = torch.backends
+    settings = {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.backends.cuda.matmul.fp32_precision": backends.cuda.matmul.fp32_precision,
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": (
+            backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        ),
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": (
+            backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+        ),
+        "torch.backends.cudnn.conv.fp32_precision": backends.cudnn.conv.fp32_precision,
+        "torch.backends.mkldnn.matmul.fp32_precision": backends.mkldnn.matmul.fp32_precision,
+    }
+    return Alike(
+        "the setting",
+        {name: str(value) for name, value in settings.items()},
+        "It decides how numbers are rounded, so replicas would drift apart: set it alike on every rank. (allow_tf32 and "
+        "torch.set_float32_matmul_precision set these too.)",
+    )
+
+
+def alike_optimizer(optimizer: Any, lr_scheduler: Any, model: nn.Module, stage: int) -> Alike:
+    """Class, groups and options of the optimizer and the settings of the scheduler, for all ranks of a stage."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    items = {"class": _class(optimizer)}
+    for at, group in enumerate(optimizer.param_groups):
+        items |= {f"group {at}: {key}": _value(value) for key, value in group.items() if key != "params"}
+        for number, parameter in enumerate(group["params"]):
+            items[names.get(id(parameter), f"group {at}: parameter {number}")] = f"in group {at}"
+    if lr_scheduler is not None:
+        state = lr_scheduler.state_dict() if hasattr(lr_scheduler, "state_dict") else {}
+        items["lr_scheduler"] = _class(lr_scheduler)
+        if isinstance(state, Mapping):
+            items |= {f"lr_scheduler: {key}": _value(value) for key, value in state.items()}
+    return Alike(
+        "the optimizer's",
+        items,
+        "Ranks that hold the same parameters must step on them alike, or they drift apart: build the same optimizer, groups "
+        "and scheduler on every rank of a pipeline stage.",
+        GradientError,
+        part=stage,
+    )
+
+
+def check_tied(optimizer: Any, model: nn.Module, context: ParallelContext) -> None:
+    """Refuse a weight that stages share and that they would step on differently. Collective along the pipeline."""
+    if context.pipeline_parallel_size == 1:
+        return
+    keys = {id(held.tensor): held.placement.tied.key for held in held_tensors(model, context) if held.placement.tied}
+    mine: dict[str, dict[str, str]] = {}
+    for group in optimizer.param_groups:
+        options = {key: _value(value) for key, value in group.items() if key != "params"}
+        mine |= {keys[id(parameter)]: options for parameter in group["params"] if id(parameter) in keys}
+    # All ranks of a stage say the same, so every pipeline comes to the same end.
+    everyone = gather_json(mine, context.device, context.get_group(ParallelMode.PIPELINE))
+    for key in sorted({key for said in everyone for key in said}):
+        (first, usual), *others = [(stage, said[key]) for stage, said in enumerate(everyone) if key in said]
+        for stage, options in others:
+            differing = next((name for name in {**options, **usual} if options.get(name) != usual.get(name)), None)
+            if differing is not None:
+                raise GradientError(
+                    f"the stages do not agree on the optimizer's {differing!r} for the tied weight {key!r}: "
+                    f"{usual.get(differing)} at stage {first}, {options.get(differing)} at stage {stage}. They hold the same weight, "
+                    f"so they must step on it alike."
+                )
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _value(value: Any) -> str:
+    return text_of(value.tolist() if isinstance(value, Tensor) else value)
+
+
+# --------------------------------------------------------------------------------------------------
+# torch.compile by config: a model's blocks one by one, so that all of a kind are compiled once, or the model as one.
+# --------------------------------------------------------------------------------------------------
+
+
+_INSIDE = (ParallelMode.TENSOR, ParallelMode.SEQUENCE, ParallelMode.EXPERT)
+"""Modes whose collectives are in the forward pass."""
+
+
+def compile_model(model: nn.Module, criterion: Any, options: Any, context: ParallelContext) -> None:
+    """torch.compile in place, so that parameter names stay; `options` are the config's.
+
+    `blocks=False` compiles the model (each chunk of a pipeline stage) in one piece, as is done where it has no blocks.
+    Of the criterion only our own cross-entropy is compiled, as what the engine reads off a loss would be lost.
+    """
+    if not options:
+        return
+    _refuse_lost_sums(context)
+    given = dict(options) if isinstance(options, dict) else {}
+    by_block = given.pop("blocks", True)
+    losses = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    chosen: list[nn.Module] = []
+    chosen += (loss for loss in losses if type(loss) is CrossEntropyLoss and loss.reduction != "mean")
+    for chunk in model if isinstance(model, nn.ModuleList) else [model]:
+        chosen += blocks_of(chunk) if by_block else [chunk]
+    for module in chosen:
+        try:
+            module.compile(**given)
+        except Exception as error:  # torch says in many ways that it cannot
+            raise ConfigError(f"compile: torch.compile cannot be called with {given}: {error}") from error
+
+
+def _refuse_lost_sums(context: ParallelContext) -> None:
+    split = [mode for mode in _INSIDE if context.is_initialized(mode) and context.get_world_size(mode) > 1]
+    if split and not torch_versions.COMPILES_COLLECTIVES:
+        raise ConfigError(
+            f"compile: torch {torch.__version__} leaves sums over {split[0]} out of the backward pass, and gradients would be "
+            f"wrong; use torch 2.13 or later, or leave compile out of the config",
+            code="C023",
+        )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model and what stands in a row with them; the model itself where no two blocks are alike."""
+    found = list(_layers(model))
+    kinds = Counter(type(module) for module in found if any(True for _ in module.children()))
+    is_stage = isinstance(model, Stage)
+    return found if is_stage or any(count > 1 for count in kinds.values()) else [model]
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(model, Stage):
+        yield from (model.get_submodule(name) for name in model.layer_names)
+    else:
+        yield from outer_members(model)
+
 
 Initialized = tuple[Engine, Any, Any, Any]
 """(engine, train_dataloader, test_dataloader, lr_scheduler)"""
@@ -137,7 +385,7 @@ def zero_settings(config: Config, precision: Precision) -> ZeroSettings:
 
 def _shard_parameters(
     model: nn.Module, optimizer: Any, context: ParallelContext, settings: ZeroSettings
-) -> Sharding | None:
+) -> ShardedModel | None:
     """At stage 3: FSDP2 on the model, in place; an optimizer that was built before gets the new parameters."""
     if settings.stage != 3:
         return None
@@ -153,7 +401,7 @@ def _shard_parameters(
     return sharding
 
 
-def _warn_of_waived(model: nn.Module, sharding: Sharding, context: ParallelContext) -> None:
+def _warn_of_waived(model: nn.Module, sharding: ShardedModel, context: ParallelContext) -> None:
     """Say which parameters are summed though the config waives them: FSDP2 knows nothing of that."""
     waive = (context.config.get("sync") or {}).get("waive") or ()
     patterns = [waive] if isinstance(waive, str) else waive

@@ -2,32 +2,357 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from colonnade.checkpoint.agreement import gather_json
+from colonnade.checkpoint.export import WholeTensors
+from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import error_of, note_of
+from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.checks.loop_watch import LoopWatch
-from colonnade.engine.checks.same_batch import SameBatch
-from colonnade.engine.checks.stage_call import refuse_batch
-from colonnade.engine.gradient_handler.ledger import Ledger
-from colonnade.engine.gradient_handler.sync import GradientSync
-from colonnade.engine.last_step import LastStep
-from colonnade.engine.losses import LossBook
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
+from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.memory import MemoryTable, memory_table
-from colonnade.engine.observers import Observers
-from colonnade.engine.precision import Precision, PrecisionTable, precision_table
+from colonnade.engine.precision import LossScaler, Precision, PrecisionTable, precision_table
 from colonnade.engine.schedule.base import BaseSchedule, StepResult, checked_result
-from colonnade.engine.schedule.loss import Count
+from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanWatch, count_on, split_loss
 from colonnade.engine.stepper import Stepper
-from colonnade.engine.weights import WholeWeights
-from colonnade.errors import GradientError, ScheduleError, listed
-from colonnade.hf.loss import ModelLoss
+from colonnade.errors import CheckpointError, GradientError, ScheduleError, listed
+from colonnade.gradients.ledger import Ledger
+from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.uneven import USE_ONE_FORM
+from colonnade.hf.lora import lora_layers, save_adapters
+from colonnade.hf.model_loss import ModelLoss
 from colonnade.logging import get_dist_logger
+from colonnade.paths import local_path
+
+# --------------------------------------------------------------------------------------------------
+# What an engine says of its last step: norms, how much was clipped, whether it was dropped.
+# --------------------------------------------------------------------------------------------------
+
+
+class LastStep:
+    """The part of `Engine` that tells of the last step."""
+
+    _stepper: Stepper
+    _failed: bool
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient norm of the last step before clipping, as a device tensor; None if clipping is off."""
+        return self._stepper.last.norm if self._stepper.last is not None else None
+
+    def grad_norms(self) -> dict[str, Tensor]:
+        """The norm of every group, layer or parameter at the last step, out of the same collective."""
+        return self._stepper.norms()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were dropped because their gradient was not finite, or a spike. Waits for the last one."""
+        self._stepper.report_skips(wait=True)
+        return self._stepper.skips.total
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was dropped. Waits for its norm."""
+        self._stepper.report_skips(wait=True)
+        return self._stepper.skips.last
+
+    @property
+    def clip_divisor(self) -> Tensor | None:
+        """What the last step's gradient was divided by to clip it, at most: 1 if it was not; None if clipping is off."""
+        return self._stepper.last.divisor.amax() if self._stepper.last is not None else None
+
+    @property
+    def last_skip_flag(self) -> HostCopy | None:
+        """Whether the last step was dropped, as a number that is on its way to the host; None before the first."""
+        return HostCopy(torch.ones((), device="cpu")) if self._failed else self._stepper.skips.flag
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be dropped for its gradient's sake."""
+        return self._stepper.policy is not None
+
+
+# --------------------------------------------------------------------------------------------------
+# What an engine gives of its model as a whole: the weights at run time, and folders that transformers loads.
+# --------------------------------------------------------------------------------------------------
+
+
+class WholeWeights:
+    """The part of `Engine` that gives weights away. All of it is collective over the world."""
+
+    context: ParallelContext
+
+    @property
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    @property
+    def optimizer(self) -> Any:
+        raise NotImplementedError
+
+    def full_state_dict(self, to: str | Path = "all", *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The whole weights and persistent buffers, on the CPU, whatever the layout; a tied weight under each name.
+
+        `to="all"` gives them to every rank, `to="first"` to rank 0 alone: elsewhere the dict is empty. Any other text is
+        the safetensors file to write, one tensor at a time, and the dict is empty everywhere. With `dtype`, floating point
+        tensors have that type. A plain model takes them by `load_state_dict`, unless its modules have extra state.
+        """
+        if (
+            to not in ("all", "first")
+            and local_path(to, "the file of engine.full_state_dict()", CheckpointError).suffix != ".safetensors"
+        ):
+            raise CheckpointError(f"to is 'all', 'first' or the name of a .safetensors file to write, not {str(to)!r}")
+        with self.context.waits.together("engine.full_state_dict()"):
+            return self._full_state_dict(to, dtype)
+
+    def _full_state_dict(self, to: str | Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        self.wait_for_weights()
+        whole = WholeTensors(self.model, self.context)
+        if to not in ("all", "first"):
+            from colonnade.checkpoint.export import save_full
+
+            save_full(whole, to, self.context, dtype)
+            return {}
+        found: dict[str, Tensor] = {}
+        for record in whole.records:
+            value = whole.gather(record) if to == "all" else whole.gather_apart([(record, 0)])
+            if value is not None:
+                value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+                found |= dict.fromkeys(record.names, value)
+        return found
+
+    def save_pretrained(
+        self, folder: str | Path, *, max_shard_size: int | str | None = None, dtype: torch.dtype | None = None
+    ) -> Path:
+        """Write the folder that `from_pretrained`, transformers' and ours, loads bit for bit: weights, index, configs.
+
+        All ranks write, each some of the files, and none holds more than one whole tensor at a time. The folder appears when
+        all of it is on disk, or its files take the place of earlier ones; what else lies there stays as it is.
+        `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
+        Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
+        """
+        from colonnade.checkpoint.export import save_pretrained
+
+        with self.context.waits.together("engine.save_pretrained()"):
+            self.wait_for_weights()
+            # Asked of all: some stages of a pipeline may have no adapters.
+            if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
+                return save_adapters(self.model, folder, self.context, dtype)
+            return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
+
+    def wait_for_weights(self) -> None:
+        """Every parameter is whole when this returns: with ZeRO's `gather_ahead` slices of the last step may be on their way."""
+        if hasattr(self.optimizer, "wait"):
+            self.optimizer.wait()
+
+
+# --------------------------------------------------------------------------------------------------
+# Losses over uneven data: plain means stay plain means, (sum, count) is divided once by the global count.
+# --------------------------------------------------------------------------------------------------
+
+
+_NUMBERS = struct.Struct("2d")
+_LEAST = 1e-300
+"""A count is 0 or above; the bits of a whole number of 8 bytes make a number below."""
+
+
+class LossBook:
+    """Keeps the counts of one step and turns them into the factor that the summed gradients need.
+
+    The gradients are divided by `distinct_data` (and plain means by `accumulation`) when they are made, so
+    the factor is distinct_data / global count for sums, and distinct_data x accumulation / number of means
+    where ranks have uneven numbers of batches. Ordinary plain means need none, and no collective.
+    """
+
+    def __init__(self, context: ParallelContext, accumulation: int) -> None:
+        self._context = context
+        self._accumulation = accumulation
+        self._form = LossForm()
+        self._watch = MeanWatch()
+        self._divided = DivisionWatch({"gradient_accumulation": accumulation}, ranks=[0])
+        # One pass on one rank: its mean is the mean over the batch, whatever it leaves out.
+        self._one_mean = accumulation == 1 and context.layout.distinct_data == 1
+        self._count: Tensor | float = 0.0
+        self._means = 0
+        self._totals: Tensor | None = None
+        self._carried = False
+        # This rank has given counts once: it goes on taking part, or one that gives a mean would be waited for.
+        self._joins = False
+        self.uneven = False
+        """Set while ranks may run out of batches: then even plain means are counted, by all ranks."""
+        # Ranks that see the same data report the same count; each reports its share of it.
+        self._share = 1.0
+        for axis in context.layout.axes:
+            if axis.data == "same" and axis.mode is not ParallelMode.PIPELINE:
+                self._share /= axis.size
+
+    def read(self, loss: Any) -> tuple[Tensor, Count | None, Count | None]:
+        """(tensor to go backward from, its count or None for a mean, what it is a mean over if that is known)."""
+        self._joins = self._joins or isinstance(loss, (tuple, list))  # also where its count is none, and refused
+        self._divided.look(loss)
+        value, count = split_loss(loss)
+        if isinstance(loss, Tensor) and (self._one_mean or count is None):
+            if not self._one_mean:
+                self._watch.look(loss)
+            return loss, None, count
+        return value, count, count
+
+    def add(self, count: Count | None, *, here: bool = True) -> None:
+        """Note one pass; all of a step are plain means, or all are (sum, count).
+
+        `here`: this rank reports it; of the ranks of a pipeline only one does, and all say which form it has.
+        """
+        self._joins = (
+            self._joins or count is not None
+        )  # first: what follows may fail, and the others count on this rank
+        self._form.keep(count is not None)
+        if not here:
+            return
+        if count is None:
+            self._means += 1
+        else:
+            number = count_on(count, self._context.device)
+            # A negative one could hide in the sum of all; inf and nan stay what they are.
+            self._count = self._count + torch.where(number < 0, torch.nan, number)
+
+    @property
+    def counted(self) -> bool | None:
+        """Whether the losses of this step are (sum, count); None before the first."""
+        return self._form.counted
+
+    def carry(self, synchroniser: Synchroniser, scaler: LossScaler | None = None) -> None:
+        """Before the last pass of a step, whose count is known: let the counts travel with the gradients, if they can.
+
+        `scaler`: that of fp16, by whose `count` sums were divided; it is told the count of the step.
+        """
+        if self.takes_part:
+            self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
+
+    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
+        """After the last pass: have gradients multiplied by their factor, if they need one. Collective then.
+
+        Counts that could not travel with the gradients are added up by themselves: over the sockets between ranks of one
+        host, in a tenth of the time of a collective, or in a collective of their own.
+        """
+        if not self._carried:
+            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self.takes_part else None)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank tells the others what its losses of this step count."""
+        return self._joins or self.uneven
+
+    def _numbers(self) -> Tensor:
+        """What this rank has: (its count, how many means)."""
+        device = self._context.device
+        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
+
+    def _added(self, mine: Tensor, world: RankGroup | None) -> Tensor:
+        with self._context.waits.during("adding up the counts of the losses"):
+            if world is None:
+                dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
+                return mine
+            told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+            others = [rank for rank, (count, _) in zip(world.ranks, told, strict=True) if 0 < count < _LEAST]
+            if others:  # they sum gradients already, and told the number of their step
+                raise GradientError(
+                    f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
+                )
+            return torch.tensor(told, dtype=torch.float64, device="cpu").sum(0)
+
+    def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
+        """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers."""
+        self._totals = totals
+        counted, means = totals.unbind()
+        divided = counted if scaler is None else counted / scaler.count
+        divisor = torch.where(counted == 0, means / self._accumulation, divided)
+        divisor = torch.where((counted > 0) & (means > 0), torch.nan, divisor)
+        # With nothing counted anywhere every gradient is zero, and stays it. After a count that is none it is not finite.
+        divisor = torch.where(divisor == 0, 1.0, divisor.where(divisor.isfinite(), torch.nan))
+        if scaler is not None:
+            expected = counted / self._context.layout.distinct_data
+            scaler.expect(torch.where(means > 0, scaler.count, expected))
+        return self._context.layout.distinct_data / divisor
+
+    def refuse_two_forms(self) -> None:
+        """Raise where some ranks gave counts and others means. On a device only those that gave means wait to see it."""
+        totals, self._totals = self._totals, None
+        if totals is None or (totals.device.type != "cpu" and self._form.counted is not False):
+            return
+        if bool((totals > 0).all()):
+            raise GradientError(
+                f"some ranks gave their loss as (sum, count), others as a mean; {USE_ONE_FORM}", code="C045"
+            )
+
+    def someone_has(self, batch_here: bool) -> bool:
+        """Whether any rank has a batch left. Collective over the world."""
+        flag = torch.tensor([float(batch_here)], device=self._context.device)
+        with self._context.waits.during("asking who has a batch"):
+            dist.all_reduce(flag, group=self._context.get_group(ParallelMode.GLOBAL))
+            return bool(flag.item())
+
+    def clear(self) -> None:
+        """Start the next step."""
+        self._form, self._count, self._means, self._carried = LossForm(), 0.0, 0, False
+
+
+# --------------------------------------------------------------------------------------------------
+# Who looks on at an engine's steps. Nothing is computed, kept or sent for it where nobody does.
+# --------------------------------------------------------------------------------------------------
+
+
+ON_ENGINE = "COLONNADE_ON_ENGINE"
+"""If set in the environment, a function `module:name` that is called with every new engine, on every rank."""
+
+
+def announce(engine: Any) -> None:
+    """Call whom the environment names."""
+    if ON_ENGINE in os.environ:
+        module, _, name = os.environ[ON_ENGINE].partition(":")
+        getattr(importlib.import_module(module), name)(engine)
+
+
+class Observer:
+    """Is told of the steps of an engine while it is in `engine.observers`; overrides what it wants to hear."""
+
+    def on_loss(self, loss: Any) -> None:
+        """A pass has this loss (a mean, or (sum, count)); its backward pass comes next, or has been with a pipeline."""
+
+    def on_reduced(self, scale: float | Tensor | None) -> None:
+        """All handlers have run: gradients are final and not clipped. `scale` is what sums were multiplied by, at the end."""
+
+    def on_stepped(self) -> None:
+        """The optimizer has stepped."""
+
+
+class Observers(list[Observer]):
+    """Tells each of them, in order."""
+
+    def loss(self, loss: Any) -> None:
+        for each in self:
+            each.on_loss(loss)
+
+    def reduced(self, scale: float | Tensor | None) -> None:
+        for each in self:
+            each.on_reduced(scale)
+
+    def stepped(self) -> None:
+        for each in self:
+            each.on_stepped()
+
 
 _NO_BATCH = object()
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from colonnade.engine.precision.table import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
+from colonnade.engine.precision import GRADIENTS, MASTERS, STATE, WEIGHTS, PrecisionTable
+from colonnade.gradients.synchroniser import Synchroniser
 from colonnade.parallel.dtensor import local_part
-from colonnade.reduce.synchroniser import Synchroniser
 
 _MB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Held:
+class KindBytes:
     """Bytes of one kind: on the device, in the host's memory beside it, and by the layout."""
 
     device: int
@@ -36,19 +36,19 @@ class MemoryTable:
     """
 
     device: str
-    parameters: Held
-    gradients: Held
-    state: Held
+    parameters: KindBytes
+    gradients: KindBytes
+    state: KindBytes
     other: int | None
     activations: int | None
     peak: int | None
 
     @property
-    def held(self) -> Held:
+    def held(self) -> KindBytes:
         """Parameters, gradients and state together."""
         kinds = (self.parameters, self.gradients, self.state)
         device, host = sum(kind.device for kind in kinds), sum(kind.host for kind in kinds)
-        return Held(device, host, sum(kind.formula for kind in kinds))
+        return KindBytes(device, host, sum(kind.formula for kind in kinds))
 
     def __str__(self) -> str:
         rows = {
@@ -82,7 +82,7 @@ def memory_table(
     parameters = list(model.parameters())
     known: set[int] = set()
 
-    def measured(tensors: Iterable[Tensor], *formulas: str) -> Held:
+    def measured(tensors: Iterable[Tensor], *formulas: str) -> KindBytes:
         by_layout = sum((layout[what].bytes or 0.0) * layout.parameters for what in formulas)
         return _held(tensors, device, known, round(by_layout))
 
@@ -119,7 +119,7 @@ def _state(optimizer: Any) -> Iterable[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], formula: int) -> Held:
+def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], formula: int) -> KindBytes:
     """The memory of tensors, each once, and none that is known as something else."""
     here = host = 0
     for tensor in tensors:
@@ -132,4 +132,4 @@ def _held(tensors: Iterable[Tensor], device: torch.device, known: set[int], form
             here += storage.nbytes()
         else:
             host += storage.nbytes()
-    return Held(here, host, formula)
+    return KindBytes(here, host, formula)

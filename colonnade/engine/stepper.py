@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,26 +15,237 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import is_same_everywhere
+from colonnade.comm.host_copy import STEPS_LATE, HostCopy
+from colonnade.comm.messages import agreed_errors, gather_numbers, gather_texts, is_same_everywhere
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.gradient_handler.sync import GradientSync
-from colonnade.engine.own_norms import OwnNorms
+from colonnade.engine.gradient_sync import GradientSync
 from colonnade.engine.precision import LossScaler
-from colonnade.engine.skips import SkipReport
-from colonnade.engine.slots import Slots, number_slots
-from colonnade.errors import ConfigError, listed
+from colonnade.errors import ConfigError, did_you_mean, listed
+from colonnade.gradients.ledger import Ledger
+from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.uneven import Riders
 from colonnade.logging import get_dist_logger
-from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket
-from colonnade.optim.capture import Capture
-from colonnade.optim.clip_policy import ClipPolicy, Decision
-from colonnade.optim.clip_settings import ClipSettings
-from colonnade.optim.norm import Meter, reduce_norms
-from colonnade.optim.scattered import can_scatter, scattered_buckets
+from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, can_scatter, scattered_buckets
+from colonnade.optim.clip import ClipPolicy, ClipSettings, Decision, Per
+from colonnade.optim.flat_step import Capture
+from colonnade.optim.norm import Meter, Norms, reduce_norms
+from colonnade.parallel.demand import Holding
 from colonnade.parallel.held import Held, held_tensors
-from colonnade.reduce.riders import Riders
-from colonnade.reduce.synchroniser import Synchroniser
+from colonnade.parallel.placement import Shard
+
+# --------------------------------------------------------------------------------------------------
+# Slots: what gets a norm of its own. Numbered alike on every rank, also where stages hold other layers.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The names of all slots of the world, the clip group of each, and the slot of each parameter here."""
+
+    names: tuple[str, ...]
+    group_of: tuple[int, ...]
+    of_parameter: dict[str, int]
+
+
+def number_slots(names: Sequence[str], settings: ClipSettings, context: ParallelContext) -> Slots:
+    """Give every parameter its slot, by its label. Collective over the world."""
+    mine = {name: (settings.group_of(name), label_of(name, settings.report or settings.per)) for name in names}
+    texts = gather_texts(json.dumps(sorted(set(mine.values()))), context.device)
+    everyone = sorted({(int(group), str(label)) for text in texts for group, label in json.loads(text)})
+    _check_groups(settings, {group for group, _ in everyone}, names)
+    if (settings.report or settings.per) == "group":
+        everyone = [(number, "") for number in range(len(settings.clip_groups()))]
+    at = {key: number for number, key in enumerate(everyone)}
+    return Slots(
+        _names(everyone, [group.name for group in settings.clip_groups()]),
+        tuple(group for group, _ in everyone),
+        {name: at[key] for name, key in mine.items()},
+    )
+
+
+def _names(keys: Sequence[tuple[int, str]], groups: Sequence[str]) -> tuple[str, ...]:
+    """A slot is called by its layer or parameter, with its group where a layer has parameters of several."""
+    times = Counter(label for _, label in keys)
+    return tuple(
+        groups[group] if not label else label if times[label] == 1 else f"{label} ({groups[group]})"
+        for group, label in keys
+    )
+
+
+def label_of(name: str, per: Per) -> str:
+    """The part of a parameter's name that names its slot: nothing, its layer, or all of it."""
+    if per == "parameter":
+        return name
+    if per == "layer":
+        numbered = re.match(r"\d+(?=\.)|.*?\.\d+(?=\.)", name)  # up to the first number
+        return numbered[0] if numbered else name.rpartition(".")[0] or name
+    return ""
+
+
+def _check_groups(settings: ClipSettings, used: set[int], names: Sequence[str]) -> None:
+    for number, group in enumerate(settings.groups):
+        if number not in used:
+            pattern, *_ = group.patterns
+            raise ConfigError(
+                f"clip_grad_norm: group {group.name!r} ({', '.join(group.patterns)}) matches no parameter of any "
+                f"rank.{did_you_mean(pattern, names)}",
+                code="C003",
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# Norms beside waived parameters: what nobody sums over replicas has a norm of its own in each replica of the model.
+#
+# Replicas that differ on purpose (local SGD, DiLoCo) have gradients of their own. So the sums of powers of waived parameters go
+# into further slots, one set for each replica, which travel in the same collective; each rank then takes those of its own replica.
+# Where other parameters are summed over the replicas, these must stay alike: then all replicas take the largest sums of any.
+# --------------------------------------------------------------------------------------------------
+
+
+class OwnNorms:
+    """The slots of one engine, those of waived parameters apart. Slot s of them is at slots * (1 + replica) + s."""
+
+    def __init__(self, waived: set[str], slots: int, context: ParallelContext) -> None:
+        self._waived, self._slots = waived, slots
+        self.mixed = False
+        """Whether any rank has parameters that are summed over the replicas."""
+        layout, rank = context.layout, context.get_global_rank()
+        self._axes = [axis for axis in layout.axes if axis.data == "distinct"]
+        self._replicas = math.prod(axis.size for axis in self._axes)
+        here = layout.coordinates(rank)
+        self._ranks = [
+            other
+            for other in range(context.world_size)
+            if all(layout.coordinates(other)[axis.name] == here[axis.name] for axis in self._axes)
+        ]
+        self._replica = 0
+        for axis in self._axes:
+            self._replica = self._replica * axis.size + here[axis.name]
+        self._rank = rank
+
+    @classmethod
+    def of(cls, ledger: Ledger, held: Sequence[Held], slots: int, context: ParallelContext) -> OwnNorms | None:
+        """For a model with waived parameters; None for any other. Collective over the world, where the config waives any."""
+        if not (context.config.get("sync") or {}).get("waive"):
+            return None
+        waived = {row.parameter for row in ledger.rows if row.waived}
+        own = cls(waived, slots, context)
+        with agreed_errors(context.device):
+            outside = [entry.name for entry in held if entry.name in waived and own._leaves_replica(entry, context)]
+            if outside:
+                raise ConfigError(
+                    f"clip_grad_norm beside sync=dict(waive=...): {listed(outside[:8])} are split over ranks with different data, "
+                    f"and waived: a replica of the model holds only a part of their norm. Do not waive them, or clip by "
+                    f"colonnade.clip_grad_norm_ in a handler of your own",
+                    code="C131",
+                )
+        common = any(entry.tensor.requires_grad and entry.name not in waived for entry in held)
+        told = gather_numbers(2 * bool(waived) + common, context.device)
+        own.mixed = any(number & 1 for number in told)
+        return own if any(number & 2 for number in told) else None
+
+    @property
+    def count(self) -> int:
+        """How many slots are measured."""
+        return self._slots * (1 + self._replicas)
+
+    def held(self, entry: Held) -> Held:
+        """The entry with its holders inside this replica, if it is waived."""
+        if entry.name not in self._waived:
+            return entry
+        ranks = tuple(rank for rank in entry.holding.ranks if rank in self._ranks)
+        return replace(entry, holding=Holding(ranks, self._rank))
+
+    def slot(self, entry: Held, slot: int) -> int:
+        """Where its sum of powers goes, and its divisor comes from."""
+        return self._slots * (1 + self._replica) + slot if entry.name in self._waived else slot
+
+    def folded(self, norms: Norms) -> Norms:
+        """The norms as this replica has them. What is not finite is so for all replicas: a step is dropped by all or none."""
+        sums, marks = (values.view(1 + self._replicas, self._slots) for values in (norms.sums, norms.nonfinite))
+        both = torch.stack([sums[0], sums[1:].amax(0) if self.mixed else sums[1 + self._replica]])
+        joined = both.amax(0) if math.isinf(norms.p) else both.sum(0)
+        return replace(norms, sums=joined, nonfinite=marks.sum(0))
+
+    def spread(self, divisor: Tensor) -> Tensor:
+        """The divisor of every slot that is measured."""
+        return divisor.repeat(1 + self._replicas)
+
+    def _leaves_replica(self, entry: Held, context: ParallelContext) -> bool:
+        shards = [mode for mode, spec in entry.placement.modes.items() if isinstance(spec, Shard)]
+        return any(not set(context.get_ranks_in_group(mode)) <= set(self._ranks) for mode in shards)
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps that were dropped: counted, and kept from learning-rate schedulers. Only `SkipReport.read` makes the host wait.
+# --------------------------------------------------------------------------------------------------
+
+
+class SkipReport:
+    """Takes the flag of each step as a device tensor, and reads it on the host later."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.last = False
+        self.flag: HostCopy | None = None
+        """The flag of the last step, read or not."""
+        self._pending: deque[HostCopy] = deque()
+
+    def note(self, found_inf: Tensor) -> None:
+        """The flag of the step that is being made: 1.0 if it is dropped."""
+        self.poll()
+        self.flag = HostCopy(found_inf)
+        self._pending.append(self.flag)
+
+    def poll(self) -> int:
+        """Count the flags that have come; how many of these steps were dropped."""
+        return self._count(wait=False)
+
+    def read(self) -> int:
+        """Count all flags; waits for the last step. How many of those not counted before were dropped."""
+        return self._count(wait=True)
+
+    def _count(self, wait: bool) -> int:
+        dropped = 0
+        while self._pending and (wait or self._pending[0].ready()):
+            self.last = self._pending.popleft().read() > 0
+            dropped += self.last
+        self.total += dropped
+        return dropped
+
+
+class SkipAwareScheduler:
+    """A learning-rate scheduler that stands still when the engine's last step was dropped.
+
+    On a device nobody waits for that: it goes on, and stands still two calls later instead, the same on every rank.
+    """
+
+    def __init__(self, scheduler: Any, engine: Any) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._flags: deque[HostCopy] = deque()
+        self._ahead = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance, unless the last step was dropped."""
+        flag = self._engine.last_skip_flag
+        if flag is not None:
+            self._flags.append(flag)
+        while self._flags and (self._flags[0].on_host or len(self._flags) > STEPS_LATE):
+            self._ahead += self._flags.popleft().read() > 0
+        if self._ahead:
+            self._ahead -= 1
+            return
+        self._scheduler.step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_flags": deque()}  # what is on its way to the host cannot be copied
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_scheduler":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
 
 
 class Stepper:

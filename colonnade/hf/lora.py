@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.checkpoint.collective import agreed
-from colonnade.checkpoint.plan.tensors import PREFIX, LocalTensor
-from colonnade.checkpoint.whole import WholeTensors
+from colonnade.checkpoint.agreement import agreed
+from colonnade.checkpoint.export import WholeTensors
+from colonnade.checkpoint.tensors import PREFIX, LocalTensor
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random import derive_seed
 from colonnade.errors import CheckpointError, PlacementError, listed
-from colonnade.hf.loss import base_model
+from colonnade.hf.match import PlanEntry, Target
+from colonnade.hf.model_loss import base_model
+from colonnade.hf.styles import style_of
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.nn.layer.dropout import Dropout
 from colonnade.nn.layer.spread import size_of
 from colonnade.parallel.placement import placement_of
 from colonnade.paths import local_path
-from colonnade.plans.match import Entry, Target
-from colonnade.plans.styles import style_of
 
 _COLUMN = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _ROW = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
@@ -56,7 +56,7 @@ class Adapters:
             self._draw(name, layer)
             _set(self.base, name, layer.get_base_layer())
 
-    def put_back(self, stage: nn.Module, entries: Mapping[str, Entry], parts: Any) -> None:
+    def put_back(self, stage: nn.Module, entries: Mapping[str, PlanEntry], parts: Any) -> None:
         """Give a stage, whose layers are cut by these entries, the adapters of its layers, cut likewise."""
         if self._configs and not hasattr(stage, "peft_config"):
             stage.peft_config = self._configs  # type: ignore[assignment]  # no wrapper of peft is around a stage
@@ -98,7 +98,7 @@ class Adapters:
                 torch.manual_seed(derive_seed(self._context.seed, name, adapter))
                 layer.reset_lora_parameters(adapter, start)
 
-    def _cut(self, name: str, layer: Any, stage: nn.Module, entries: Mapping[str, Entry], parts: Any) -> None:
+    def _cut(self, name: str, layer: Any, stage: nn.Module, entries: Mapping[str, PlanEntry], parts: Any) -> None:
         cut = {at: entry for at, entry in entries.items() if f"{at}.".startswith(f"{name}.") and self._cuts(at, entry)}
         if hasattr(layer, "parameter_name") and cut:
             raise PlacementError(
@@ -138,7 +138,7 @@ class Adapters:
             return style
         return "replicated_with_grad_allreduce" if arrange(self._context).sequence_split else None
 
-    def _cuts(self, name: str, entry: Entry) -> bool:
+    def _cuts(self, name: str, entry: PlanEntry) -> bool:
         return entry.style is not None and size_of(style_of(entry.style, name)[1], self._context) > 1
 
 
@@ -158,7 +158,7 @@ def save_adapters(
 
     The adapter "default" lies in the folder itself, others in folders of their names, as peft has it.
     """
-    from colonnade.checkpoint.pretrained import save_full  # needs safetensors
+    from colonnade.checkpoint.export import save_full  # needs safetensors
 
     home = local_path(folder, "the folder of engine.save_pretrained()", CheckpointError)
     base: Any = base_model(model[-1] if isinstance(model, nn.ModuleList) else model)

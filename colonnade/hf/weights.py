@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.checkpoint.format.slices import tensors_in
+from colonnade.checkpoint.tensor_files import tensors_in
 from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
 from colonnade.errors import CheckpointError, ConfigError, ContextError, listed
-from colonnade.hf.sources import Source, are_same, sources_for
+from colonnade.hf.parallelize import parallelize
+from colonnade.hf.source_weights import Source, are_same, sources_for
 from colonnade.parallel.meta import give_source, meta_init
 from colonnade.parallel.split import Split
 from colonnade.paths import local_path
-from colonnade.plans.parallelize import parallelize
 
 _SHOWN = 12
 _ABOUT_TIES = (

@@ -10,6 +10,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "colonnade.nn.layer": "Arrangement Classifier CrossEntropyLoss Dropout Embedding HiddenParameter LayerNorm Linear "
         "LinearCrossEntropyLoss MLP PositionEmbedding RMSNorm Rotary SelfAttention arrange gather_output partition_input "
         "unsplit_sequence",
-        "colonnade.nn.metric": "Accuracy",
+        "colonnade.nn.accuracy": "Accuracy",
     },
 )

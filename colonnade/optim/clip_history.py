@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import ConfigError
-from colonnade.optim.clip_method import (
-    CLIP_METHOD,
-    EPSILON,
-    ClipMethod,
-    Measured,
-    Verdict,
-    divisor_to,
-    positive,
-)
+from colonnade.optim.clip_method import CLIP_METHOD, EPSILON, ClipMethod, Measured, Verdict, divisor_to, positive
 
 _MOST_STEPS = 1_000_000  # a window is sorted at every step
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from colonnade.context.grid import Digit, Listed, joined, ranks_with, refine
-from colonnade.context.layout import Axis, Layout
+from colonnade.context.layout import Axis, Digit, Layout, Listed, joined, ranks_with, refine
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError, listed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied

@@ -15,11 +15,38 @@ from colonnade.comm.messages import Alike, agreed_errors, are_same_everywhere, d
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
-from colonnade.parallel.checksum import words_of
 from colonnade.parallel.demand import Holding, check_same_data, holding
 from colonnade.parallel.dtensor import effective_placement, local_part
 from colonnade.parallel.flat import FlatLayout
 from colonnade.parallel.placement import Placement, Replicate, Shard, is_placed, logical_shape
+
+# --------------------------------------------------------------------------------------------------
+# Checksums of tensors by their bits: read once, on their device, with no wait of the host.
+# --------------------------------------------------------------------------------------------------
+
+
+_AT_ONCE = 1 << 24
+"""Words that are squared at a time on an accelerator: that takes as much memory again."""
+
+
+@torch.no_grad()
+def words_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as numbers of 64 bits, with zeros behind them where they do not fill the last one."""
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8 or raw.numel() % 8:
+        raw = torch.cat([raw, raw.new_zeros(-raw.numel() % 8)])
+    return raw.view(torch.int64)
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Two numbers that follow from all bits: the sum of the words, which one changed word always changes, and of their squares."""
+    words = words_of(tensor)
+    if words.device.type == "cpu":
+        return torch.stack([words.sum(), torch.dot(words, words)])
+    squares = [(part * part).sum() for part in words.split(_AT_ONCE)]
+    return torch.stack([words.sum(), torch.stack(squares).sum()])
+
 
 _BROADCAST_BYTES = 32 << 20
 

@@ -6,6 +6,7 @@ parameters whatever the cut. Parameters that end up in two stages are found and 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colonnade.errors import ScheduleError, did_you_mean, listed
-from colonnade.parallel.chain import (
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, ScheduleError, did_you_mean, listed
+from colonnade.parallel.forward import (
     Layers,
     cloned,
     compare_with_stages,
@@ -29,8 +32,9 @@ from colonnade.parallel.chain import (
     require_chain,
     runs_in_order,
 )
-from colonnade.parallel.own_forward.make import OwnForward
-from colonnade.parallel.own_forward.stage import no_generate, result_of
+from colonnade.parallel.own_forward import OwnForward, no_generate, result_of
+from colonnade.parallel.placement import Tied, place, placement_of
+from colonnade.registry import ORDERS, SCHEDULE
 
 Tie = tuple[tuple[str, int], ...]
 """One parameter that several stages hold: (its name there, the stage), in the order of stages."""
@@ -363,3 +367,118 @@ def _now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+# --------------------------------------------------------------------------------------------------
+# A rank's own stages out of a split model, under the names of the whole model, with ties placed.
+# --------------------------------------------------------------------------------------------------
+
+
+class Chunks(nn.ModuleList):
+    """The stages of one rank. Unlike a plain list, it puts no number before names: they stay the whole model's."""
+
+    generate = no_generate
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Every module of every stage, under its name in the whole model."""
+        memo = set() if memo is None else memo
+        for module in self:
+            yield from module.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of this name in the whole model."""
+        for module in self if target else ():
+            with contextlib.suppress(AttributeError):
+                return module.get_submodule(target)
+        return super().get_submodule(target)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state of all stages together."""
+        destination = {} if destination is None else destination
+        for module in self:
+            module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Give each stage what is its own; unexpected keys are an error if `strict`."""
+        known = [set(module.state_dict()) for module in self]
+        extra = sorted(set(state_dict).difference(*known))
+        if strict and extra:
+            raise RuntimeError(f"unexpected keys for the stages here: {', '.join(extra)}")
+        found = [
+            module.load_state_dict({key: value for key, value in state_dict.items() if key in keys}, strict, assign)
+            for module, keys in zip(self, known, strict=True)
+        ]
+        first, *_ = found
+        return first._replace(missing_keys=[key for each in found for key in each.missing_keys], unexpected_keys=extra)
+
+
+def take_stages(split: Split, stage_ranks: Sequence[int], rank: int) -> nn.Module:
+    """The stages of pipeline rank `rank`, where `stage_ranks` says which rank has each stage.
+
+    A parameter that stages of several ranks hold is placed as `Tied` on these ranks, so that its gradients are
+    summed, it is counted once, and its copies start equal; between stages of one rank it stays one parameter.
+    """
+    if len(split) != len(stage_ranks):
+        raise ScheduleError(
+            f"the model was split into {len(split)} stages, and the schedule has {len(stage_ranks)} (on "
+            f"{max(stage_ranks) + 1} pipeline ranks); give colonnade.split num_stages={len(stage_ranks)}, or as many cuts",
+            code="C050",
+        )
+    mine = [stage for stage, home in enumerate(stage_ranks) if home == rank]
+    for tie in split.ties:
+        homes = sorted({stage_ranks[stage] for _, stage in tie})
+        here = [(name, stage) for name, stage in tie if stage in mine]
+        if len(homes) > 1 and here:
+            (name, stage), *_ = here
+            parameter = split[stage].get_parameter(name)
+            before = placement_of(parameter)
+            (key, _), *_ = tie
+            tied = Tied(tuple(homes), key)
+            place(parameter, {**before.modes, ParallelMode.PIPELINE: tied}, before.shape)
+    first, *others = (split[stage] for stage in mine)
+    return Chunks([first, *others]) if others else first
+
+
+# --------------------------------------------------------------------------------------------------
+# The schedule that a config asks for.
+# --------------------------------------------------------------------------------------------------
+
+
+def build_schedule(context: ParallelContext) -> Any:
+    """The schedule of a launched config, of the class or the order that it names."""
+    wanted = context.config.get("schedule") or _default_schedule(context)
+    settings = {"type": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = settings.pop("type")
+    if name in ORDERS:
+        name, settings = "PipelineSchedule", {"order": name, **settings}
+    schedule = SCHEDULE.get_module(name)
+    try:
+        built = schedule(**settings)
+    except TypeError as error:
+        raise ConfigError(
+            f"schedule: {name} could not be built with {settings or 'no arguments'}: {error}", code="C051"
+        ) from error
+    if not callable(getattr(built, "forward_back_step", None)):
+        raise ConfigError(f"schedule: {name} has no forward_back_step(); inherit BaseSchedule", code="C051")
+    return built
+
+
+def _default_schedule(context: ParallelContext) -> dict[str, Any]:
+    """Without a `schedule` key: none of a pipeline, or one by `num_microbatches` and `model.num_chunks`."""
+    config = context.config
+    if context.pipeline_parallel_size == 1:
+        return {"type": "NonPipelineSchedule"}
+    if config.get("num_microbatches") is None:
+        raise ConfigError(
+            f"a pipeline of {context.pipeline_parallel_size} stages needs a schedule and a number of micro-batches: "
+            f"schedule=dict(type='OneFOneB', num_microbatches=8), or num_microbatches=8 for that same one",
+            code="C051",
+        )
+    chunks = (config.get("model") or {}).get("num_chunks")
+    shape = {"tensor_shape": config.get("TENSOR_SHAPE")} if config.get("TENSOR_SHAPE") is not None else {}
+    if chunks:
+        return {"type": "Interleaved1F1B", "num_microbatches": config.num_microbatches, "num_chunks": chunks, **shape}
+    return {"type": "OneFOneB", "num_microbatches": config.num_microbatches, **shape}

@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING
 from colonnade._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colonnade.testing.double import in_double as in_double
+    from colonnade.launching.outcome import Outcome as Outcome
+    from colonnade.launching.outcome import WorldError as WorldError
+    from colonnade.launching.outcome import WorldResult as WorldResult
     from colonnade.testing.gpu import cuda_mps as cuda_mps
-    from colonnade.testing.outcome import Outcome as Outcome
-    from colonnade.testing.outcome import WorldError as WorldError
-    from colonnade.testing.outcome import WorldResult as WorldResult
     from colonnade.testing.truth import Comparison as Comparison
     from colonnade.testing.truth import compare as compare
     from colonnade.testing.truth import gather_gradients as gather_gradients
     from colonnade.testing.truth import gather_weights as gather_weights
+    from colonnade.testing.truth import in_double as in_double
     from colonnade.testing.truth import plain_gradients as plain_gradients
     from colonnade.testing.world import run_world as run_world
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "colonnade.testing.double": "in_double",
         "colonnade.testing.gpu": "cuda_mps",
-        "colonnade.testing.outcome": "Outcome WorldError WorldResult",
-        "colonnade.testing.truth": "Comparison compare gather_gradients gather_weights plain_gradients",
+        "colonnade.launching.outcome": "Outcome WorldError WorldResult",
+        "colonnade.testing.truth": "Comparison compare in_double gather_gradients gather_weights plain_gradients",
         "colonnade.testing.world": "run_world",
     },
 )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from colonnade.errors import LaunchError
-from colonnade.testing.outcome import end_with_parent
+from colonnade.launching.outcome import end_with_parent
 
 NAMES = ("alpha", "beta")
 DEVICE = "eth0"

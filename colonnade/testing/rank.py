@@ -24,7 +24,7 @@ from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any, NoReturn
 
-from colonnade.testing.outcome import description, end_with_parent
+from colonnade.launching.outcome import description, end_with_parent
 
 LOADED = b"loaded"
 JOINED = b"joined"

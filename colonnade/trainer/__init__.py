@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colonnade.trainer.hooks.base import BaseHook
+from colonnade.trainer.hooks.hook import BaseHook
 from colonnade.trainer.records import StepRecord
 from colonnade.trainer.trainer import Trainer
 

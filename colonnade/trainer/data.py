@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, default_collate
 
-from colonnade.checkpoint.collective import gather_json
-from colonnade.checkpoint.format.values import is_stateful
-from colonnade.checkpoint.random_state import random_state, set_random_state
+from colonnade.checkpoint.agreement import gather_json
+from colonnade.checkpoint.tensor_files import is_stateful
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.context.random_state import random_state, set_random_state
 from colonnade.errors import ConfigError
 from colonnade.logging import get_dist_logger
 from colonnade.utils.sampler import DistinctDataSampler
@@ -48,7 +48,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochPosition:
     """How far a run is in an epoch: the batches that each rank has learnt from, and the samples of all ranks together.
 
     The samples hold for any size of a batch, any accumulation and any number of ranks; None where they are not known.
@@ -177,7 +177,7 @@ class Feed:
         self._before_ahead: Any = None
         self._loaded: Any = None
 
-    def open(self, epoch: int, place: Place, then: Any = None) -> Iterator[Any]:
+    def open(self, epoch: int, place: EpochPosition, then: Any = None) -> Iterator[Any]:
         """The batches of `epoch` after `place`; the random streams are left at `then`, if given."""
         _set_epoch(self.loader, epoch)
         if place.batches == 0:
@@ -197,18 +197,18 @@ class Feed:
         """A batch is about to be fetched before the step before it is made: with the random streams as they are now."""
         self._before_ahead = random_state(self._context)
 
-    def after(self, place: Place, batches: int) -> Place:
+    def after(self, place: EpochPosition, batches: int) -> EpochPosition:
         """The place that many batches later."""
         step = self._samples_per_batch()
         samples = place.samples + batches * step if place.samples is not None and step else None
-        return Place(place.batches + batches, samples)
+        return EpochPosition(place.batches + batches, samples)
 
-    def batches_behind(self, place: Place) -> int:
+    def batches_behind(self, place: EpochPosition) -> int:
         """How many whole batches of this loader lie before a place, which may be one of another size of batches."""
         step = self._samples_per_batch()
         return place.batches if place.samples is None or not step else place.samples // step
 
-    def inside_batch(self, place: Place) -> int:
+    def inside_batch(self, place: EpochPosition) -> int:
         """How many samples of its next batch lie before a place."""
         step = self._samples_per_batch()
         return (place.samples or 0) % step if step else 0
@@ -218,7 +218,7 @@ class Feed:
         own = {"began": self._began, "ahead": self._before_ahead}
         return {**own, "loader": self.loader.state_dict()} if is_stateful(self.loader) else own
 
-    def load_state_dict(self, place: Place, own: dict[str, Any] | None) -> Place:
+    def load_state_dict(self, place: EpochPosition, own: dict[str, Any] | None) -> EpochPosition:
         """Go on at `place`; `own` is None where the layout is another. Returns the place where this loader can begin."""
         self._began = own["began"] if own else None
         self._before_ahead = own.get("ahead") if own else None
@@ -234,7 +234,7 @@ class Feed:
         )
         return replace(place, samples=place.samples - again)
 
-    def _continued(self, epoch: int, place: Place) -> Iterator[Any]:
+    def _continued(self, epoch: int, place: EpochPosition) -> Iterator[Any]:
         if self._loaded is not None:
             self.loader.load_state_dict(self._loaded)
             self._loaded = None

@@ -13,14 +13,13 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from colonnade.checkpoint.format.values import is_stateful
+from colonnade.checkpoint.tensor_files import is_stateful
 from colonnade.engine.engine import Engine
 from colonnade.engine.schedule.executor import join
 from colonnade.errors import ConfigError, TrainerError
-from colonnade.hf.loss import IGNORED
+from colonnade.hf.model_loss import IGNORED
 from colonnade.trainer.data import NO_BATCH, Lengths, moves_together, read_lengths
-from colonnade.trainer.exchange import gather_values, speaks
-from colonnade.trainer.records import weigh
+from colonnade.trainer.records import gather_values, speaks, weigh
 from colonnade.utils.sampler import DistinctDataSampler
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError
-from colonnade.trainer.exchange import alone, gather_values, speaks, sum_over_world
+from colonnade.trainer.records import alone, gather_values, speaks, sum_over_world
 
 
 class Metric(ABC):

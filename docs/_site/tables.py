@@ -22,8 +22,8 @@ from colonnade.engine.schedule.simulate import EQUAL_COSTS, simulate
 from colonnade.errors import ScheduleError
 from colonnade.parallel.demand import holding, joint_ranks, owed
 from colonnade.parallel.placement import Placement, Replicate, Shard, Spec, Tied
+from colonnade.proof.ratio import NEAR, Meaning, factors, fitting
 from colonnade.registry import ORDERS
-from colonnade.verification.explaining.ratio import NEAR, Meaning, factors, fitting
 
 LARGEST = 1_000_000
 """Bytes of a table; a page should not load more."""

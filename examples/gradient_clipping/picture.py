@@ -1,6 +1,6 @@
 """The gradient norm over time as a picture: where it was clipped, and to what."""
 
-from colonnade.report import Series, line_chart
+from colonnade.proof.report import Series, line_chart
 
 
 def draw(before, after, limit):

@@ -19,7 +19,7 @@ from colonnade.engine.schedule.orders import make_table
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import ScheduleError
 from colonnade.parallel.demand import holding, joint_ranks, owed
-from colonnade.verification.explaining.ratio import meanings
+from colonnade.proof.ratio import meanings
 from colonnade.version import __version__
 
 ROOT = Path(__file__).parents[2]

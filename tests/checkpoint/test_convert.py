@@ -10,15 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, export_checkpoint, export_full, fault, import_checkpoint, verify
-from colonnade.checkpoint.convert import _state_of, find_checkpoint
-from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.manifest import MANIFEST
-from colonnade.checkpoint.format.values import encode
+from colonnade.checkpoint import CheckpointManager, agreement, export_checkpoint, export_full, import_checkpoint, verify
+from colonnade.checkpoint.export import ForeignState, _state_of, find_checkpoint, write_checkpoint
+from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.checkpoint.tensor_files import FileEntry, encode
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
-from colonnade.parallel.shards import MASTER
+from colonnade.parallel.flat import MASTER
 from colonnade.testing import in_double
 from tests.checkpoint.models import WAYS, build, truth_after
 from tests.checkpoint.test_load import STEPS
@@ -45,7 +43,7 @@ def test_the_full_file_replaces_one_that_is_there_only_when_it_is_whole(four_ran
     with pytest.raises(CheckpointError, match=r"has no good checkpoint \[C080\]\Z"):
         export_full(tmp_path, file)
     with monkeypatch.context() as patched:
-        patched.setattr(fault, "hook", _fail)
+        patched.setattr(agreement, "hook", _fail)
         with pytest.raises(CheckpointError, match="no space"):
             export_full(four_ranks / "step-00000001", file)
     assert file.read_text() == "old"
@@ -111,10 +109,10 @@ def test_what_came_from_elsewhere_goes_there_again(tmp_path):
         "empty": torch.zeros(0, 3),
         "none": torch.zeros(3, 0),
     }
-    moments = {"exp_avg": Entry.of("", torch.rand(3, 2)), MASTER: Entry.of("", torch.rand(3, 2)), "step": 7}
+    moments = {"exp_avg": FileEntry.of("", torch.rand(3, 2)), MASTER: FileEntry.of("", torch.rand(3, 2)), "step": 7}
     options = [{"lr": torch.tensor(0.5), "betas": (0.8, 0.9)}, {"lr": 0.1, "tags": [1]}]
     groups = [(["a", "scalar"], options[0]), (["none"], options[1])]
-    state = ForeignState({name: Entry.of(name, value) for name, value in tensors.items()}, {"a": moments}, groups)
+    state = ForeignState({name: FileEntry.of(name, value) for name, value in tensors.items()}, {"a": moments}, groups)
     path = write_checkpoint(state, tmp_path, 5)
     assert path == tmp_path / "step-00000005"
     assert (tmp_path / "run.lock").read_text() == ""  # given back
@@ -152,7 +150,7 @@ def test_an_optimizers_state_goes_by_the_first_name_and_extra_values_do_not(tmp_
 def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     with monkeypatch.context() as patched:
-        patched.setattr(fault, "hook", _fail)
+        patched.setattr(agreement, "hook", _fail)
         with pytest.raises(CheckpointError, match="No space left"):
             import_checkpoint(tmp_path / "one.safetensors", tmp_path / "run", "safetensors")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

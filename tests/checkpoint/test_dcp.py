@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from colonnade.checkpoint import CheckpointManager, export_checkpoint, import_checkpoint
 from colonnade.checkpoint.dcp import read_dcp
-from colonnade.checkpoint.format.entries import Entry
+from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -170,7 +170,7 @@ def test_one_process_writes_one_file_without_a_word(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == [".metadata", "__0_0.distcp"]
     kept = read_dcp(out, trust=True).optimizer["embed.weight"]
     assert {name: type(value) for name, value in kept.items()} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq", "step"), Entry
+        ("exp_avg", "exp_avg_sq", "step"), FileEntry
     )
 
 

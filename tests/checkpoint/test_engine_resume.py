@@ -15,7 +15,7 @@ from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import SCENARIOS, Plain, Scenario
+from tests.gradients.scenarios import SCENARIOS, Plain, Scenario
 
 CLIP = {"max_norm": 0.5, "method": {"type": "zclip", "warmup": 2}}
 

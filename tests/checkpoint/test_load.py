@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.foreign import ForeignState, write_checkpoint
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.manifest import MANIFEST, parse
+from colonnade.checkpoint.export import ForeignState, write_checkpoint
+from colonnade.checkpoint.manifest import MANIFEST, parse
+from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.parallel.shards import MASTER
+from colonnade.parallel.flat import MASTER
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, build, launched, truth_after
 
@@ -189,8 +189,8 @@ def test_moments_of_a_master_copy_are_rounded_where_none_is_kept(tmp_path, caplo
     kept = {MASTER: master, "exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(3.0)}
     options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     state = ForeignState(
-        {"weight": Entry.of("", master.bfloat16())},
-        {"weight": {name: Entry.of("", value) for name, value in kept.items()}},
+        {"weight": FileEntry.of("", master.bfloat16())},
+        {"weight": {name: FileEntry.of("", value) for name, value in kept.items()}},
         [(["weight"], options)],
     )
     write_checkpoint(state, tmp_path, 1)

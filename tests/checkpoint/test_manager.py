@@ -23,11 +23,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from colonnade._launch import launch
-from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.collective import before_save
-from colonnade.checkpoint.storage import folder as folder_module
-from colonnade.checkpoint.storage import writer
-from colonnade.checkpoint.storage.folder import check_space
+from colonnade.checkpoint import CheckpointManager, storage
+from colonnade.checkpoint import storage as folder_module
+from colonnade.checkpoint.agreement import before_save
+from colonnade.checkpoint.storage import check_space
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
@@ -346,7 +345,7 @@ def meet_errors(folder: Path) -> list[str]:
             "nothing": lambda: manager.load(plain),
             "apart": lambda: CheckpointManager(folder / f"of rank {rank}", context).save(1, plain),
         }
-        writer._VISIBLE_WITHIN = 0.2
+        storage._VISIBLE_WITHIN = 0.2
         told = []
         for attempt in attempts.values():
             try:

@@ -13,11 +13,17 @@ import torch
 from torch import nn
 
 from colonnade._launch import launch
-from colonnade.checkpoint import fault, folders
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.slices import INDEX
-from colonnade.checkpoint.pretrained import _bytes_of, _file_name, _is_fsdp, _limit, save_full, save_pretrained
-from colonnade.checkpoint.whole import WholeTensors
+from colonnade.checkpoint import agreement, export
+from colonnade.checkpoint.export import (
+    WholeTensors,
+    _bytes_of,
+    _file_name,
+    _is_fsdp,
+    _limit,
+    save_full,
+    save_pretrained,
+)
+from colonnade.checkpoint.tensor_files import INDEX, FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
@@ -124,7 +130,7 @@ def test_what_is_written_appears_when_it_is_whole(tmp_path, context, monkeypatch
             raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(fault, "hook", fail)
+        patched.setattr(agreement, "hook", fail)
         for write in (save, lambda folder: save_pretrained(Model(), folder / "out", context)):
             with pytest.raises(CheckpointError, match="the disk is gone"):
                 write(tmp_path)
@@ -213,9 +219,9 @@ def test_a_class_of_fsdp_is_seen_through():
     ],
 )
 def test_a_new_file_begins_where_a_tensor_no_longer_fits(limit, files):
-    assert folders.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
-    assert folders.LARGEST == 5_000_000_000
-    assert folders.files_of([], limit) == {"model.safetensors": []}
+    assert export.files_of(OrderedDict(a=3, b=2, c=1).items(), limit) == files
+    assert export.LARGEST == 5_000_000_000
+    assert export.files_of([], limit) == {"model.safetensors": []}
 
 
 def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
@@ -224,9 +230,9 @@ def test_what_is_no_weight_is_taken_from_another_folder(tmp_path):
     texts = ["config.json", "merges.txt", "tokenizer.model", "chat_template.jinja"]
     for name in (*texts, "training.bin", INDEX):
         (other / name).write_text("theirs")
-    entries = [Entry.of("a", torch.ones(2))]
-    folders.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
+    entries = [FileEntry.of("a", torch.ones(2))]
+    export.write_folder(entries, tmp_path / "staged", tmp_path / "out", other)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*texts, "model.safetensors"])
     assert (tmp_path / "out/config.json").read_text() == "theirs"
-    folders.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
+    export.write_folder(entries, tmp_path / "staged", tmp_path / "alone", None)
     assert tensors(tmp_path / "alone").keys() == {"a"}

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from colonnade.checkpoint.random_state import random_state, set_random_state, why_not_here
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.random_state import random_state, set_random_state, why_not_here
 
 
 def draw() -> list[float]:

@@ -12,11 +12,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from colonnade.checkpoint import fault
-from colonnade.checkpoint.format.boxes import whole_box
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.pretrained import save_full, save_pretrained
-from colonnade.checkpoint.whole import WholeTensors
+from colonnade.checkpoint import agreement
+from colonnade.checkpoint.export import WholeTensors, save_full, save_pretrained
+from colonnade.checkpoint.manifest import whole_box
+from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
@@ -77,7 +76,7 @@ class Sender(WholeTensors):
         self.log: list[str] = []
         self._context = SimpleNamespace(world_size=3)  # type: ignore[assignment]
         self._rank, self._wires = 0, self
-        self._mine = {"w": Entry.of("w", piece)}
+        self._mine = {"w": FileEntry.of("w", piece)}
 
     def _blocks(self, record: Any) -> Iterator[Any]:
         yield 0, "w", whole_box((3, 2))
@@ -127,10 +126,10 @@ def check_failure(model: torch.nn.Module, folder: Path, context: ParallelContext
         if context.get_global_rank() == 1 and point == "tensor written":
             raise OSError("the disk is gone")
 
-    fault.hook = fail
+    agreement.hook = fail
     with pytest.raises(CheckpointError, match="the disk is gone"):
         save_pretrained(model, folder / "never", context, max_shard_size=200)
-    fault.hook = None
+    agreement.hook = None
     torch.distributed.barrier()  # one rank takes it away while the others are told
     assert list(folder.glob("*never*")) == []
     torch.distributed.barrier()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from colonnade.cli import doctor
-from colonnade.cli.doctor import CHECKS, Finding
+from colonnade.cli.doctor import CHECKS, DoctorFinding
 from tests.cli import ROOT, colonnade, command, environment
 
 
@@ -84,16 +84,18 @@ def test_the_cheap_checks_are_ok_here() -> None:
 
 
 def test_the_last_line_says_what_to_do_next() -> None:
-    fine = {"a": Finding("ok", "")}
+    fine = {"a": DoctorFinding("ok", "")}
     assert doctor.next_step(fine).startswith("Next: `colonnade demo`")
-    assert "Have a look at b" in doctor.next_step({**fine, "b": Finding("warn", "", "look")})
-    assert "mend what is bad (c)" in doctor.next_step({**fine, "c": Finding("bad", "", "mend")})
+    assert "Have a look at b" in doctor.next_step({**fine, "b": DoctorFinding("warn", "", "look")})
+    assert "mend what is bad (c)" in doctor.next_step({**fine, "c": DoctorFinding("bad", "", "mend")})
 
 
 def test_whatever_is_found_has_a_next_step() -> None:
     tree = ast.parse(Path(doctor.__file__).read_text())
     calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "DoctorFinding"
     ]
     found = [call for call in calls if getattr(call.args[0], "value", "ok") != "ok"]
     assert len(found) > 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from colonnade.cli import main
-from tests.report.logs import write_log
-from tests.report.test_traces import write_trace
+from tests.proof.report.logs import write_log
+from tests.proof.report.test_traces import write_trace
 
 
 def said(capsys, *words: object) -> tuple[int, str, str]:

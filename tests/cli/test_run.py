@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from colonnade.cli import run as module
+from colonnade.cli import app as module
 from colonnade.cli.app import build_app
-from colonnade.cli.launching.job import Job
 from colonnade.errors import LaunchError
+from colonnade.launching.launch_job import LaunchJob
 
 
-def seen(line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Job | None, str, int]:
+def seen(line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LaunchJob | None, str, int]:
     """What a command line asks for, what it says on stderr, and its exit code; nothing is started."""
-    jobs: list[Job] = []
+    jobs: list[LaunchJob] = []
 
-    def checked(job: Job) -> Job:
+    def checked(job: LaunchJob) -> LaunchJob:
         jobs.append(job)
         raise LaunchError("not started")
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager
-from colonnade.comm import gone, waits
-from colonnade.comm.gone import Processes, named
+from colonnade.comm import peer_errors, waits
+from colonnade.comm.peer_errors import Processes, named
 from colonnade.comm.torch_versions import HashStore
 from colonnade.comm.waits import WaitWatch
 from colonnade.context.parallel_context import ParallelContext
@@ -30,22 +30,22 @@ CLOSED = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:2487.
 def _ended() -> Any:
     """The note of a process that has ended, and that nobody has waited for yet."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    host, _, _ = gone._own_process()
-    note = [host, process.pid, gone._began(process.pid)]
+    host, _, _ = peer_errors._own_process()
+    note = [host, process.pid, peer_errors._began(process.pid)]
     process.kill()
-    while gone._began(process.pid) is not None:
+    while peer_errors._began(process.pid) is not None:
         time.sleep(0.01)
     return note, process
 
 
 def test_a_process_that_has_ended_is_told_from_one_that_goes_on_and_from_one_of_another_host():
-    own, (ended, process) = gone._own_process(), _ended()
-    assert not gone._has_ended(own, own)
-    assert gone._has_ended(own, ended)  # not waited for: a zombie
+    own, (ended, process) = peer_errors._own_process(), _ended()
+    assert not peer_errors._has_ended(own, own)
+    assert peer_errors._has_ended(own, ended)  # not waited for: a zombie
     process.wait()
-    assert gone._has_ended(own, ended)
-    assert not gone._has_ended(own, ["elsewhere", *ended[1:]])
-    assert gone._has_ended(own, [own[0], own[1], own[2] - 1])  # its number was given again
+    assert peer_errors._has_ended(own, ended)
+    assert not peer_errors._has_ended(own, ["elsewhere", *ended[1:]])
+    assert peer_errors._has_ended(own, [own[0], own[1], own[2] - 1])  # its number was given again
 
 
 def test_the_first_rank_that_looks_tells_the_others(monkeypatch):
@@ -53,15 +53,15 @@ def test_the_first_rank_that_looks_tells_the_others(monkeypatch):
     store, (ended, process) = HashStore(), _ended()
     ranks = [Processes(rank, 4, store) for rank in range(4)]
     assert ranks[0].gone(0) == []
-    store.set("colonnade/process/2", gone.json.dumps(ended))
+    store.set("colonnade/process/2", peer_errors.json.dumps(ended))
     assert ranks[1].gone(0) == [2]
-    store.set("colonnade/process/0", gone.json.dumps(ended))  # left because of the first
+    store.set("colonnade/process/0", peer_errors.json.dumps(ended))  # left because of the first
     assert ranks[3].gone(0) == [2]
     process.wait()
 
 
 def test_errors_of_other_kinds_are_left_as_they_are(monkeypatch):
-    monkeypatch.setattr(gone, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(peer_errors, "_LOOK_SECONDS", 0)
     processes = Processes(0, 2, HashStore())
     assert named(RuntimeError("shapes differ"), "summing", processes) is None
     assert named(KeyboardInterrupt(), "summing", processes) is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.comm.memory import Memory, allocate, allocate_shared, keep_heap
+from colonnade.comm.rank_group import GroupMemory, allocate, allocate_shared, keep_heap
 from colonnade.testing import run_world
 
 
@@ -89,8 +89,8 @@ def test_memory_that_cannot_be_had_is_told_and_leaves_nothing_open():
 
 
 def test_parts_of_memory_that_is_not_shared():
-    assert Memory(torch.arange(4)).part(1, 3).own.tolist() == [1, 2]
-    assert Memory(torch.arange(4)).part(1, 3).every is None
+    assert GroupMemory(torch.arange(4)).part(1, 3).own.tolist() == [1, 2]
+    assert GroupMemory(torch.arange(4)).part(1, 3).every is None
 
 
 class _Mallinfo(ctypes.Structure):

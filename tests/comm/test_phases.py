@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from colonnade.comm.phases import PhaseClock
-from colonnade.comm.waits import WaitWatch
+from colonnade.comm.waits import PhaseClock, WaitWatch
 
 
 def test_phases_add_up_to_the_step_and_nested_ones_are_taken_out():

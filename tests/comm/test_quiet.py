@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import colonnade
-from colonnade.comm import gone, waits
-from colonnade.comm.gone import Processes
+from colonnade.comm import peer_errors, waits
+from colonnade.comm.peer_errors import Processes
 from colonnade.comm.torch_versions import HashStore, default_store
 from colonnade.comm.waits import WaitWatch
 from colonnade.testing import WorldError, run_world
@@ -29,7 +29,7 @@ def store(monkeypatch):
     made = HashStore()
     monkeypatch.setattr(waits, "default_store", lambda: made)
     monkeypatch.setattr(waits, "SAY_AFTER", 0.1)
-    monkeypatch.setattr(gone, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(peer_errors, "BEAT_SECONDS", 0.1)
     return made
 
 
@@ -45,8 +45,8 @@ class Other:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        space, _, _ = gone._own_process()
-        self.note = [space, self.process.pid, gone._began(self.process.pid), "here"]
+        space, _, _ = peer_errors._own_process()
+        self.note = [space, self.process.pid, peer_errors._began(self.process.pid), "here"]
 
     def end(self) -> None:
         self.process.kill()
@@ -67,7 +67,7 @@ def test_a_stopped_a_dead_and_a_silent_process_of_this_host_are_told_apart(store
     assert watched.quiet(store) == {2: "dead: its process has ended"}
     os.kill(other.process.pid, signal.SIGSTOP)
     until = time.monotonic() + 5
-    while gone._state(other.note) is None and time.monotonic() < until:
+    while peer_errors._state(other.note) is None and time.monotonic() < until:
         time.sleep(0.01)
     assert watched.quiet(store)[1].startswith("stopped (by SIGSTOP")
     os.kill(other.process.pid, signal.SIGCONT)
@@ -168,7 +168,7 @@ def test_a_rank_that_gets_no_answer_of_the_store_says_that(store, monkeypatch):
 
 
 def _stopped(how: str) -> dict[str, Any]:
-    waits.SAY_AFTER, gone.BEAT_SECONDS = 0.3, 0.2
+    waits.SAY_AFTER, peer_errors.BEAT_SECONDS = 0.3, 0.2
     context = colonnade.launch({}, verbose=False, timeout=3)
     said: list[str] = []
     store = default_store()

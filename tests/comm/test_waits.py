@@ -198,9 +198,9 @@ def test_nothing_is_said_where_all_are_at_one_place(store, rank, others):
         _stand(store, other, place, None)
     watch = WaitWatch()
     watch.at("here")
-    assert watch._explain(rank, 4, waits.Place(*watch._place)) is None
+    assert watch._explain(rank, 4, waits.RankPosition(*watch._place)) is None
     watch.at("there")
-    assert watch._explain(rank, 4, waits.Place(*watch._place)) is not None
+    assert watch._explain(rank, 4, waits.RankPosition(*watch._place)) is not None
 
 
 class Counted:

@@ -15,8 +15,8 @@ from colonnade import compat
 from colonnade._launch import launch
 from colonnade.config import load_config
 from colonnade.constants import INITIALIZER_MAPPING
-from colonnade.context.build import build_layout
 from colonnade.context.dist_group_initializer import ProcessGroupInitializer
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ColonnadeError, ConfigError, LayoutError

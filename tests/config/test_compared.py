@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from colonnade.config.compared import compared_texts, text_of
+from colonnade.config.config import compared_texts, text_of
 
 
 def test_keys_of_ones_own_and_keys_that_may_differ_are_left_out() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colonnade.config.problems import Problem, Source, config_error, dotted, file_error, shortened
+from colonnade.config.problems import ConfigSource, Problem, config_error, dotted, file_error, shortened
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ key = { size = 1 }
 def test_a_key_has_the_line_it_is_on_or_that_of_the_nearest_one_around(
     text: str, path: tuple[object, ...], line: int
 ) -> None:
-    assert Source("runs/train", "train", text).where(path) == f"train:{line}"
+    assert ConfigSource("runs/train", "train", text).where(path) == f"train:{line}"
 
 
 def test_a_key_that_the_text_does_not_set_has_no_line() -> None:
-    assert Source("runs/train.py", "train.py", PYTHON).where(("log",)) == "train.py"
-    assert Source("runs/train.py", "train.py", PYTHON).where(("data",)) == "train.py"
-    assert Source().where(("zero",)) == ""
+    assert ConfigSource("runs/train.py", "train.py", PYTHON).where(("log",)) == "train.py"
+    assert ConfigSource("runs/train.py", "train.py", PYTHON).where(("data",)) == "train.py"
+    assert ConfigSource().where(("zero",)) == ""
 
 
 def test_problems_are_told_in_aligned_rows() -> None:
-    source = Source("runs/train.py", "train.py", "\n\na = None\n" + "\n" * 8 + "b = dict()\nc = 1\n")
+    source = ConfigSource("runs/train.py", "train.py", "\n\na = None\n" + "\n" * 8 + "b = dict()\nc = 1\n")
     problems = [Problem(("a",), "must be an int", None), Problem(("b", "c"), "is missing")]
     assert str(config_error(problems, source)).splitlines() == [
         "colonnade: 2 problems in runs/train.py",

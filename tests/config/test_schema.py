@@ -11,9 +11,8 @@ import pytest
 
 import colonnade
 from colonnade.config import load_config
-from colonnade.config.keys import all_keys
 from colonnade.config.rules import Rule, Section
-from colonnade.config.schema import KEYS
+from colonnade.config.schema import KEYS, all_keys
 from colonnade.errors import ConfigError
 
 TOP_LEVEL = (
@@ -37,28 +36,28 @@ def test_a_key_added_to_the_table_is_checked_and_suggested(monkeypatch: pytest.M
 
 PACKAGE = Path(colonnade.__file__).parent
 READERS = {
-    "parallel": "config/parallel.py context/dist_group_initializer/built_in.py",
-    "parallel.data": "config/parallel.py",
-    "parallel.pipeline": "config/parallel.py",
-    "parallel.tensor": "config/parallel.py",
-    "parallel.expert": "config/parallel.py context/dist_group_initializer/built_in.py",
-    "parallel.sequence": "config/parallel.py",
-    "parallel.*": "config/parallel.py",
-    "gradient_handler[]": "engine/gradient_handler/sync.py",
-    "gradient_handlers[]": "engine/gradient_handler/sync.py",
-    "clip_grad_norm": "optim/clip_settings.py",
-    "clip_grad_norm.groups.*": "optim/clip_settings.py",
-    "clip_grad_norm.method": "optim/clip_settings.py",
-    "fp16": "engine/precision/policy.py engine/precision/scaler.py",
-    "bf16": "engine/precision/policy.py",
-    "float8": "engine/precision/float8.py",
-    "zero": "engine/build.py optim/zero/optimizer.py optim/zero/fsdp.py",
-    "schedule": "parallel/schedules.py",
+    "parallel": "config/schema.py context/dist_group_initializer.py",
+    "parallel.data": "config/schema.py",
+    "parallel.pipeline": "config/schema.py",
+    "parallel.tensor": "config/schema.py",
+    "parallel.expert": "config/schema.py context/dist_group_initializer.py",
+    "parallel.sequence": "config/schema.py",
+    "parallel.*": "config/schema.py",
+    "gradient_handler[]": "engine/gradient_sync.py",
+    "gradient_handlers[]": "engine/gradient_sync.py",
+    "clip_grad_norm": "optim/clip.py",
+    "clip_grad_norm.groups.*": "optim/clip.py",
+    "clip_grad_norm.method": "optim/clip.py",
+    "fp16": "engine/precision.py engine/precision.py",
+    "bf16": "engine/precision.py",
+    "float8": "engine/precision.py",
+    "zero": "engine/build.py optim/zero/zero_optimizer.py optim/zero/fsdp.py",
+    "schedule": "parallel/split.py",
     "activation_checkpoint": "nn/activations.py",
-    "sync": "engine/gradient_handler/sync.py reduce/options.py reduce/plan.py reduce/transports/collective.py",
-    "compile": "engine/compiling.py",
-    "guard": "engine/checks/guard.py",
-    "model": "parallel/schedules.py",
+    "sync": "engine/gradient_sync.py gradients/sums.py gradients/sums.py gradients/transport.py",
+    "compile": "engine/build.py",
+    "guard": "engine/guard.py",
+    "model": "parallel/split.py",
 }
 """Which files read what stands in a section."""
 

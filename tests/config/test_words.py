@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colonnade.config import load_config
+from colonnade.config.problems import near
 from colonnade.config.rules import Section
 from colonnade.config.schema import KEYS
-from colonnade.config.words import near
 from colonnade.errors import ConfigError
 
 

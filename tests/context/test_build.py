@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from colonnade._launch import launch
 from colonnade.constants import INITIALIZER_MAPPING
-from colonnade.context.build import build_layout, run_initializers
 from colonnade.context.dist_group_initializer import ProcessGroupInitializer
+from colonnade.context.layout_builder import build_layout, run_initializers
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import LayoutError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colonnade.context.environment import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
+from colonnade._launch import OPENMPI, SLURM, TORCH, WorldAddress, detect, override, read
 from colonnade.errors import LaunchError
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from colonnade.context.grid import Grid, Listed, Ranks, joined, ranks_with, refine
+from colonnade.context.layout import Grid, Listed, Ranks, joined, ranks_with, refine
 from colonnade.errors import LayoutError
 
 GRIDS = [(("a", 2), ("b", 3), ("c", 2)), (("a", 4), ("b", 2)), (("a", 1), ("b", 6)), (("a", 3), ("b", 1), ("c", 4))]

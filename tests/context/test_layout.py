@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import ContextError, LayoutError
 
@@ -229,7 +229,7 @@ def test_sizes_that_make_no_world(parallel, world_size, parts):
 _LARGE = """
 import resource, sys, time
 start = time.process_time()
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 layout = build_layout({"parallel": {"pipeline": 16, "tensor": 8, "expert": 64}}, 1 << 20)
 total = sum(len(group) for mode in layout.modes for group in layout.groups(mode))
 assert "torch" not in sys.modules

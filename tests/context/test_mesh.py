@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colonnade.context.mesh import _product
+from colonnade.context.parallel_context import _product
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ContextError
 

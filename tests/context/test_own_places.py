@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout, layout_of
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.places import layout_of
 from colonnade.errors import LayoutError
 from colonnade.parallel import demand
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from colonnade.context.layout import check_mode, world_axes
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.sizes import check_mode, world_axes
 from colonnade.errors import LayoutError
 
 

@@ -39,9 +39,9 @@ import colonnade
 from colonnade.testing import cuda_mps, run_world
 from tests.device.check import Check
 from tests.engine import test_clip, test_engine, test_pipeline
-from tests.engine.gradient_handler import test_parity
-from tests.engine.gradient_handler.scenarios import SCENARIOS
 from tests.engine.precision import test_table
+from tests.gradients import summing, test_parity, test_uneven
+from tests.gradients.scenarios import SCENARIOS
 from tests.models import grid
 from tests.nn.moe import test_grouped
 from tests.nn.sequence import test_attention
@@ -49,7 +49,6 @@ from tests.optim.zero import cases as zero_cases
 from tests.optim.zero import device_check
 from tests.optim.zero import test_optimizer as zero_optimizer
 from tests.optim.zero.cases import Way
-from tests.reduce import summing, test_uneven
 
 TESTS = Path(__file__).parents[1]
 MARGIN = 60

@@ -20,14 +20,14 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build
 from colonnade.engine.build import initialize
-from colonnade.engine.precision.policy import Precision
+from colonnade.engine.precision import Precision
 from colonnade.engine.schedule.pipeline import PipelineSchedule
-from colonnade.engine.skips import SkipAwareScheduler
+from colonnade.engine.stepper import SkipAwareScheduler
 from colonnade.errors import ConfigError
-from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.gradients import synchroniser
+from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.parallel.meta import meta_init
 from colonnade.parallel.split import split
-from colonnade.reduce import synchroniser
 from colonnade.testing import run_world
 
 WIDTH, LAYERS, BUCKET, ONE = 1024, 16, 32 << 20, 4 << 20
@@ -130,7 +130,7 @@ def test_initialize_makes_every_check(check, monkeypatch):
     [
         *(
             (check, {"zero": 3})
-            for check in ("shard_model", "check_placements", "Sharding.carry_over", "Sharding.guard")
+            for check in ("shard_model", "check_placements", "ShardedModel.carry_over", "ShardedModel.guard")
         ),
         ("ZeroOptimizer", {"zero": 1}),
         ("ZeroOptimizer", {"zero": 2}),

@@ -19,7 +19,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.05),

@@ -15,7 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.gradients.scenarios import SCENARIOS
 from tests.optim.watch import Operations, collectives
 
 RTOL = 1e-12

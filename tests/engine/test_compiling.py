@@ -16,8 +16,7 @@ from colonnade.comm import torch_versions
 from colonnade.comm.torch_versions import COMPILES_COLLECTIVES
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.build import initialize
-from colonnade.engine.compiling import _refuse_lost_sums, blocks_of, compile_model
+from colonnade.engine.build import _refuse_lost_sums, blocks_of, compile_model, initialize
 from colonnade.errors import ConfigError
 from colonnade.models import GPT, ViT
 from colonnade.nn import CrossEntropyLoss

@@ -15,7 +15,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
-from colonnade.optim.capture import WARM_UP
+from colonnade.optim.flat_step import WARM_UP
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

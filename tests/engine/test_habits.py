@@ -20,7 +20,7 @@ from colonnade.errors import ConfigError, GradientError, PlacementError
 from colonnade.nn import Linear
 from colonnade.nn.layer import arrange
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
     {},

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from colonnade._launch import launch
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.losses import LossBook
+from colonnade.engine.engine import LossBook
 from colonnade.engine.schedule import loss as loss_module
 from colonnade.engine.schedule.base import BaseSchedule
 from colonnade.engine.schedule.loss import LossForm, MeanWatch, count_on, own_loss, split_loss

@@ -13,7 +13,7 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import memory
 from colonnade.engine.build import initialize
-from colonnade.engine.memory import Held, MemoryTable
+from colonnade.engine.memory import KindBytes, MemoryTable
 from colonnade.testing import run_world
 
 WIDTH, LAYERS = 128, 8
@@ -108,13 +108,13 @@ def test_what_a_gpu_counts_is_shared_out(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", was_reset.append)
     device = torch.device("cuda", 0)
-    sizes = [Held(400, 0, 400), Held(300, 5, 325), Held(100, 0, 100)]
-    held = iter([*sizes, sizes[0], Held(300, 5, 200), sizes[2], sizes[0], Held(300, 0, 3000), sizes[2]])
+    sizes = [KindBytes(400, 0, 400), KindBytes(300, 5, 325), KindBytes(100, 0, 100)]
+    held = iter([*sizes, sizes[0], KindBytes(300, 5, 200), sizes[2], sizes[0], KindBytes(300, 0, 3000), sizes[2]])
     monkeypatch.setattr(memory, "_held", lambda *args: next(held))
     layout: Any = type("Layout", (), {"parameters": 10, "__getitem__": lambda self, kind: SimpleNamespace(bytes=4.0)})()
     table = memory.memory_table(nn.Linear(1, 1), None, SimpleNamespace(layout=()), layout, device, reset=True)
     assert (table.other, table.activations, table.peak) == (200, 680, 1700)
-    assert table.held == Held(800, 5, 825)
+    assert table.held == KindBytes(800, 5, 825)
     assert was_reset == [device]
     model, sync = nn.Linear(1, 1), SimpleNamespace(layout=())
     again, gone = (memory.memory_table(model, None, sync, layout, device, reset=False) for _ in range(2))
@@ -127,17 +127,23 @@ def test_bytes_are_counted_once_and_by_where_they_lie() -> None:
     one, two, far = torch.zeros(10), torch.zeros(3, dtype=torch.float64), torch.zeros(7, device="meta")
     known: set[int] = set()
     cpu = torch.device("cpu")
-    assert memory._held([], cpu, known, 5) == Held(0, 0, 5)
-    assert memory._held([one, one[2:4], two, torch.zeros(0)], cpu, known, 9) == Held(64, 0, 9)
+    assert memory._held([], cpu, known, 5) == KindBytes(0, 0, 5)
+    assert memory._held([one, one[2:4], two, torch.zeros(0)], cpu, known, 9) == KindBytes(64, 0, 9)
     assert known >= {one.data_ptr(), two.data_ptr()}
-    assert memory._held([one], cpu, known, 0) == Held(0, 0, 0)
-    assert memory._held([one, two], torch.device("cuda"), set(), 0) == Held(0, 64, 0)
-    assert memory._held([far], cpu, {1}, 0) == Held(0, 28, 0)
+    assert memory._held([one], cpu, known, 0) == KindBytes(0, 0, 0)
+    assert memory._held([one, two], torch.device("cuda"), set(), 0) == KindBytes(0, 64, 0)
+    assert memory._held([far], cpu, {1}, 0) == KindBytes(0, 28, 0)
     mb = 1 << 20
     table = MemoryTable(
-        "cpu", Held(mb, 2 * mb, 3 * mb), Held(10 * mb, 20 * mb, 0), Held(3 << 30, 0, mb // 2), 7 * mb, None, 8 * mb
+        "cpu",
+        KindBytes(mb, 2 * mb, 3 * mb),
+        KindBytes(10 * mb, 20 * mb, 0),
+        KindBytes(3 << 30, 0, mb // 2),
+        7 * mb,
+        None,
+        8 * mb,
     )
-    assert table.held == Held(3083 * mb, 22 * mb, 3 * mb + mb // 2)
+    assert table.held == KindBytes(3083 * mb, 22 * mb, 3 * mb + mb // 2)
     assert [line.split()[-3:] for line in str(table).splitlines()[1:]] == [
         ["1.0", "2.0", "3.0"],
         ["10.0", "20.0", "0.0"],

@@ -23,8 +23,8 @@ from colonnade.errors import GradientError, PlacementError
 from colonnade.nn.layer import arrange
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler import scenarios
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients import scenarios
+from tests.gradients.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
     {},

@@ -10,7 +10,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.observers import ON_ENGINE, Observer, announce
+from colonnade.engine.engine import ON_ENGINE, Observer, announce
 
 
 class _Heard(Observer):

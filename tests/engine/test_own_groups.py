@@ -20,16 +20,16 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
-from colonnade.nn.moe.scope import Scope
+from colonnade.nn.moe.dispatch import Scope
 from colonnade.parallel.collectives import copy, gather, reduce, scatter, split_sizes
 from colonnade.parallel.placement import Replicate, Shard, place
-from colonnade.planner.clock import load_hardware
-from colonnade.planner.job import Job
-from colonnade.planner.plan import plan
+from colonnade.proof.explain import explain
+from colonnade.proof.planner.hardware import load_hardware
+from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.plan import plan
 from colonnade.registry import DIST_GROUP_INITIALIZER
 from colonnade.testing import compare, gather_weights, run_world
 from colonnade.utils import get_dataloader
-from colonnade.verification.explaining.explain import explain
 
 SNAKE = ParallelMode.register("OWN_SNAKE", "own_snake", data="same")
 NODE = ParallelMode.register("OWN_NODE", "own_node", data="distinct")

@@ -17,7 +17,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine import build
 from colonnade.engine.build import initialize
 from colonnade.testing import run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 
 class Block(nn.Module):

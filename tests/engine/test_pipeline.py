@@ -18,7 +18,7 @@ from colonnade.engine.schedule.orders import chunks_per_rank
 from colonnade.parallel.placement import Shard, Tied, place
 from colonnade.registry import ORDERS, SCHEDULE
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import Copy, Sum, numbers
+from tests.gradients.scenarios import Copy, Sum, numbers
 
 RTOL = 1e-10
 WIDTH, LAYERS = 4, 8

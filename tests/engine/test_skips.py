@@ -15,7 +15,7 @@ from colonnade._launch import launch
 from colonnade.comm.host_copy import HostCopy
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
-from colonnade.engine.skips import SkipAwareScheduler, SkipReport
+from colonnade.engine.stepper import SkipAwareScheduler, SkipReport
 from colonnade.testing import run_world
 from tests.optim.watch import Operations
 

@@ -13,9 +13,9 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
-from colonnade.engine.slots import Slots, number_slots
+from colonnade.engine.stepper import Slots, number_slots
 from colonnade.errors import ConfigError
-from colonnade.optim.clip_settings import ClipSettings
+from colonnade.optim.clip import ClipSettings
 from colonnade.parallel.placement import Tied, place
 from colonnade.testing import run_world
 

@@ -16,7 +16,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 RTOL = 1e-10
 WORDS, WIDTH = 11, 6

@@ -14,10 +14,10 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import stepper
 from colonnade.engine.build import initialize
-from colonnade.engine.last_step import LastStep
+from colonnade.engine.engine import LastStep
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import ConfigError
-from colonnade.optim.clip_policy import Decision
+from colonnade.optim.clip import Decision
 from colonnade.optim.norm import Norms
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -19,7 +19,7 @@ from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import GradientError
 from colonnade.registry import GRADIENT_HANDLER
 from colonnade.testing import run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 CONFIGS: list[dict[str, Any]] = [
     {},

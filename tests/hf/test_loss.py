@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.engine.schedule.loss import split_loss
 from colonnade.errors import ConfigError
-from colonnade.hf.loss import criterion_of
+from colonnade.hf.model_loss import criterion_of
 from colonnade.testing import compare, gather_gradients, in_double, run_world
 from colonnade.trainer import Trainer, hooks
 from tests.engine.test_engine import world_of_one

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from colonnade.hf.own_plans import OWN_PLANS
-from colonnade.hf.plans import tensor_plan
-from colonnade.plans.match import fits
-from colonnade.plans.parallelize import style_of
+from colonnade.hf.match import fits
+from colonnade.hf.model_plans import OWN_PLANS, tensor_plan
+from colonnade.hf.parallelize import style_of
 from tests.hf.zoo import BY_NAME, Architecture
 
 pytest.importorskip("transformers", reason="needs transformers")

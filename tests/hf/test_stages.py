@@ -14,8 +14,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 import colonnade
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ScheduleError
-from colonnade.parallel.split import split
-from colonnade.parallel.stages import take_stages
+from colonnade.parallel.split import split, take_stages
 from colonnade.testing import in_double, run_world
 from tests.hf.runs import Layout, run_one
 from tests.hf.zoo import BY_NAME, LENGTH, Architecture, batch_of, reference

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from colonnade._launch import launch
 from colonnade.config import Config
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize

@@ -32,20 +32,21 @@ from tests.mutants.running import TIERS, Known, OutOfTimeError, working_copies
 
 ROOT = Path(__file__).parents[2]
 PLACES = (
-    *("checkpoint", "comm", "context", "engine", "nn", "optim", "parallel", "reduce", "trainer", "utils"),
+    *("checkpoint", "comm", "context", "engine", "nn", "optim", "parallel", "gradients", "trainer", "utils"),
     *("registry.py", "_launch.py"),
 )
 """Where a mistake means wrong training or lost data."""
 LEFT_OUT = (
     "colonnade/engine/schedule/simulate.py",  # pictures of schedules
     "colonnade/trainer/hooks/progress.py",  # what is shown
-    "colonnade/trainer/hooks/log.py",
 )
 ON_A_GPU = (
-    *("colonnade/optim/kernels", "colonnade/nn/kernels", "colonnade/nn/moe/kernels.py"),  # Triton
-    "colonnade/nn/sequence/kernels.py",  # torch's own for attention
-    "colonnade/nn/host_store.py",  # copies from a device to the host
-    "colonnade/reduce/transports/device_collective.py",  # sums on streams of a device
+    *(
+        "colonnade/optim/kernels",
+        "colonnade/nn/layer/cross_entropy_kernels.py",
+        "colonnade/nn/moe/moe_kernels.py",
+    ),  # Triton
+    "colonnade/nn/sequence/attention_kernels.py",  # torch's own for attention
 )
 """What only a GPU runs is left out where there is none."""
 Result = dict[str, Any]
@@ -97,7 +98,7 @@ def choose(places: Sequence[str], count: int, seed: int) -> list[Change]:
         path = ROOT / name
         if not path.exists():
             sys.exit(
-                f"there is no {name} in {ROOT}: name a file or a folder, like colonnade/reduce or colonnade/reduce/plan.py:89"
+                f"there is no {name} in {ROOT}: name a file or a folder, like colonnade/gradients or colonnade/gradients/sums.py:89"
             )
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             if place == str(file.relative_to(ROOT)) or not str(file.relative_to(ROOT)).startswith(left_out):

@@ -79,9 +79,9 @@ def test_words_types_and_logging_are_left_alone(text, tmp_path):
 
 
 def test_the_same_seed_chooses_the_same_changes():
-    places = ["colonnade/reduce"]
+    places = ["colonnade/gradients"]
     assert choose(places, 9, 3) == choose(places, 9, 3) != choose(places, 9, 4)
-    assert {change.line for change in choose(["colonnade/reduce/plan.py:1"], 0, 0)} <= {1}
+    assert {change.line for change in choose(["colonnade/gradients/sums.py:1"], 0, 0)} <= {1}
     with pytest.raises(SystemExit, match="there is no colonnade/nowhere"):
         choose(["colonnade/nowhere"], 1, 0)
 
@@ -124,8 +124,8 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
     root, known = tmp_path / "root", Known()
     for name, text in {
         "colonnade/__init__.py": "",
-        "colonnade/verification/__init__.py": "",
-        "colonnade/verification/plugin.py": "",  # pytest finds it by the installed package
+        "colonnade/proof/__init__.py": "",
+        "colonnade/proof/plugin.py": "",  # pytest finds it by the installed package
         "colonnade/number.py": "def one(): return 1\ndef two(): return 2\ndef three(): return 3\nfour = [4][0]",
         "tests/__init__.py": "",
         "tests/conftest.py": "import colonnade.number",
@@ -165,10 +165,10 @@ def test_noticed_means_that_a_test_fails_which_passes_without_the_change(tmp_pat
 @pytest.mark.slow
 def test_the_mirrored_test_comes_first_and_users_follow():
     matching = Matching(ROOT)
-    tests = matching.tests_for("colonnade/reduce/uneven.py")
-    assert tests[0] == "tests/reduce/test_uneven.py"
-    assert "tests/reduce/test_synchroniser.py" in tests  # the module that uses it is tested there
-    assert matching.tests_for("colonnade/trainer/hooks/writers.py")[0] == "tests/trainer/test_writers.py"
+    tests = matching.tests_for("colonnade/gradients/uneven.py")
+    assert tests[0] == "tests/gradients/test_uneven.py"
+    assert "tests/gradients/test_synchroniser.py" in tests  # the module that uses it is tested there
+    assert matching.tests_for("colonnade/trainer/data.py")[0] == "tests/trainer/test_data.py"
     assert "tests/test_defaults.py" in matching.tests_for("colonnade/engine/build.py")[:9]  # its table names it
     assert "tests/nn/moe/test_layer.py" in matching.tests_for("colonnade/nn/moe/router.py")
     for module in (ROOT / "colonnade").rglob("*.py"):

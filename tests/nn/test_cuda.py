@@ -10,8 +10,7 @@ import torch
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.models import GPT
-from colonnade.nn.activations import ActivationSettings, release_blocks
-from colonnade.nn.host_store import kept_on_host
+from colonnade.nn.activations import ActivationSettings, kept_on_host, release_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -15,7 +15,7 @@ from colonnade.optim.clip import grad_norm
 from colonnade.parallel.held import held_tensors
 from colonnade.parallel.placement import Shard, copy_placement
 from colonnade.testing import compare, gather_gradients
-from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.gradients.scenarios import SCENARIOS
 from tests.optim.field_facts import Fact
 from tests.optim.field_layouts import CASES, COLUMN, DENSE
 from tests.optim.field_measure import (

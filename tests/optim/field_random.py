@@ -7,8 +7,8 @@ from random import Random
 from typing import Any
 
 from colonnade.config import load_config
-from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.placement import Replicate, Shard, Spec, Tied
 from tests.optim.field_layouts import OWN

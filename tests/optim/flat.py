@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colonnade.optim.blocks import bucket_blocks
+from colonnade.optim.bucket_step import ScaledStep
+from colonnade.optim.clip import ClipPolicy, Decision
 from colonnade.optim.clip_method import NormClip
-from colonnade.optim.clip_policy import ClipPolicy, Decision
-from colonnade.optim.flat_state import FlatBucket
-from colonnade.optim.flat_step import FlatStep
-from colonnade.optim.norm import Meter, reduce_norms
-from colonnade.optim.scaled_step import ScaledStep
+from colonnade.optim.flat_step import FlatBucket, FlatStep
+from colonnade.optim.norm import Meter, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3,), (64, 33), (7, 5), (1030,), (), (129, 17), (0, 4))

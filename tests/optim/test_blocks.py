@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colonnade.errors import GradientError
-from colonnade.optim import blocks, norm_readers, scattered
-from colonnade.optim.blocks import (
+from colonnade.optim import bucket_step, norm
+from colonnade.optim.norm import (
     UNIT,
     GradientBlock,
     bucket_blocks,
@@ -99,10 +99,10 @@ def test_chunks_cover_every_span_once(sizes: list[tuple[int, int]]) -> None:
 
 
 def test_sizes_fit_what_a_gpu_loads_at_once() -> None:
-    assert UNIT * torch.bfloat16.itemsize == scattered._ALIGNED == 16  # bytes
-    assert blocks.SLICE == 64  # a whole number of cache lines
-    assert blocks.CHUNK % blocks.STEP_CHUNK == blocks.STEP_CHUNK % UNIT == 0 < blocks.CHUNK
-    assert 0 < norm_readers.ROW < norm_readers.SMALL // 4 < norm_readers.LARGE < norm_readers.PIECE
+    assert UNIT * torch.bfloat16.itemsize == bucket_step._ALIGNED == 16  # bytes
+    assert norm.SLICE == 64  # a whole number of cache lines
+    assert norm.CHUNK % norm.STEP_CHUNK == norm.STEP_CHUNK % UNIT == 0 < norm.CHUNK
+    assert 0 < norm.ROW < norm.SMALL // 4 < norm.LARGE < norm.PIECE
 
 
 def test_a_table_goes_to_a_gpu_through_pinned_memory() -> None:

@@ -16,10 +16,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.optim import bucket_step
-from colonnade.optim.blocks import GradientBlock, bucket_blocks
 from colonnade.optim.bucket_step import BucketStep, OwnedBucket, WholeBucket, wants_flat
-from colonnade.optim.flat_state import FlatBucket
-from colonnade.optim.norm import reduce_norms
+from colonnade.optim.flat_step import FlatBucket
+from colonnade.optim.norm import GradientBlock, bucket_blocks, reduce_norms
 from colonnade.parallel.flat import FlatLayout
 
 

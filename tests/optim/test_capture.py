@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from colonnade.errors import GradientError
-from colonnade.optim import capture as capture_module
-from colonnade.optim.capture import WARM_UP, Capture, StepGraph, check_capturable
+from colonnade.optim import flat_step as capture_module
+from colonnade.optim.flat_step import WARM_UP, Capture, StepGraph, check_capturable
 
 
 def test_each_launch_reads_the_newest_numbers_from_memory_that_stays():

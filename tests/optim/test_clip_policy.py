@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from colonnade.errors import CheckpointError, ConfigError, GradientError
+from colonnade.optim.clip import ClipGroup, ClipPolicy, _Masks
 from colonnade.optim.clip_history import SkipOnSpike, ZClip
 from colonnade.optim.clip_method import NormClip
-from colonnade.optim.clip_policy import ClipGroup, ClipPolicy, _Masks
 from colonnade.optim.norm import Norms
 from tests.optim.watch import Operations
 

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from colonnade.errors import ConfigError
-from colonnade.optim.clip_policy import ClipGroup
-from colonnade.optim.clip_settings import ClipSettings
+from colonnade.optim.clip import ClipGroup, ClipSettings
 
 HEAD = {"head": {"params": "head.*", "max_norm": 2}}
 HEAD_GROUP = (ClipGroup("head", 2.0, True, True, ("head.*",)),)

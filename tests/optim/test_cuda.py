@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colonnade.errors import GradientError
-from colonnade.optim.blocks import GradientBlock
+from colonnade.optim.bucket_step import ScaledStep
+from colonnade.optim.clip import ClipPolicy
 from colonnade.optim.clip_method import CLIP_METHOD, NormClip
-from colonnade.optim.clip_policy import ClipPolicy
-from colonnade.optim.norm import Meter, powsums, reduce_norms
-from colonnade.optim.scaled_step import ScaledStep
+from colonnade.optim.norm import GradientBlock, Meter, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.flat import Pair
 from tests.optim.test_flat_step import momentum_groups

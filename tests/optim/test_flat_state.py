@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
-from colonnade.optim import flat_state
-from colonnade.optim.flat_state import BucketState, FlatBucket, ScatteredGradient, join_neighbours
+from colonnade.optim import flat_step
+from colonnade.optim.flat_step import BucketState, FlatBucket, ScatteredGradient, join_neighbours
 from colonnade.parallel.flat import FlatLayout
 
 SIZES = [(3, 5), (7,), (2, 2), (40,)]
@@ -80,8 +80,8 @@ def test_parameters_that_have_a_flat_buffer_already_keep_it() -> None:
 
 @pytest.mark.parametrize(("limit", "lengths"), [(95, [64, 32, 96]), (96, [96, 96]), (100, [96, 96]), (192, [192])])
 def test_what_is_joined_has_a_limit(limit: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flat_state.JOINED >= 1 << 20
-    monkeypatch.setattr(flat_state, "JOINED", limit)
+    assert flat_step.JOINED >= 1 << 20
+    monkeypatch.setattr(flat_step, "JOINED", limit)
     joined = join_neighbours(buckets_in([torch.float32] * 4))
     assert [bucket.grad.numel() for bucket in joined] == lengths
 
@@ -103,8 +103,8 @@ def test_gradients_that_are_scattered_have_no_neighbours() -> None:
 
 def test_addresses_are_written_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[int]] = []
-    assert flat_state.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
-    monkeypatch.setattr(flat_state, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
+    assert flat_step.pinned(SimpleNamespace(pin_memory=lambda: "pinned")) == "pinned"  # type: ignore[arg-type]
+    monkeypatch.setattr(flat_step, "pinned", lambda numbers: (written.append(numbers.tolist()), numbers)[1])
     bucket, *_ = buckets_in([torch.float32] * 4)
     gradient = ScatteredGradient(bucket.layout)
     for addresses in ([64, 128], [64, 128], [64, 0]):

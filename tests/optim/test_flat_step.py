@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from colonnade.errors import GradientError
-from colonnade.optim.flat_state import FlatBucket
-from colonnade.optim.flat_step import FlatStep, _steps_as_torch, _unfit, why_not
+from colonnade.optim.flat_step import FlatBucket, FlatStep, _steps_as_torch, _unfit, why_not
 from colonnade.parallel.flat import FlatLayout
 from tests.optim.flat import Pair, buckets_of, parameters
 from tests.optim.watch import Operations

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import GradientError
-from colonnade.optim import kernels, norm_readers
-from colonnade.optim.blocks import UNIT, GradientBlock
-from colonnade.optim.norm import Meter, Norms, powsums, reduce_norms
+from colonnade.optim import kernels, norm
+from colonnade.optim.norm import UNIT, GradientBlock, Meter, Norms, powsums, reduce_norms
 from colonnade.testing import run_world
 from tests.optim.watch import Operations, collectives
 
@@ -255,14 +254,14 @@ def test_what_is_short_is_read_at_once_and_what_is_large_as_a_table(dtype: torch
         ((1 << 18) - 1, (1 << 18) // size, 0),
         (1 << 18, 0, 1),
     ):
-        reader = norm_readers.TorchReader([torch.zeros(numel, dtype=dtype)], 2.0)
+        reader = norm.TorchReader([torch.zeros(numel, dtype=dtype)], 2.0)
         assert len(reader._small.get(dtype, [])) == pieces
         assert len(reader._tables) == tables
 
 
 def test_rows_are_as_long_as_divides_them_or_else_a_thousand() -> None:
     lengths = {1024 * 7: 1024, 1000 * 1031: 1000, 513 * 1031: 513, 512 * 1031: 1024, 1_000_003: 1024}
-    assert {numel: norm_readers._row_length(numel) for numel in lengths} == lengths
+    assert {numel: norm._row_length(numel) for numel in lengths} == lengths
 
 
 def square_sums(data: Tensor, table: Tensor, out: Tensor) -> None:
@@ -283,7 +282,7 @@ def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernels, "norm_kernels", fake, raising=False)
     one, other = torch.randn(200_000), torch.randn(4000).bfloat16()
     rows = [one[64:160], other[80:160], one[1600:181_600], one[:0], other[800:1600], one[199_968:]]
-    reader = norm_readers.KernelReader(rows)
+    reader = norm.KernelReader(rows)
     for factor in (1.0, 2.0):
         one *= factor
         other *= factor
@@ -293,15 +292,15 @@ def test_the_launches_of_a_gpu_read_every_row_once(monkeypatch: pytest.MonkeyPat
     assert [len(table) for table, _ in reader._launches] == [5, 2]  # a launch for each buffer
     other[90] = math.inf
     assert reader()[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    assert norm_readers.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
+    assert norm.KernelReader([one[:0]])().tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("cuda", [True, False])
 @pytest.mark.parametrize("triton", [True, False])
 def test_kernels_need_a_gpu_and_triton(cuda: bool, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(norm_readers.importlib.util, "find_spec", lambda name: name if triton else None)
-    assert norm_readers.kernels_available() is (cuda and triton)
+    monkeypatch.setattr(norm.importlib.util, "find_spec", lambda name: name if triton else None)
+    assert norm.kernels_available() is (cuda and triton)
 
 
 def test_a_world_of_one_has_nothing_to_join() -> None:
@@ -327,7 +326,7 @@ def test_a_world_of_one_has_nothing_to_join() -> None:
     ids=str,
 )
 def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
-    monkeypatch.setattr(norm_readers, "kernels_available", lambda: change.get("kernels", True))
+    monkeypatch.setattr(norm, "kernels_available", lambda: change.get("kernels", True))
 
     def row(
         dtype: torch.dtype = torch.float32, numel: int = 16, at: int = 4096, contiguous: bool = True, **more: Any
@@ -342,7 +341,7 @@ def test_what_the_kernels_of_a_gpu_can_read(change, suits, monkeypatch) -> None:
         )
 
     rows = [row(), row(**{k: v for k, v in change.items() if k not in ("p", "kernels")})]
-    assert norm_readers.suits_kernel(rows, change.get("p", 2.0)) is suits
+    assert norm.suits_kernel(rows, change.get("p", 2.0)) is suits
 
 
 def test_the_norm_of_no_slots_is_nothing() -> None:

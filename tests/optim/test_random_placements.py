@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colonnade.optim.blocks import GradientBlock
+from colonnade.optim.norm import GradientBlock
 from colonnade.parallel.demand import Holding, holding
 from colonnade.testing import run_world
 from tests.optim.field_facts import Fact, judge

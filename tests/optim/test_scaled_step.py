@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from colonnade.optim.scaled_step import ScaledStep, _give_momentum, scale_all
+from colonnade.optim.bucket_step import ScaledStep, _give_momentum, scale_all
 from tests.optim.watch import Operations
 
 FUSED: dict[str, Callable[[list[Tensor]], Optimizer]] = {

@@ -15,10 +15,9 @@ from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine import build, stepper
 from colonnade.engine.build import initialize
-from colonnade.optim import flat_runs, flat_state, flat_step, kernels, scattered
-from colonnade.optim.blocks import UNIT
-from colonnade.optim.flat_runs import Fragment
-from colonnade.optim.flat_state import FlatBucket
+from colonnade.optim import bucket_step, flat_step, kernels
+from colonnade.optim.flat_step import FlatBucket, Fragment
+from colonnade.optim.norm import UNIT
 from colonnade.parallel.flat import FlatLayout
 
 
@@ -41,8 +40,8 @@ def python_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(sgd=sgd)
     monkeypatch.setitem(sys.modules, "colonnade.optim.kernels.step_kernels", fake)
     monkeypatch.setattr(kernels, "step_kernels", fake, raising=False)
-    monkeypatch.setattr(flat_step, "prepare", flat_runs.KernelRun)
-    monkeypatch.setattr(flat_state, "pinned", lambda numbers: numbers)
+    monkeypatch.setattr(flat_step, "prepare", flat_step.KernelRun)
+    monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     for module in (build, stepper):
         monkeypatch.setattr(module, "can_scatter", lambda parameter: True)
 
@@ -65,9 +64,9 @@ def test_what_a_launch_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
         "decoupled_weight_decay": True,
     }
     sgd = {"lr": 0.25, "momentum": 0.0, "dampening": 0.5, "weight_decay": 0.2, "nesterov": False}
-    for gradient in (layout.allocate(), flat_state.ScatteredGradient(layout)):
-        state = flat_state.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
-        run = flat_runs.KernelRun(state, steps, fragments)
+    for gradient in (layout.allocate(), flat_step.ScatteredGradient(layout)):
+        state = flat_step.BucketState(FlatBucket(layout, members, gradient, [0, 0, 0]), 0)
+        run = flat_step.KernelRun(state, steps, fragments)
         given.clear()
         run.adam(adam, *numbers)
         run.sgd(sgd, *numbers)
@@ -108,21 +107,21 @@ MOMENTS = (("exp_avg", "exp_avg_sq"), ("none",), ("momentum_buffer",))
     ],
 )
 def test_who_is_stepped_and_read_by_kernels(cuda, dtype, triton, kernel, monkeypatch):
-    for module in (flat_runs, scattered):
+    for module in (flat_step, bucket_step):
         monkeypatch.setattr(module, "kernels_available", lambda: triton)
-    monkeypatch.setattr(flat_runs, "KernelRun", lambda *given: given)
-    monkeypatch.setattr(flat_runs, "TorchRun", lambda *given: None)
+    monkeypatch.setattr(flat_step, "KernelRun", lambda *given: given)
+    monkeypatch.setattr(flat_step, "TorchRun", lambda *given: None)
     fake: Any = SimpleNamespace(is_cuda=cuda, dtype=dtype)
     state: Any = SimpleNamespace(params=fake)
-    assert (flat_runs.prepare(state, fake, []) is not None) is kernel
-    assert scattered.can_scatter(fake) is kernel
+    assert (flat_step.prepare(state, fake, []) is not None) is kernel
+    assert bucket_step.can_scatter(fake) is kernel
 
 
 def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(monkeypatch):
-    monkeypatch.setattr(flat_state, "pinned", lambda numbers: numbers)
+    monkeypatch.setattr(flat_step, "pinned", lambda numbers: numbers)
     members = [nn.Parameter(torch.zeros(4, 8)) for _ in range(6)]
     held: Any = [SimpleNamespace(tensor=one, holding=SimpleNamespace(count=2, index=1)) for one in members]
-    bucket = scattered.ScatteredBucket(held, [0, 0, 1, 1, 2, 2], False)
+    bucket = bucket_step.ScatteredBucket(held, [0, 0, 1, 1, 2, 2], False)
     room = torch.ones(200)
     members[0].grad = room[:32].view(4, 8)
     members[1].grad = room[33:65].view(4, 8)  # not aligned
@@ -141,19 +140,19 @@ def test_gradients_are_found_and_moved_only_where_a_kernel_could_not_read_them(m
     assert bucket.flat().grad.addresses.tolist() == [*found, 0, 0, 0]  # type: ignore[union-attr]
     blocks = bucket.blocks([1, 3, 4])
     assert [(one.count, one.index, one.slot) for one in blocks] == [(2, 1, 0), (2, 1, 1)]
-    whole = scattered.ScatteredBucket(held, [0] * 6, True).blocks([3, 4])
+    whole = bucket_step.ScatteredBucket(held, [0] * 6, True).blocks([3, 4])
     assert [(one.count, one.index) for one in whole] == [(1, 0)] * 3
 
 
 def test_scattered_buckets_are_of_one_kind_and_none_is_large(monkeypatch):
-    monkeypatch.setattr(scattered, "JOINED", 10)
+    monkeypatch.setattr(bucket_step, "JOINED", 10)
     kinds = [torch.float32, torch.float32, torch.float64, *[torch.float32] * 4]
     sizes = zip([4, 6, 3, 1, 2, 20, 1], kinds, strict=True)
     held: Any = [SimpleNamespace(tensor=nn.Parameter(torch.zeros(n, dtype=kind))) for n, kind in sizes]
-    found, expected = scattered.scattered_buckets(held, range(7), True), [[0, 1], [3, 4], [5], [6], [2]]
+    found, expected = bucket_step.scattered_buckets(held, range(7), True), [[0, 1], [3, 4], [5], [6], [2]]
     assert [one.slots for one in found] == expected
     assert [[id(entry) for entry in one.entries] for one in found] == [[id(held[at]) for at in one] for one in expected]
-    assert scattered.scattered_buckets([], [], True) == []
+    assert bucket_step.scattered_buckets([], [], True) == []
 
 
 class Model(nn.Module):

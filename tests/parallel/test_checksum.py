@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from colonnade.parallel.checksum import checksum, words_of
+from colonnade.parallel.held import checksum, words_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool])

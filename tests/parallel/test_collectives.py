@@ -15,10 +15,9 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import PlacementError
-from colonnade.parallel import collectives
-from colonnade.parallel.collectives import wire
-from colonnade.parallel.collectives.wire import Members, numbers_of_all
-from colonnade.planner.fake import fake_rank
+from colonnade.parallel import collectives, wire
+from colonnade.parallel.wire import Members, numbers_of_all
+from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
 
 MODE = ParallelMode.PARALLEL_1D

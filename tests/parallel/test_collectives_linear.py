@@ -15,9 +15,9 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.nn.layer import Arrangement, Linear, arrange, gather_output, partition_input
-from colonnade.parallel.collectives import members_of, recorded
-from colonnade.parallel.collectives.linear import Way, row_linear
-from colonnade.planner.fake import fake_rank
+from colonnade.parallel.collectives import Way, row_linear
+from colonnade.parallel.wire import members_of, recorded
+from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
 
 ROWS, LENGTH, WIDTH, OUT = 3, 4, 6, 8

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import PlacementError
 from colonnade.parallel.demand import holding, joint_ranks, owed

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colonnade.context.build import build_layout
 from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import ContextError
 from colonnade.parallel import demand

@@ -11,7 +11,7 @@ from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import PlacementError
 from colonnade.parallel.dtensor import as_dtensor, effective_placement, local_part
 from colonnade.parallel.placement import Placement, Replicate, Shard, copy_placement, place
-from colonnade.planner.fake import fake_rank
+from colonnade.proof.planner.ranks import fake_rank
 
 
 def test_what_a_mesh_says_of_a_parameter():

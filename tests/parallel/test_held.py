@@ -15,11 +15,10 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.parallel import held
-from colonnade.parallel.checksum import words_of
 from colonnade.parallel.demand import Holding
-from colonnade.parallel.held import broadcast_shared, check_placements
+from colonnade.parallel.held import broadcast_shared, check_placements, words_of
 from colonnade.parallel.placement import Placement, Replicate, Shard, Tied, place
-from colonnade.planner.fake import fake_rank
+from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
 
 TENSOR, PIPELINE, DATA = ParallelMode.TENSOR, ParallelMode.PIPELINE, ParallelMode.DATA

@@ -8,7 +8,7 @@ import pickle
 import torch
 from torch import nn
 
-from colonnade.parallel.hooks import ModelHook
+from colonnade.parallel.forward import ModelHook
 
 
 def test_a_hook_acts_on_its_own_model_alone() -> None:

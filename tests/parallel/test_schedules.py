@@ -10,8 +10,8 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.schedule import NonPipelineSchedule, PipelineSchedule
 from colonnade.errors import ConfigError
-from colonnade.parallel.schedules import build_schedule
-from colonnade.planner.fake import fake_rank
+from colonnade.parallel.split import build_schedule
+from colonnade.proof.planner.ranks import fake_rank
 from colonnade.registry import SCHEDULE
 
 OneFOneB, Interleaved = SCHEDULE.get_module("OneFOneB"), SCHEDULE.get_module("Interleaved1F1B")

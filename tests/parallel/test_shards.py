@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.errors import PlacementError
 from colonnade.optim.zero import ZeroOptimizer
+from colonnade.parallel.flat import ShardedOptimizer, packed_runs, part_indices, section_runs
 from colonnade.parallel.placement import Placement, Shard, logical_shape, place, placement_of
-from colonnade.parallel.shards import ShardedOptimizer, packed_runs, part_indices, section_runs
 
 
 def test_the_first_mode_cuts_first_and_dimensions_are_apart():

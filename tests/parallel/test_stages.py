@@ -8,8 +8,7 @@ from torch import nn
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.placement import Shard, Tied, is_placed, place, placement_of
-from colonnade.parallel.split import split
-from colonnade.parallel.stages import Chunks, take_stages
+from colonnade.parallel.split import Chunks, split, take_stages
 
 
 def two_of_four() -> tuple[nn.Sequential, Chunks]:

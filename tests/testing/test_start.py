@@ -15,7 +15,7 @@ import torch
 
 from colonnade.errors import LaunchError
 from colonnade.testing import run_world
-from colonnade.testing.start import environments, loopback_socket
+from colonnade.testing.world import environments, loopback_socket
 
 ROOT = Path(__file__).parents[2]
 NCCL = ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.testing import run_world
-from colonnade.trainer import BaseHook, Trainer, loop
+from colonnade.trainer import BaseHook, Trainer, trainer
 from colonnade.trainer.hooks import LoadCheckpointHook, LossHook, SaveCheckpointHook
 from tests.trainer.runs import PIPELINE, cut, make_trainer, samples
 from tests.trainer.test_hooks import failing
@@ -25,11 +25,11 @@ from tests.trainer.test_resume import Steps, assert_same, steps_of, train
 
 def ahead(function: Callable[..., Any], *args: Any) -> Any:
     """Call it as on a device."""
-    loop.ASKS_AHEAD.add("cpu")
+    trainer.ASKS_AHEAD.add("cpu")
     try:
         return function(*args)
     finally:
-        loop.ASKS_AHEAD.remove("cpu")
+        trainer.ASKS_AHEAD.remove("cpu")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from colonnade.context.build import run_initializers
-from colonnade.context.layout import Layout
+from colonnade.context.layout import Layout, world_axes
+from colonnade.context.layout_builder import run_initializers
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.context.sizes import world_axes
 from colonnade.errors import ConfigError
 from colonnade.trainer import data
-from colonnade.trainer.data import Feed, Lengths, Place, moves_together, read_lengths
+from colonnade.trainer.data import EpochPosition, Feed, Lengths, moves_together, read_lengths
 from colonnade.utils import get_dataloader
 from tests.engine.test_engine import world_of_one
 
@@ -78,15 +77,15 @@ def test_who_would_be_missed(context, known, unknown):
 def test_places_are_counted_in_samples_where_they_are_known():
     two = SimpleNamespace(layout=SimpleNamespace(distinct_data=2))
     feed = Feed(SimpleNamespace(batch_size=3), two)  # type: ignore[arg-type]
-    place = feed.after(Place(), 4)
-    assert place == Place(4, 24)
-    assert feed.after(place, 1) == Place(5, 30)
-    assert feed.after(Place(2, None), 1) == Place(3, None)
-    assert [feed.batches_behind(Place(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 0, 1, 2, 9]
-    assert [feed.inside_batch(Place(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 5, 0, 1, 0]
+    place = feed.after(EpochPosition(), 4)
+    assert place == EpochPosition(4, 24)
+    assert feed.after(place, 1) == EpochPosition(5, 30)
+    assert feed.after(EpochPosition(2, None), 1) == EpochPosition(3, None)
+    assert [feed.batches_behind(EpochPosition(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 0, 1, 2, 9]
+    assert [feed.inside_batch(EpochPosition(9, samples)) for samples in (0, 5, 6, 13, None)] == [0, 5, 0, 1, 0]
     unknown = Feed([], two)  # type: ignore[arg-type]
-    assert unknown.after(Place(), 4) == Place(4, None)
-    assert (unknown.batches_behind(Place(4, 24)), unknown.inside_batch(Place(4, 23))) == (4, 0)
+    assert unknown.after(EpochPosition(), 4) == EpochPosition(4, None)
+    assert (unknown.batches_behind(EpochPosition(4, 24)), unknown.inside_batch(EpochPosition(4, 23))) == (4, 0)
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch's", "a list"])
@@ -102,12 +101,14 @@ def test_an_epoch_goes_on_after_any_batch_as_it_would_have(kind):
             return Feed(loader if kind == "torch's" else [[at] for at in range(6)], gpc)
 
         first = feed()
-        whole = [[*map(int, batch[0].flatten() if kind != "a list" else batch)] for batch in first.open(3, Place())]
+        whole = [
+            [*map(int, batch[0].flatten() if kind != "a list" else batch)] for batch in first.open(3, EpochPosition())
+        ]
         own = first.own_state()
         assert len(whole) == 6
         for behind in (1, 5):
             second = feed()
-            place = second.load_state_dict(second.after(Place(), behind), own)
+            place = second.load_state_dict(second.after(EpochPosition(), behind), own)
             torch.manual_seed(8)  # somewhere else by now
             before = torch.get_rng_state()
             rest = [[*map(int, batch[0].flatten() if kind != "a list" else batch)] for batch in second.open(3, place)]
@@ -133,20 +134,24 @@ def test_a_loader_with_a_state_of_its_own_is_asked():
         assert own == {"began": None, "ahead": None, "loader": {"at": 2}}
         assert Feed([], gpc).own_state() == {"began": None, "ahead": None}
         feed = Feed(Loader(), gpc)
-        place = feed.load_state_dict(Place(2, None), own)
+        place = feed.load_state_dict(EpochPosition(2, None), own)
         assert list(feed.open(0, place)) == [2, 3]
         elsewhere = Feed(Loader(), gpc)  # another layout has no state of this rank
-        assert list(elsewhere.open(0, elsewhere.load_state_dict(Place(3, None), None))) == [3]
+        assert list(elsewhere.open(0, elsewhere.load_state_dict(EpochPosition(3, None), None))) == [3]
 
 
 def test_what_is_in_the_middle_of_a_batch_is_read_again_where_a_loader_cannot_begin_there():
     rows = TensorDataset(torch.arange(12))
     with world_of_one() as gpc:
-        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(Place(3, 6), None) == Place(3, 4)
-        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(Place(3, 8), None) == Place(3, 8)
+        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(EpochPosition(3, 6), None) == EpochPosition(
+            3, 4
+        )
+        assert Feed(DataLoader(rows, batch_size=4), gpc).load_state_dict(EpochPosition(3, 8), None) == EpochPosition(
+            3, 8
+        )
         ours = Feed(get_dataloader(rows, batch_size=4, context=gpc), gpc)
-        assert ours.load_state_dict(Place(3, 6), None) == Place(3, 6)
-        assert [batch[0].tolist() for batch in ours.open(0, Place(3, 6))] == [[6, 7, 8, 9], [10, 11]]
+        assert ours.load_state_dict(EpochPosition(3, 6), None) == EpochPosition(3, 6)
+        assert [batch[0].tolist() for batch in ours.open(0, EpochPosition(3, 6))] == [[6, 7, 8, 9], [10, 11]]
 
 
 def test_the_length_of_a_loader_is_asked_of_it_and_what_is_no_loader_is_refused():
@@ -166,13 +171,13 @@ def test_a_loader_that_shuffles_goes_on_with_the_batches_of_its_epoch(own):
     with world_of_one() as gpc:
         feed = Feed(DataLoader(rows, 2, shuffle=True, generator=generator), gpc)
         torch.manual_seed(7)
-        whole = [batch.tolist() for (batch,) in feed.open(0, Place())]
+        whole = [batch.tolist() for (batch,) in feed.open(0, EpochPosition())]
         torch.rand(5)
         if generator is not None:
             torch.rand(5, generator=generator)
         then = data.random_state(gpc)
         torch.rand(1)
-        rest = feed.open(0, Place(batches=2, samples=None), then)
+        rest = feed.open(0, EpochPosition(batches=2, samples=None), then)
         left = torch.get_rng_state()
         data.set_random_state(then, gpc)
         assert torch.equal(torch.get_rng_state(), left)
@@ -189,7 +194,7 @@ def test_a_batch_that_was_fetched_ahead_is_drawn_again_as_it_was():
 
     with world_of_one() as gpc:
         feed = Feed(Draws(), gpc)
-        batches = feed.open(0, Place())
+        batches = feed.open(0, EpochPosition())
         next(batches)
         torch.rand(3)
         feed.look_ahead()
@@ -199,7 +204,7 @@ def test_a_batch_that_was_fetched_ahead_is_drawn_again_as_it_was():
         third = next(batches)
         torch.manual_seed(9)
         other = Feed(Draws(), gpc)
-        rest = other.open(0, other.load_state_dict(Place(1, None), own), then)
+        rest = other.open(0, other.load_state_dict(EpochPosition(1, None), own), then)
         assert [next(rest), next(rest)] == [ahead, third]
         assert other.own_state()["ahead"] is None
 
@@ -244,8 +249,8 @@ def test_a_run_goes_on_with_a_loader_that_has_a_generator_where_the_other_had_no
     with world_of_one() as gpc:
         feeds = [Feed(DataLoader(rows, 2, generator=g), gpc) for g in (torch.Generator(), None)]
         before, after = feeds if had else feeds[::-1]
-        before.open(0, Place())
-        place = after.load_state_dict(Place(2, 4), before.own_state())
+        before.open(0, EpochPosition())
+        place = after.load_state_dict(EpochPosition(2, 4), before.own_state())
         assert [batch.tolist() for (batch,) in after.open(0, place)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colonnade.engine.schedule.transfer.values import Meta
-from colonnade.trainer import exchange
-from colonnade.trainer.exchange import Exchange, alone, speaks
+from colonnade.engine.schedule.transfer import Meta
+from colonnade.trainer import records
+from colonnade.trainer.records import Exchange, alone, speaks
 from tests.trainer.test_data import world
 
 
@@ -88,22 +88,22 @@ def test_values_travel_as_bytes_of_the_memory_that_the_backend_moves(monkeypatch
     monkeypatch.setattr(dist, "broadcast", broadcast)
     mine = iter([torch.ones(2, 3)]) if is_mine else None
     with pytest.raises(Sent) as sent:
-        exchange._shared(5, mine, context(2), Meta(torch.float32, (2, 3), False))
+        records._shared(5, mine, context(2), Meta(torch.float32, (2, 3), False))
     assert sent.value.args == (device, torch.uint8, (24,), 5, "world")
     if device == "cpu":  # nothing is sent of a tensor without elements
-        assert exchange._shared(5, None, context(2), Meta(torch.float32, (0, 3), False)).shape == (0, 3)
+        assert records._shared(5, None, context(2), Meta(torch.float32, (0, 3), False)).shape == (0, 3)
 
 
 def test_sums_of_a_device_are_those_of_all_ranks(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.mul_(10 if group == "world" else 0))
-    assert exchange.sum_over_world(torch.ones(2), context(1)).tolist() == [1, 1]
-    assert exchange.sum_over_world(torch.ones(2), context(2)).tolist() == [10, 10]
+    assert records.sum_over_world(torch.ones(2), context(1)).tolist() == [1, 1]
+    assert records.sum_over_world(torch.ones(2), context(2)).tolist() == [10, 10]
 
 
 def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order(monkeypatch):
     value = {"a": torch.ones(2), "b": 3}
-    assert exchange.gather_values(value, True, context(1)) == [value]
-    assert exchange.gather_values(value, False, context(1)) == []
+    assert records.gather_values(value, True, context(1)) == [value]
+    assert records.gather_values(value, False, context(1)) == []
     note = '{"dict":[["a",{"tensor":["float32",[2],false]}],["b",3]]}'
     told: list[str] = []
 
@@ -114,10 +114,10 @@ def test_values_of_the_ranks_that_have_one_are_gathered_in_their_order(monkeypat
     def shared(rank: int, mine: Any, context: Any, meta: Meta) -> Any:
         return rank, None if mine is None else next(mine), meta.shape
 
-    monkeypatch.setattr(exchange, "gather_json", gather)
-    monkeypatch.setattr(exchange, "_shared", shared)
+    monkeypatch.setattr(records, "gather_json", gather)
+    monkeypatch.setattr(records, "_shared", shared)
     here = SimpleNamespace(**vars(context(3)), get_global_rank=lambda: 2)
     first = {"a": (0, None, (2,)), "b": 3}
-    assert exchange.gather_values(value, True, here) == [first, {"a": (2, value["a"], (2,)), "b": 3}]  # type: ignore[arg-type]
-    assert exchange.gather_values(value, False, here) == [first]  # type: ignore[arg-type]
+    assert records.gather_values(value, True, here) == [first, {"a": (2, value["a"], (2,)), "b": 3}]  # type: ignore[arg-type]
+    assert records.gather_values(value, False, here) == [first]  # type: ignore[arg-type]
     assert told == [note, ""]

@@ -17,7 +17,7 @@ from colonnade.registry import HOOKS
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, Trainer
 from colonnade.trainer.hooks import EarlyStopHook, LoadCheckpointHook, LossHook, LRSchedulerHook, SaveCheckpointHook
-from colonnade.trainer.hooks.hook_list import POINTS, HookList, build_hook
+from colonnade.trainer.hooks.hook import POINTS, HookList, build_hook
 from tests.trainer.runs import PIPELINE, cut, make_trainer
 
 HEARD: list[str] = []

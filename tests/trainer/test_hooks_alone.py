@@ -31,14 +31,11 @@ from colonnade.trainer.hooks import (
     ProfilerHook,
     SaveCheckpointHook,
     StopOnSignal,
-    average,
-    checkpoint,
+    checkpoint_hooks,
+    log,
     profiler,
-    run_facts,
-    writers,
 )
-from colonnade.trainer.hooks.base import BaseHook, checked_interval
-from colonnade.trainer.hooks.hook_list import HookList
+from colonnade.trainer.hooks.hook import BaseHook, HookList, checked_interval
 from tests.engine.test_engine import world_of_one
 from tests.trainer.runs import cut, dataset, make_trainer
 from tests.trainer.test_look import Managed
@@ -269,7 +266,7 @@ class Loaded(Managed):
 def test_an_average_is_saved_and_loaded_in_the_place_of_the_weights(monkeypatch, tmp_path):
     made: list[Any] = []
     monkeypatch.setattr(
-        average, "CheckpointManager", lambda *given, **named: made.append(Loaded(*given, **named)) or made[-1]
+        checkpoint_hooks, "CheckpointManager", lambda *given, **named: made.append(Loaded(*given, **named)) or made[-1]
     )
     hook, trainer, weight = averaged()
     assert (hook.state_dict(), made) == ({"updates": 0}, [])
@@ -320,7 +317,7 @@ def test_only_narrow_weights_are_replaced_while_an_average_is_saved():
 
 def test_a_checkpoint_is_saved_once_a_step_and_at_the_end(monkeypatch, tmp_path):
     made: list[Any] = []
-    monkeypatch.setattr(checkpoint, "CheckpointManager", lambda *given: made.append(Managed(*given)) or made[-1])
+    monkeypatch.setattr(checkpoint_hooks, "CheckpointManager", lambda *given: made.append(Managed(*given)) or made[-1])
     engine = SimpleNamespace(model="model", optimizer="optimizer")
     trainer: Any = SimpleNamespace(engine=engine, cur_step=2, context="world", failed=False, state_dict=lambda: "state")
     hook = SaveCheckpointHook(1, tmp_path, keep=4, background=True)
@@ -385,9 +382,9 @@ def test_a_run_goes_on_where_rank_0_sees_a_checkpoint_or_must(
         return [mine, not mine] if rank == 0 else [first_has, mine]
 
     monkeypatch.setattr(
-        checkpoint, "CheckpointManager", lambda *given, **named: made.append(Found(*given, **named)) or made[-1]
+        checkpoint_hooks, "CheckpointManager", lambda *given, **named: made.append(Found(*given, **named)) or made[-1]
     )
-    monkeypatch.setattr(checkpoint, "gather_json", gather)
+    monkeypatch.setattr(checkpoint_hooks, "gather_json", gather)
     loaded: list[Any] = []
     trainer: Any = SimpleNamespace(
         context=SimpleNamespace(get_global_rank=lambda: rank),
@@ -505,7 +502,7 @@ def test_memory_is_measured_once_in_a_while(tmp_path, monkeypatch):
         ("open", True, 11.0),
         ("open", True, 11.5),
     ):
-        monkeypatch.setattr(writers.time, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(log.time, "monotonic", lambda now=now: now)
         hook._file, here.step_done = file, is_done  # type: ignore[assignment]
         hook.after_train_iter(here, None, None, None)  # type: ignore[arg-type]
     assert logged == [10.0, 11.5]
@@ -515,7 +512,7 @@ def test_memory_is_measured_once_in_a_while(tmp_path, monkeypatch):
 def test_the_page_of_a_run_is_written_by_who_wrote_the_file_and_is_asked_to(tmp_path, monkeypatch, rank, report, pages):
     import logging
 
-    monkeypatch.setattr(writers, "run_facts", lambda trainer: {})
+    monkeypatch.setattr(log, "run_facts", lambda trainer: {})
     hook = JsonlHook(tmp_path / "run.jsonl", report=report)
     written: list[int] = []
     monkeypatch.setattr(hook, "_write_report", lambda: written.append(1))
@@ -546,14 +543,14 @@ def test_the_page_of_a_run_is_written_by_who_wrote_the_file_and_is_asked_to(tmp_
     ],
 )
 def test_the_level_of_clipping_is_known_where_there_is_one(setting, level):
-    assert run_facts._clip_level(setting) == level
+    assert log._clip_level(setting) == level
 
 
 def test_configs_by_dotted_names_and_devices_by_theirs(monkeypatch):
-    assert run_facts.flat_config({"a": 1, "b": {"c": {"d": 2}, "e": 3}}) == {"a": 1, "b.c.d": 2, "b.e": 3}
+    assert log.flat_config({"a": 1, "b": {"c": {"d": 2}, "e": 3}}) == {"a": 1, "b.c.d": 2, "b.e": 3}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"name of {device}")
-    assert run_facts._device_name(torch.device("cpu")) == "cpu"
-    assert run_facts._device_name(torch.device("cuda:1")) == "name of cuda:1"
+    assert log._device_name(torch.device("cpu")) == "cpu"
+    assert log._device_name(torch.device("cuda:1")) == "name of cuda:1"
 
 
 def test_the_facts_of_a_run_are_plain_values():
@@ -577,7 +574,7 @@ def test_the_facts_of_a_run_are_plain_values():
         model=nn.Linear(2, 3),
         ledger=lambda: SimpleNamespace(by_pattern=list),
     )
-    facts = run_facts.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
+    facts = log.run_facts(SimpleNamespace(engine=engine, context=context))  # type: ignore[arg-type]
     assert facts["layout"] == {"tensor": 2, "pipeline": 3}
     assert facts["memory"] == {"parameters": 8, "gradients": 0, "state": 0}
     assert (facts["parameters"], facts["clip"], facts["accumulation"], facts["world_size"]) == (9, 2.0, 4, 6)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from colonnade.errors import CheckpointError, ConfigError
-from colonnade.trainer.hooks import EvaluateHook, LRFinderHook, LRSchedulerHook, ProfilerHook, look
-from colonnade.trainer.hooks.average import EMAHook
+from colonnade.trainer.hooks import EvaluateHook, LRFinderHook, LRSchedulerHook, ProfilerHook, metric_hooks
+from colonnade.trainer.hooks.checkpoint_hooks import EMAHook
 
 
 def trainer(step: int = 0, total: int | None = 11) -> Any:
@@ -135,8 +135,8 @@ def test_a_search_begins_in_a_folder_of_its_own_and_leaves_it(tmp_path, monkeypa
     here.engine.model, here.state_dict, here.rank = "model", lambda: "state", 0
     here.failed, here.logger, loaded = False, SimpleNamespace(info=lambda text: None), list[Any]()
     here.load_state = loaded.append
-    monkeypatch.setattr(look, "gather_json", lambda mine, context: [mine, *others])
-    monkeypatch.setattr(look, "CheckpointManager", Managed)
+    monkeypatch.setattr(metric_hooks, "gather_json", lambda mine, context: [mine, *others])
+    monkeypatch.setattr(metric_hooks, "CheckpointManager", Managed)
     finder = LRFinderHook(1e-3, 1e-1, folder=folder)
 
     def refused() -> bool:

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from colonnade.errors import ConfigError, TrainerError
-from colonnade.trainer import loop as loop_module
-from colonnade.trainer.data import Lengths, Place
+from colonnade.trainer import trainer as loop_module
+from colonnade.trainer.data import EpochPosition, Lengths
 from colonnade.trainer.evaluation import _batches_of
-from colonnade.trainer.loop import Loop, _Agreed, _divides, _Over, _steps
-from colonnade.trainer.trainer import Trainer, _Rest
+from colonnade.trainer.trainer import Loop, Trainer, _Agreed, _divides, _Over, _Rest, _steps
 from tests.trainer.test_data import world
 
 
@@ -255,7 +254,7 @@ def test_a_run_that_goes_on_at_the_end_of_an_epoch_has_its_evaluation_first(monk
 )
 def test_states_are_given_back_at_once_where_no_epoch_goes_on(monkeypatch, batches, epoch_done, now):
     loop, _ = told(monkeypatch, [], epoch_done=epoch_done, stopping=True)
-    loop._trainer._place = Place(batches)
+    loop._trainer._place = EpochPosition(batches)
     streams: list[Any] = []
     monkeypatch.setattr(loop_module, "set_random_state", lambda *given: streams.append(given))
     monkeypatch.setattr(loop, "_load_hook_states", lambda: "streams")
@@ -366,7 +365,7 @@ def bare(**given: Any) -> tuple[Any, Any, list[Any]]:
 )
 def test_an_epoch_from_its_start_to_its_end(ended, stopping, batches, is_heard):
     loop, trainer, heard = bare(resumed=("states", "streams"))
-    trainer.stopping, trainer._place = stopping, Place(batches)
+    trainer.stopping, trainer._place = stopping, EpochPosition(batches)
     loop._train_batches = lambda then: heard.append(f"from {then}") or ended
     loop._load_hook_states = lambda: heard.append("states") or "streams"
     loop.settle = lambda: heard.append("settle")
@@ -381,7 +380,7 @@ def test_an_epoch_from_its_start_to_its_end(ended, stopping, batches, is_heard):
     end = [("after_train_epoch",), "agree", "agree to stop"] if is_heard else []
     assert heard == [*begin, "settle", ("stop", "Train-epoch"), *end]
     assert trainer.epoch_done is ended
-    loop.resumed, trainer._place = None, Place(1)
+    loop.resumed, trainer._place = None, EpochPosition(1)
     loop._train_epoch()
     assert "from None" in heard
 
@@ -399,7 +398,7 @@ def test_an_epoch_from_its_start_to_its_end(ended, stopping, batches, is_heard):
 )
 def test_batches_are_even_where_ranks_move_together_or_have_whole_steps_left(may_ask, together, lengths, inside, even):
     loop, trainer, heard = bare(_together=together, _lengths=Lengths(lengths), _may_ask_ahead=may_ask)
-    trainer._place = Place(2)
+    trainer._place = EpochPosition(2)
     loop.feed = SimpleNamespace(batches_behind=lambda place: place.batches, inside_batch=lambda place: inside)
     loop._engine = SimpleNamespace(accumulation=2, batches=lambda fetched, none: (f"given {each}" for each in fetched))
     loop._fetched = lambda then: iter_closed([1, 2], heard)
@@ -437,7 +436,7 @@ def test_a_batch_is_learnt_from_and_written_down(counts, stepped):
         schedule=SimpleNamespace(loss_count=None, batch_size=3),
         accumulation=4,
     )
-    loop.feed = SimpleNamespace(after=lambda place, batches: Place(place.batches + batches))
+    loop.feed = SimpleNamespace(after=lambda place, batches: EpochPosition(place.batches + batches))
     loop._between_steps = lambda: heard.append("between")
     loop._pass("batch")
     loss = torch.tensor(2.0)

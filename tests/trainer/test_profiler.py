@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from colonnade.report import merge_traces
+from colonnade.proof.report import merge_traces
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook
 from colonnade.trainer.hooks import ProfilerHook

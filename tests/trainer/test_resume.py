@@ -22,7 +22,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import HookError
 from colonnade.testing import run_world
 from colonnade.trainer import BaseHook, StepRecord, Trainer
-from colonnade.trainer.data import Feed, Place
+from colonnade.trainer.data import EpochPosition, Feed
 from colonnade.trainer.hooks import (
     AccuracyHook,
     CsvHook,
@@ -197,12 +197,12 @@ def test_another_number_of_ranks_goes_on_after_as_many_samples(tmp_path):
     assert sum(line["samples"] for line in steps_of(tmp_path) if line["epoch"] == 0) == COUNT
 
 
-def taken(state: Place | None, count: int) -> tuple[list[int], Place]:
+def taken(state: EpochPosition | None, count: int) -> tuple[list[int], EpochPosition]:
     """The samples of `count` batches, from the start of epoch 1 or after `state`."""
     gpc = launch({}, context=ParallelContext(), verbose=False)
     loader = get_dataloader(TensorDataset(torch.arange(COUNT)), True, context=gpc, batch_size=4)
     feed = Feed(loader, gpc)
-    place = feed.load_state_dict(state, None) if state else Place()
+    place = feed.load_state_dict(state, None) if state else EpochPosition()
     batches = list(islice(feed.open(1, place), count))
     return [int(sample) for (batch,) in batches for sample in batch], feed.after(place, count)
 
@@ -261,7 +261,7 @@ def test_another_batch_or_accumulation_goes_on_after_as_many_samples(tmp_path):
 def test_a_loader_that_only_skips_begins_at_a_whole_batch_and_says_what_is_read_again(caplog):
     loader = DataLoader(TensorDataset(torch.arange(COUNT)), batch_size=8)
     feed = Feed(loader, ParallelContext())
-    place = feed.load_state_dict(Place(batches=3, samples=12), None)
+    place = feed.load_state_dict(EpochPosition(batches=3, samples=12), None)
     assert next(feed.open(0, place))[0].tolist() == list(range(8, 16))
     assert feed.after(place, 1).samples == 16
     assert "4 of the 12 samples that this epoch has had are read again" in caplog.text

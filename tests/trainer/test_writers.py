@@ -13,7 +13,7 @@ import pytest
 
 from colonnade.errors import ConfigError
 from colonnade.trainer import BaseHook, StepRecord
-from colonnade.trainer.hooks import CsvHook, GradientNormHook, JsonlHook, LossHook, writers
+from colonnade.trainer.hooks import CsvHook, GradientNormHook, JsonlHook, LossHook, log
 from tests.trainer.runs import cut, make_trainer
 
 
@@ -196,6 +196,6 @@ def test_evaluations_by_step_stay_and_that_at_the_end_of_the_epoch_is_made_again
     lines = [
         json.dumps({"kind": kind, "step": step, "epoch": epoch}) + "\n" for kind, step, epoch in [*kept, *again, *end]
     ]
-    left = writers._behind(lines, trainer(step=4, epoch=1, epoch_done=epoch_done))
+    left = log._behind(lines, trainer(step=4, epoch=1, epoch_done=epoch_done))
     found = [(line["kind"], line["step"], line["epoch"]) for line in map(json.loads, left)]
     assert found == [*kept, *end[:epoch_done]]

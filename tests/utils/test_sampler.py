@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.errors import ConfigError
 from colonnade.utils import DistinctDataSampler
 from colonnade.utils.sampler import distinct_place

@@ -5,7 +5,11 @@ of passes in a pipeline as a table, without torch. `executor`: runs a table. `tr
 """
 
 from colonnade.engine.schedule.base import BaseSchedule
-from colonnade.engine.schedule.non_pipeline import NonPipelineSchedule
-from colonnade.engine.schedule.pipeline import InterleavedPipelineSchedule, PipelineSchedule, TableSchedule
+from colonnade.engine.schedule.pipeline import (
+    InterleavedPipelineSchedule,
+    NonPipelineSchedule,
+    PipelineSchedule,
+    TableSchedule,
+)
 
 __all__ = ["BaseSchedule", "InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule", "TableSchedule"]

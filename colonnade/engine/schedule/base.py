@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colonnade.engine.schedule.executor.call import format_value
+from colonnade.engine.schedule.executor import format_value
 from colonnade.engine.schedule.loss import Count
 from colonnade.errors import ScheduleError
 

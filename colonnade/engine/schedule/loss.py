@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from colonnade.errors import GradientError
+from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.logging import get_dist_logger
-from colonnade.optim.blocks import to_device
+from colonnade.optim.norm import to_device
 from colonnade.parallel.placement import is_dtensor
-from colonnade.reduce.uneven import USE_ONE_FORM
 
 Count = Tensor | int | float
 

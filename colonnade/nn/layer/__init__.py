@@ -11,14 +11,11 @@ from colonnade.nn.layer.arrangement import (
     partition_input,
     unsplit_sequence,
 )
-from colonnade.nn.layer.attention import SelfAttention
+from colonnade.nn.layer.attention import Rotary, SelfAttention
+from colonnade.nn.layer.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from colonnade.nn.layer.dropout import Dropout
-from colonnade.nn.layer.embedding import Embedding, HiddenParameter, PositionEmbedding
-from colonnade.nn.layer.linear import MLP, Classifier, Linear
-from colonnade.nn.layer.linear_loss import LinearCrossEntropyLoss
-from colonnade.nn.layer.loss import CrossEntropyLoss
-from colonnade.nn.layer.norm import LayerNorm, RMSNorm
-from colonnade.nn.layer.rotary import Rotary
+from colonnade.nn.layer.layer_norm import LayerNorm, RMSNorm
+from colonnade.nn.layer.linear import MLP, Classifier, Embedding, HiddenParameter, Linear, PositionEmbedding
 from colonnade.nn.layer.spread import Spread
 
 __all__ = [

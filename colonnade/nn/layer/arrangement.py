@@ -18,8 +18,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn.layer.first_pass import gives, takes, takes_whole
-from colonnade.nn.layer.spread import Spread, Width, cut, gather, scatter, size_of
+from colonnade.nn.layer.spread import Spread, Width, cut, gather, gives, scatter, size_of, takes, takes_whole
 from colonnade.parallel.placement import Replicate, Shard, Spec
 from colonnade.registry import Registry
 

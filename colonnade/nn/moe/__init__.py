@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colonnade.nn.moe.experts import Experts
-from colonnade.nn.moe.layer import MoE, Statistics, auxiliary_loss, no_losses
+from colonnade.nn.moe.moe_layer import MoE, Statistics, auxiliary_loss, no_losses
 from colonnade.nn.moe.router import Routing, SwitchRouter, TopKRouter, balance_experts
 
 __all__ = [

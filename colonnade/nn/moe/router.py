@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
-from colonnade.nn.moe.scope import Scope, counted
+from colonnade.nn.moe.dispatch import Scope, counted
 from colonnade.parallel.placement import Replicate, place
 
 Over = Literal["batch", "rank"]

@@ -17,7 +17,9 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.parallel.collectives import all_gather, members_of, wire
+from colonnade.parallel import wire
+from colonnade.parallel.collectives import all_gather
+from colonnade.parallel.wire import members_of
 
 _FORWARD = -1
 """Torch's number of the backward pass that is under way, where there is none."""

@@ -20,12 +20,11 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.core import given_or_global
 from colonnade.errors import LayoutError
-from colonnade.nn.sequence.exact import working
-from colonnade.nn.sequence.kernels import kernel_for
+from colonnade.nn.sequence.attention_kernels import kernel_for
+from colonnade.nn.sequence.exact_attention import working
 from colonnade.nn.sequence.masks import Sight, Turn, ring_turns
 from colonnade.nn.sequence.parts import Parts, parts_of
-from colonnade.parallel.collectives import Members, members_of
-from colonnade.parallel.collectives.wire import Swap
+from colonnade.parallel.wire import Members, Swap, members_of
 
 
 def ring_attention(
@@ -77,12 +76,16 @@ def attention_over(
     if members is None and sight.is_plain and sinks is None:
         options: dict[str, Any] = {"is_causal": sight.causal, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale, **options)
-    plan = _Plan(parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout)
+    plan = _RingPlan(
+        parts, members.at if members else 0, sight, q.size(-1) ** -0.5 if scale is None else scale, dropout
+    )
     return _attended(q, k, v, sinks, plan, members)
 
 
 @torch.compiler.disable
-def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan, members: Members | None) -> Tensor:
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan, members: Members | None
+) -> Tensor:
     """Compiled code is left for it: it has kernels of its own, and would be compiled anew for every length."""
     out: Tensor = _Attention.apply(q, k, v, sinks, plan, members)
     return out
@@ -100,7 +103,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RingPlan:
     """Who has which keys, and what the queries here see of them."""
 
     parts: Parts
@@ -171,7 +174,7 @@ class _Total:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _Plan, members: Members | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: _RingPlan, members: Members | None
     ) -> Tensor:
         softmax, kernels = Softmax(q), []
         for turn, keys, values in _round(k, v, plan, members):
@@ -222,7 +225,7 @@ def _take_home(coming: tuple[slice, Swap] | None, dk: _Total, dv: _Total) -> Non
             total.add(rows, part)
 
 
-def _round(k: Tensor, v: Tensor, plan: _Plan, members: Members | None) -> Iterator[tuple[Turn, Tensor, Tensor]]:
+def _round(k: Tensor, v: Tensor, plan: _RingPlan, members: Members | None) -> Iterator[tuple[Turn, Tensor, Tensor]]:
     """(turn, keys, values), this rank's own first. The next block travels while the caller works on this one.
 
     A block goes straight from the rank that has it to the one that needs it, keys and values in one message.

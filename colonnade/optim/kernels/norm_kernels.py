@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colonnade.optim.blocks import CHUNK, UNIT
+from colonnade.optim.norm import CHUNK, UNIT
 
 TILE_BYTES = 1 << 15
 """Bytes of a buffer that one program has in flight at a time."""

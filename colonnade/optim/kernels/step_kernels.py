@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from colonnade.optim.blocks import STEP_CHUNK, UNIT
+from colonnade.optim.norm import STEP_CHUNK, UNIT
 
 WARPS = 4
 

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -22,8 +23,9 @@ from colonnade.context.layout import Layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError, did_you_mean, listed
+from colonnade.gradients.sums import HALVES
 from colonnade.logging import get_dist_logger
-from colonnade.optim.zero.formula import shard_dim
+from colonnade.optim.zero.formula import ZeroSettings, shard_dim
 from colonnade.optim.zero.fsdp_checks import (
     ForwardGuard,
     Member,
@@ -33,12 +35,54 @@ from colonnade.optim.zero.fsdp_checks import (
     WatchedReduce,
     check_optimizer,
 )
-from colonnade.optim.zero.fsdp_modules import chosen_modules
-from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.demand import owed
 from colonnade.parallel.dtensor import as_dtensor
 from colonnade.parallel.placement import Replicate, Spec, copy_placement, is_dtensor, place, placement_of
-from colonnade.reduce.options import HALVES
+
+# --------------------------------------------------------------------------------------------------
+# Which modules of a model stage 3 gathers one by one.
+# --------------------------------------------------------------------------------------------------
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def chosen_modules(root: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that are gathered one by one, inner ones first: as named, else the members of outer containers."""
+    if not patterns:
+        return [module for module in outer_members(root) if any(True for _ in module.parameters())]
+    named = [(name, module) for name, module in root.named_modules() if name]
+    found = [
+        module
+        for name, module in named
+        if any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in patterns)
+    ]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for name, module in named):
+            names = [name for name, _ in named]
+            raise ConfigError(
+                f"zero.wrap: {pattern!r} names no module and no class.{did_you_mean(pattern, names)}", code="C003"
+            )
+    return list(reversed(found))
+
+
+def outer_members(module: nn.Module) -> Iterable[nn.Module]:
+    """The members of the outermost containers of a model: its blocks, and what is in a row with them."""
+    for child in module.children():
+        if isinstance(module, _CONTAINERS) and not _is_list(child, module):
+            yield child
+        else:
+            yield from outer_members(child)
+
+
+def _is_list(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a member of a container is itself one of modules to gather: a list, or the blocks of a sequential model."""
+    if isinstance(child, nn.Sequential):
+        blocks = list(child)
+        alike = len({type(block) for block in blocks}) == 1 and all(any(True for _ in b.children()) for b in blocks)
+        return isinstance(parent, nn.Sequential) and alike
+    return isinstance(child, (nn.ModuleList, nn.ModuleDict))
+
 
 _DATA_MODES = (ParallelMode.DATA, ParallelMode.EXPERT_DATA, ParallelMode.MOE_DATA)
 
@@ -57,7 +101,7 @@ class ShardModes:
         return last
 
 
-class Sharding:
+class ShardedModel:
     """What `shard_model` has done: the new parameter for each old one, and what stands guard over both."""
 
     def __init__(self, old: Mapping[str, nn.Parameter], model: nn.Module, units: _Units) -> None:
@@ -111,7 +155,7 @@ def _step_kinds_apart(optimizer: Any) -> None:
             group.update({kind: False for kind in ("foreach", "fused") if kind in group})
 
 
-def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> Sharding:
+def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettings) -> ShardedModel:
     """Apply FSDP2 to all of a model that is not sharded by it yet. Collective over the world."""
     old = {name: p for name, p in model.named_parameters() if not is_dtensor(p)}
     roots = list(model) if isinstance(model, nn.ModuleList) else [model]
@@ -135,7 +179,7 @@ def shard_model(model: nn.Module, context: ParallelContext, settings: ZeroSettin
             _prefetch(ours, settings.prefetch)
             if root in units.done:
                 units.guards.append(ForwardGuard(root, ours))
-    sharding = Sharding(old, model, units)
+    sharding = ShardedModel(old, model, units)
     for name, parameter in model.named_parameters():
         if name in old and is_dtensor(parameter):
             _keep_placement(old[name], parameter, shard_modes[id(old[name])])

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from colonnade.trainer.hooks.average import EMAHook
-from colonnade.trainer.hooks.base import BaseHook
-from colonnade.trainer.hooks.checkpoint import LoadCheckpointHook, SaveCheckpointHook
+from colonnade.trainer.hooks.checkpoint_hooks import EMAHook, LoadCheckpointHook, SaveCheckpointHook
+from colonnade.trainer.hooks.hook import BaseHook
 from colonnade.trainer.hooks.log import (
+    CsvHook,
+    JsonlHook,
     LogByEpochHook,
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
     LogMetricByStepHook,
     LogTimingByEpochHook,
     MemoryHook,
+    MLflowHook,
+    TensorBoardHook,
+    WandbHook,
 )
-from colonnade.trainer.hooks.look import EvaluateHook, LRFinderHook
-from colonnade.trainer.hooks.metrics import (
+from colonnade.trainer.hooks.metric_hooks import (
     AccuracyHook,
+    EvaluateHook,
     GradientNormHook,
     LossHook,
+    LRFinderHook,
     LRSchedulerHook,
     MetricHook,
     ThroughputHook,
 )
 from colonnade.trainer.hooks.profiler import ProfilerHook
-from colonnade.trainer.hooks.progress import ProgressHook
-from colonnade.trainer.hooks.stop import EarlyStopHook, StopOnSignal
-from colonnade.trainer.hooks.trackers import MLflowHook, TensorBoardHook, WandbHook
-from colonnade.trainer.hooks.writers import CsvHook, JsonlHook
+from colonnade.trainer.hooks.progress import EarlyStopHook, ProgressHook, StopOnSignal
 
 __all__ = [
     "AccuracyHook",

@@ -15,13 +15,14 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError
 from colonnade.paths import local_path
+from colonnade.proof.report.traces import NAME
 from colonnade.registry import HOOKS
-from colonnade.report.traces import NAME
-from colonnade.trainer.exchange import alone
-from colonnade.trainer.hooks.base import BaseHook
+from colonnade.trainer.hooks.hook import BaseHook
+from colonnade.trainer.records import alone
 
 if TYPE_CHECKING:
     from colonnade.trainer.trainer import Trainer
+
 
 _MEETINGS = 9
 """How often the ranks meet to compare their clocks; the median counts, so a rank that is held up once does no harm."""

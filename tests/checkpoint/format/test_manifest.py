@@ -9,32 +9,32 @@ from typing import Any
 
 import pytest
 
-from colonnade.checkpoint.format.boxes import Box
-from colonnade.checkpoint.format.manifest import (
+from colonnade.checkpoint.manifest import (
     FORMAT,
     WIDTHS,
+    Box,
     Cut,
+    Damaged,
     FileRecord,
     GroupRecord,
     ItemRecord,
     LayoutRecord,
     Manifest,
-    Part,
     StoredBox,
+    TensorPart,
     TensorRecord,
     _digest,
     parse,
     tensors_file,
 )
-from colonnade.checkpoint.format.records import Damaged
-from colonnade.checkpoint.format.values import decode, encode
+from colonnade.checkpoint.tensor_files import decode, encode
 from colonnade.context import build_layout
 from colonnade.errors import CheckpointError
 from colonnade.version import __version__
 
 FILES = tuple(FileRecord(tensors_file(rank), 100, "ab") for rank in (0, 1))
-ROWS = Part((0, 0), (4, 3), None, "w", 0)
-SCALAR = Part((), (), None, "s", 1)
+ROWS = TensorPart((0, 0), (4, 3), None, "w", 0)
+SCALAR = TensorPart((), (), None, "s", 1)
 TENSORS = (
     TensorRecord("w", "", ("w", "tied"), (4, 3), "F32", (ROWS,)),
     TensorRecord("s", "step", ("s",), (), "F64", (SCALAR,)),
@@ -271,7 +271,7 @@ def test_where_rows_and_elements_lie():
     (only,) = GOOD.stored_boxes(ROWS, Box((2, 0), (1, 3)))  # the last row of the first file
     assert only.file == name[0]
     assert list(GOOD.stored_boxes(SCALAR, Box((), ()))) == [StoredBox(name[0], "s", (), Box((), ()))]
-    by_columns = Part((2, 0), (2, 2), (1, 0), "w", 0)
+    by_columns = TensorPart((2, 0), (2, 2), (1, 0), "w", 0)
     assert by_columns.length == 4
     assert list(GOOD.stored_boxes(by_columns, Box((3, 0), (1, 2)))) == [
         StoredBox(name[0], "w", (3,), Box((3, 0), (1, 1)), 1, (1, 0)),

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from colonnade.checkpoint.format.manifest import Part, TensorRecord
-from colonnade.checkpoint.format.records import Damaged, from_json, to_json
+from colonnade.checkpoint.manifest import Damaged, TensorPart, TensorRecord, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -19,10 +18,10 @@ class Sample:
     at: float
     sizes: tuple[int, ...]
     pairs: list[tuple[str, TensorRecord]]
-    maybe: Part | None = None
+    maybe: TensorPart | None = None
 
 
-TENSOR = TensorRecord("w", "exp_avg", ("w", "v"), (2, 3), "F32", (Part((0, 0), (2, 3), (1, 0), "k", 3),))
+TENSOR = TensorRecord("w", "exp_avg", ("w", "v"), (2, 3), "F32", (TensorPart((0, 0), (2, 3), (1, 0), "k", 3),))
 SAMPLE = Sample("x", 1.5, (1, 0), [("digest", TENSOR)])
 
 

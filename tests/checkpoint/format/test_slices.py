@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from colonnade.checkpoint.format import slices
-from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.slices import INDEX, stored_tensors, tensors_in
+from colonnade.checkpoint import tensor_files
+from colonnade.checkpoint.manifest import Box, whole_box
+from colonnade.checkpoint.tensor_files import INDEX, stored_tensors, tensors_in
 from colonnade.errors import CheckpointError
 from colonnade.testing import in_double
 
@@ -44,8 +44,8 @@ def test_a_file_is_read_as_it_is_where_new_tensors_become_double(file):
 @pytest.mark.parametrize("long_run", [1, 1 << 16])
 @pytest.mark.parametrize("scratch", [100, 200, 1 << 23])
 def test_boxes_of_every_kind_are_read(file, monkeypatch, long_run, scratch):
-    monkeypatch.setattr(slices, "_LONG_RUN", long_run)
-    monkeypatch.setattr(slices, "_SCRATCH", scratch)
+    monkeypatch.setattr(tensor_files, "_LONG_RUN", long_run)
+    monkeypatch.setattr(tensor_files, "_SCRATCH", scratch)
     for key, start, shape in (
         ("four", (0, 0, 0, 0), (7, 5, 6, 3)),
         ("four", (1, 0, 0, 0), (3, 5, 6, 3)),
@@ -73,8 +73,8 @@ def test_any_box_is_read(file, data):
     starts = [data.draw(st.integers(0, max(size - 1, 0))) for size in whole.shape]
     shape = [data.draw(st.integers(0, size - at)) for size, at in zip(whole.shape, starts, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slices, "_LONG_RUN", data.draw(st.sampled_from([1, 1 << 16])))
-        patch.setattr(slices, "_SCRATCH", data.draw(st.sampled_from([100, 1 << 23])))
+        patch.setattr(tensor_files, "_LONG_RUN", data.draw(st.sampled_from([1, 1 << 16])))
+        patch.setattr(tensor_files, "_SCRATCH", data.draw(st.sampled_from([100, 1 << 23])))
         stored = stored_tensors(file)[key]
         expected = whole[tuple(slice(at, at + size) for at, size in zip(starts, shape, strict=True))]
         box = Box(tuple(starts), tuple(shape))

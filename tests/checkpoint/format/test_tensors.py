@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from colonnade.checkpoint.format import tensors as module
-from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.format.entries import _NAMES, Entry, raw_bytes
-from colonnade.checkpoint.format.manifest import (
+from colonnade.checkpoint import tensor_files as module
+from colonnade.checkpoint.manifest import (
     WIDTHS,
+    Box,
     Cut,
+    Damaged,
     FileRecord,
     LayoutRecord,
     Manifest,
-    Part,
+    TensorPart,
     TensorRecord,
     check_tiled,
+    whole_box,
 )
-from colonnade.checkpoint.format.records import Damaged
-from colonnade.checkpoint.format.tensors import TensorReader, write_tensors
+from colonnade.checkpoint.tensor_files import _NAMES, FileEntry, TensorReader, raw_bytes, write_tensors
 from colonnade.errors import CheckpointError
 
 TYPES = list(_NAMES)
@@ -48,7 +48,7 @@ def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 4), "turned": some(torch.float32, 4, 6).t()}
     tensors |= {"conjugate": torch.tensor([1 + 2j]).conj(), "é/strange key#1": torch.ones(1)}
     record = write_tensors(
-        tmp_path / "rank-00000.safetensors", [Entry.of(key, value) for key, value in tensors.items()]
+        tmp_path / "rank-00000.safetensors", [FileEntry.of(key, value) for key, value in tensors.items()]
     )
     content = (tmp_path / record.name).read_bytes()
     assert (record.size, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
@@ -62,15 +62,15 @@ def test_every_type_is_read_by_safetensors_with_the_same_bits(tmp_path):
 
 
 def test_all_of_a_file_is_on_disk_when_it_is_written(tmp_path, synced):
-    record = write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2))])
+    record = write_tensors(tmp_path / "x.safetensors", [FileEntry.of("a", torch.ones(2))])
     assert synced == [("x.safetensors", record.size)]
 
 
 def test_elements_are_aligned(tmp_path):
     tensors = [
-        Entry.of("a", some(torch.uint8, 3)),
-        Entry.of("b", some(torch.float64, 2)),
-        Entry.of("c", some(torch.bfloat16, 1)),
+        FileEntry.of("a", some(torch.uint8, 3)),
+        FileEntry.of("b", some(torch.float64, 2)),
+        FileEntry.of("c", some(torch.bfloat16, 1)),
     ]
     write_tensors(tmp_path / "x.safetensors", tensors)
     content = (tmp_path / "x.safetensors").read_bytes()
@@ -84,7 +84,7 @@ def test_elements_are_aligned(tmp_path):
 
 def test_a_thread_may_rest_after_each_chunk(tmp_path, monkeypatch):
     rests: list[int] = []
-    entries = [Entry.of("a", some(torch.uint8, 200)), Entry.of("b", some(torch.uint8, 300))]
+    entries = [FileEntry.of("a", some(torch.uint8, 200)), FileEntry.of("b", some(torch.uint8, 300))]
     for chunk, pieces in ((1 << 20, 3), (100, 2 + 2 + 3)):  # of a header of 152 bytes, and of each
         monkeypatch.setattr(module, "_CHUNK", chunk)
         file = tmp_path / f"{chunk}.safetensors"
@@ -95,7 +95,7 @@ def test_a_thread_may_rest_after_each_chunk(tmp_path, monkeypatch):
 
 
 def test_a_table_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
-    entries = [Entry.of("a", torch.ones(2))]
+    entries = [FileEntry.of("a", torch.ones(2))]
     write_tensors(tmp_path / "a", entries)
     length = int.from_bytes((tmp_path / "a").read_bytes()[:8], "little")
     monkeypatch.setattr(module, "_LONGEST_HEADER", length)
@@ -117,15 +117,15 @@ def test_any_box_is_read_from_any_rows_or_ranges(tmp_path_factory, data):
     """A tensor in parts side by side, each cut by rows or, in either order of the dimensions, by elements."""
     shape, whole, folder = (7, 5), torch.arange(35).reshape(7, 5), tmp_path_factory.mktemp("boxes")
     files, parts, cuts = ["a.safetensors", "b.safetensors", "c.safetensors"], [], []
-    entries: dict[str, list[Entry]] = {name: [] for name in files}
+    entries: dict[str, list[FileEntry]] = {name: [] for name in files}
     for left, right in itertools.pairwise(sorted({0, 5, data.draw(st.integers(0, 5))})):
         order = data.draw(st.sampled_from([None, (0, 1), (1, 0)]))
         column = whole[:, left:right]
         values = column if order is None else column.permute(order).flatten()
         stops = sorted({len(values), *data.draw(st.lists(st.integers(1, len(values)), max_size=2))})
         for at, (start, stop) in enumerate(itertools.pairwise([0, *stops])):
-            entries[files[at]].append(Entry.of(f"part {left}", values[start:stop]))
-        parts.append(Part((0, left), (7, right - left), order, f"part {left}", len(cuts)))
+            entries[files[at]].append(FileEntry.of(f"part {left}", values[start:stop]))
+        parts.append(TensorPart((0, left), (7, right - left), order, f"part {left}", len(cuts)))
         cuts.append(Cut(tuple(stops), tuple(range(len(stops)))))
     for name in files:
         write_tensors(folder / name, entries[name])
@@ -138,14 +138,14 @@ def test_any_box_is_read_from_any_rows_or_ranges(tmp_path_factory, data):
 
 
 def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
-    write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2, 2))])
+    write_tensors(tmp_path / "x.safetensors", [FileEntry.of("a", torch.ones(2, 2))])
     for key, shape, dtype, file in [
         ("a", (4,), "F32", 0),
         ("a", (2, 2), "I32", 0),
         ("b", (2, 2), "F32", 0),
         ("a", (2, 2), "F32", 1),
     ]:
-        part = Part((0,) * len(shape), shape, None, key, 0)
+        part = TensorPart((0,) * len(shape), shape, None, key, 0)
         record = TensorRecord("w", "", ("w",), shape, dtype, (part,))
         manifest = manifest_of([record], [Cut((shape[0],), (file,))], ["x.safetensors", "y.safetensors"])
         with pytest.raises(Damaged):
@@ -154,7 +154,7 @@ def test_a_file_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path):
 
 def test_two_tensors_of_one_name_are_found_when_they_are_written(tmp_path):
     with pytest.raises((CheckpointError, SafetensorError)):
-        write_tensors(tmp_path / "x.safetensors", [Entry.of("a", torch.ones(2)), Entry.of("a", torch.ones(2))])
+        write_tensors(tmp_path / "x.safetensors", [FileEntry.of("a", torch.ones(2)), FileEntry.of("a", torch.ones(2))])
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.checkpoint.format.manifest import LayoutRecord, Manifest, TensorRecord
-from colonnade.checkpoint.plan import load
-from colonnade.checkpoint.plan.load import LoadPlan
+from colonnade.checkpoint import state
+from colonnade.checkpoint.manifest import LayoutRecord, Manifest, TensorRecord
+from colonnade.checkpoint.state import LoadPlan
 from colonnade.errors import CheckpointError
-from colonnade.parallel.shards import MASTER
+from colonnade.parallel.flat import MASTER
 
 
 def record(label: str, *names: str, shape: tuple[int, ...] = (2,), dtype: str = "F32", state: str = "") -> TensorRecord:
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_listed_from_all_ranks():
 
 
 def test_a_master_is_read_in_the_place_of_its_rounded_weight(monkeypatch):
-    monkeypatch.setattr(load, "read_local", lambda reader, tensor, found: found)
+    monkeypatch.setattr(state, "read_local", lambda reader, tensor, found: found)
     values: Any = SimpleNamespace(own_buffer=lambda label: "own" if label == "buffer" else None)
     rounded, master = record("a", dtype="BF16"), record("a", state=MASTER)
     for dtype, expected in ((torch.float32, master), (torch.bfloat16, rounded)):
@@ -71,7 +71,7 @@ def test_a_master_is_read_in_the_place_of_its_rounded_weight(monkeypatch):
 
 def test_weights_that_are_tied_now_must_have_been_equal(monkeypatch):
     stored = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
-    monkeypatch.setattr(load, "read_local", lambda reader, tensor, found: stored[found.label])
+    monkeypatch.setattr(state, "read_local", lambda reader, tensor, found: stored[found.label])
     values: Any = SimpleNamespace(own_buffer=lambda label: None)
     tensor = here("a", "a", "b", "c")
     for untied in (None, "a", "b", "c"):

@@ -10,22 +10,23 @@ from math import prod
 
 import pytest
 
-from colonnade.checkpoint.format.boxes import Box, boxes_in_order, whole_box
-from colonnade.checkpoint.format.manifest import (
+from colonnade.checkpoint.manifest import (
+    Box,
     FileRecord,
     GroupRecord,
     ItemRecord,
     LayoutRecord,
     Manifest,
+    boxes_in_order,
     tensors_file,
+    to_json,
+    whole_box,
 )
-from colonnade.checkpoint.format.records import to_json
-from colonnade.checkpoint.format.values import encode
-from colonnade.checkpoint.plan.notes import Outline, RankNote, merge_groups, merge_tensors
-from colonnade.checkpoint.random_state import random_state
-from colonnade.checkpoint.storage.verify import read_manifest
-from colonnade.checkpoint.storage.writer import StorageWriter
+from colonnade.checkpoint.save import Outline, RankNote, merge_groups, merge_tensors
+from colonnade.checkpoint.storage import StorageWriter, read_manifest
+from colonnade.checkpoint.tensor_files import encode
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.random_state import random_state
 from colonnade.errors import CheckpointError
 
 RANKS, LAYERS, WIDTH = 1024, 80, 8192

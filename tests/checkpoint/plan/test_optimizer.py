@@ -17,7 +17,7 @@ from colonnade.checkpoint import CheckpointManager
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
-from colonnade.parallel.shards import MASTER, FlatShard, ShardedOptimizer
+from colonnade.parallel.flat import MASTER, FlatShard, ShardedOptimizer
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, launched
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.checkpoint.format.boxes import Box, whole_box
-from colonnade.checkpoint.plan.notes import RankNote
-from colonnade.checkpoint.plan.pieces import SavePlan, plan_weight
-from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.manifest import Box, whole_box
+from colonnade.checkpoint.save import RankNote, SavePlan, plan_weight
+from colonnade.checkpoint.tensors import LocalTensor
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.parallel.placement import Placement, Tied
 

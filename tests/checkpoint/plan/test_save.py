@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint.format.boxes import whole_box
-from colonnade.checkpoint.format.values import encode
-from colonnade.checkpoint.plan.optimizer import ParameterGroup, ParameterState
-from colonnade.checkpoint.plan.pieces import SavePlan
-from colonnade.checkpoint.plan.save import LocalState, plan_save
-from colonnade.checkpoint.plan.tensors import LocalTensor
+from colonnade.checkpoint.manifest import whole_box
+from colonnade.checkpoint.save import LocalState, SavePlan, plan_save
+from colonnade.checkpoint.state import ParameterGroup, ParameterState
+from colonnade.checkpoint.tensor_files import encode
+from colonnade.checkpoint.tensors import LocalTensor
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.placement import Placement
-from colonnade.parallel.shards import FlatShard
 
 RANKS = range(4)
 

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.format.boxes import Box, tiles, whole_box
-from colonnade.checkpoint.format.manifest import FileRecord
-from colonnade.checkpoint.plan.notes import RankNote, merge_tensors
-from colonnade.checkpoint.plan.pieces import SavePlan, plan_shard
-from colonnade.checkpoint.plan.tensors import (
+from colonnade.checkpoint.manifest import Box, FileRecord, tiles, whole_box
+from colonnade.checkpoint.save import RankNote, SavePlan, merge_tensors, plan_shard
+from colonnade.checkpoint.tensors import (
     LocalTensor,
     _alone,
     _in_sections,
@@ -33,8 +31,8 @@ from colonnade.context import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError
+from colonnade.parallel.flat import FlatShard, section_runs
 from colonnade.parallel.placement import Placement, Shard, Tied, place
-from colonnade.parallel.shards import FlatShard, section_runs
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 

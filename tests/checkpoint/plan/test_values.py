@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.checkpoint.format.manifest import ItemRecord, LayoutRecord, Manifest
-from colonnade.checkpoint.plan.values import SavedValues
-from colonnade.checkpoint.random_state import random_state
+from colonnade.checkpoint.manifest import ItemRecord, LayoutRecord, Manifest
+from colonnade.checkpoint.state import SavedValues
 from colonnade.context import build_layout
 from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.random_state import random_state
 from colonnade.errors import CheckpointError
 
 TENSORS = {("rank-00000.safetensors", "t#0"): torch.arange(3), ("rank-00001.safetensors", "t#0"): torch.arange(4)}

@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from colonnade.checkpoint import CheckpointManager, fault, folders
-from colonnade.checkpoint.convert import export_checkpoint, export_full
-from colonnade.checkpoint.format.slices import tensors_in
-from colonnade.checkpoint.storage import exchange
+from colonnade.checkpoint import CheckpointManager, agreement, export, storage
+from colonnade.checkpoint.export import export_checkpoint, export_full
+from colonnade.checkpoint.tensor_files import tensors_in
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.storage.test_writer import Kill, model_at
@@ -66,19 +65,19 @@ def test_what_else_lies_in_a_folder_is_left_where_it_is(run: Path, tmp_path: Pat
 
 
 def test_room_is_made_and_what_was_interrupted_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staged = exchange.staging_path(tmp_path / "a/b/out")
+    staged = storage.staging_path(tmp_path / "a/b/out")
     assert staged.parent == tmp_path / "a/b"
     for _ in range(2):
-        exchange.make_room(staged, 10)
+        storage.make_room(staged, 10)
     assert list(staged.parent.iterdir()) == []
     (staged.parent / ".out.saving-01234567").write_text("")
     (staged.parent / ".out.saving-89abcdef/inside").mkdir(parents=True)
     (staged.parent / ".out.saving-mine").write_text("")
-    exchange.make_room(staged, 10)
+    storage.make_room(staged, 10)
     assert [path.name for path in staged.parent.iterdir()] == [".out.saving-mine"]
-    monkeypatch.setattr(exchange.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(CheckpointError, match="no space"):
-        exchange.make_room(staged, 10)
+        storage.make_room(staged, 10)
 
 
 def test_what_cannot_be_discarded_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +88,10 @@ def test_what_cannot_be_discarded_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "folder/file").write_text("")
     with monkeypatch.context() as patched:
         patched.setattr(os, "unlink", refuse)
-        exchange.discard(tmp_path / "folder")
+        storage.discard(tmp_path / "folder")
     assert (tmp_path / "folder/file").exists()
     for _ in range(2):
-        exchange.discard(tmp_path / "folder")
+        storage.discard(tmp_path / "folder")
         assert list(tmp_path.iterdir()) == []
 
 
@@ -107,7 +106,7 @@ def test_every_file_and_then_every_name_is_on_disk(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/config.json").write_text("{}")
     passed: list[str] = []
-    monkeypatch.setattr(fault, "hook", passed.append)
+    monkeypatch.setattr(agreement, "hook", passed.append)
     for folders_synced in ([".out.saving-*", tmp_path.name], [".saving-*", *["out"] * 4]):
         export_checkpoint(run, tmp_path / "out", "hf", 1, tmp_path / "configs")
         written, *files = names()
@@ -153,7 +152,7 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
     fill(out)
     export_checkpoint(run, out, "hf", 1)
     passed: list[str] = []
-    monkeypatch.setattr(fault, "hook", passed.append)
+    monkeypatch.setattr(agreement, "hook", passed.append)
     export_checkpoint(run, out, "hf", 1)
     assert set(POINTS) < set(passed)
     before = sorted(out.rglob("*"))
@@ -163,14 +162,14 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
             if name == point:
                 raise OSError("the disk is gone")
 
-        monkeypatch.setattr(fault, "hook", fail)
+        monkeypatch.setattr(agreement, "hook", fail)
         with pytest.raises(CheckpointError, match="the disk is gone"):
             export_checkpoint(run, out, "hf", 2)
         assert sorted(out.rglob("*")) == before, point
         assert weight_in(out) == 1
     (out / "model.safetensors").unlink()
     (out / "model.safetensors").mkdir()  # which no file can take the place of
-    monkeypatch.setattr(fault, "hook", None)
+    monkeypatch.setattr(agreement, "hook", None)
     (out / "model.safetensors/mine").write_text("")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is a folder"):
         export_checkpoint(run, out, "hf", 2)
@@ -178,17 +177,17 @@ def test_a_failure_puts_everything_back(run: Path, tmp_path: Path, monkeypatch: 
 
 
 def _export_until_killed(run: Path, out: Path, point: str) -> None:
-    fault.hook = Kill(point)
+    agreement.hook = Kill(point)
     export_checkpoint(run, out, "hf", 2)
 
 
-@pytest.mark.parametrize("largest", [folders.LARGEST, 100], ids=["one file", "two files"])
+@pytest.mark.parametrize("largest", [export.LARGEST, 100], ids=["one file", "two files"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_kill_loses_nothing_and_leaves_no_mixture(
     run: Path, tmp_path: Path, point: str, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier weights, or the new ones, or none that a reader would take; and the next save cleans up."""
-    monkeypatch.setattr(folders, "LARGEST", largest)
+    monkeypatch.setattr(export, "LARGEST", largest)
     out = tmp_path / "out"
     out.mkdir()
     export_checkpoint(run, out, "hf", 1)

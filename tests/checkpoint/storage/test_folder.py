@@ -8,17 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from colonnade.checkpoint import fault
-from colonnade.checkpoint.storage import folder as module
-from colonnade.checkpoint.storage.folder import (
-    check_space,
-    clean,
-    make_folder,
-    published,
-    retire,
-    step_of,
-    told_of_space,
-)
+from colonnade.checkpoint import agreement
+from colonnade.checkpoint import storage as module
+from colonnade.checkpoint.storage import check_space, clean, make_folder, published, retire, step_of, told_of_space
 from colonnade.errors import CheckpointError
 
 
@@ -114,7 +106,7 @@ def test_a_folder_is_seen_on_disk_and_let_go(tmp_path, synced, opened):
 
 def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_disk(tmp_path, synced, monkeypatch):
     passed: list[str] = []
-    monkeypatch.setattr(fault, "hook", passed.append)
+    monkeypatch.setattr(agreement, "hook", passed.append)
     staged = tmp_path / ".tmp-3-01234567"
     staged.mkdir()
     module.write_manifest(staged, SimpleNamespace(dump=lambda: b"0123456789"))  # type: ignore[arg-type]

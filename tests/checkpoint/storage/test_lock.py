@@ -18,7 +18,7 @@ import pytest
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.storage.lock import LOCK_FILE, RunLock
+from colonnade.checkpoint.storage import LOCK_FILE, RunLock
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -27,7 +27,7 @@ from tests.checkpoint.models import WAYS, launched
 HOLD = (
     "import sys, time, os\n"
     "from pathlib import Path\n"
-    "from colonnade.checkpoint.storage.lock import RunLock\n"
+    "from colonnade.checkpoint.storage import RunLock\n"
     "lock = RunLock(Path(sys.argv[1]))\n"
     "forks = 'fork' in sys.argv\n"
     "if not forks or os.fork() == 0:\n"

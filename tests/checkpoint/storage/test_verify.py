@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from colonnade.checkpoint import CheckpointManager, verify
-from colonnade.checkpoint.format.manifest import FORMAT, MANIFEST
+from colonnade.checkpoint.manifest import FORMAT, MANIFEST
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from tests.checkpoint.models import WAYS, build, truth_after

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from colonnade.checkpoint.format.manifest import MANIFEST
-from colonnade.checkpoint.storage import verify as module
-from colonnade.checkpoint.storage.verify import read_manifest
+from colonnade.checkpoint import storage as module
+from colonnade.checkpoint.manifest import MANIFEST
+from colonnade.checkpoint.storage import read_manifest
 from colonnade.errors import CheckpointError
 
 

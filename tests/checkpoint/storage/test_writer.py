@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.checkpoint import CheckpointManager, fault
-from colonnade.checkpoint.storage import verify as verify_module
-from colonnade.checkpoint.storage import writer
+from colonnade.checkpoint import CheckpointManager, agreement, storage
+from colonnade.checkpoint import storage as verify_module
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 from colonnade.testing import run_world
@@ -63,12 +62,12 @@ def save_until_killed(folder: Path, point: str, victim: int, background: bool) -
         for step in (1, 2, 3):
             manager.wait()
             if step == 3 and context.get_global_rank() == victim:
-                fault.hook = Kill(point)
+                agreement.hook = Kill(point)
             manager.save(step, model_at(step))
         manager.close()
 
 
-SOURCE = "".join(path.read_text() for path in sorted(Path(fault.__file__).parent.rglob("*.py")))
+SOURCE = "".join(path.read_text() for path in sorted(Path(agreement.__file__).parent.rglob("*.py")))
 OF_FOLDERS = {"files written", "head aside", "old ones aside", "files placed", "heads placed"}
 """Points that only folders for others have: test_exchange.py kills there."""
 POINTS = sorted(set(re.findall(r'fault_point\("(.+?)"\)', SOURCE)) - OF_FOLDERS)
@@ -130,7 +129,7 @@ def save_and_go_on(folder: Path) -> list[Any]:
     """Change the weights right after save returned; count what the training thread could do meanwhile."""
     with launched(WAYS["data 2"]) as context, CheckpointManager(folder, context, background=True) as manager:
         go = threading.Event()
-        fault.hook = lambda point: go.wait(20) if point == "tensor written" else None
+        agreement.hook = lambda point: go.wait(20) if point == "tensor written" else None
         model = model_at(1)
         manager.save(1, model)
         before = manager.steps()
@@ -158,7 +157,7 @@ def fail_in_the_background(folder: Path, rank: int, then: str) -> list[Any]:
             if point == "tensor written" and context.get_global_rank() == rank:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-        fault.hook = full
+        agreement.hook = full
         manager.save(2, model_at(2))
         try:
             {
@@ -200,9 +199,9 @@ def fail_while_it_writes(folder: Path) -> float:
     """One rank raises inside the `with` while the other has not written its part: the save is soon given up."""
     with launched(WAYS["data 2"]) as context:
         if context.get_global_rank() == 1:
-            fault.hook = lambda point: time.sleep(30)
+            agreement.hook = lambda point: time.sleep(30)
         else:
-            writer._PATIENCE_AFTER_ERROR = 0.5
+            storage._PATIENCE_AFTER_ERROR = 0.5
         began = time.monotonic()
         try:
             with CheckpointManager(folder, context, background=True) as manager:
@@ -239,7 +238,7 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
     with CheckpointManager(tmp_path, ParallelContext()) as manager:
         manager.save(1, model_at(1))
         before = {path: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()}
-        monkeypatch.setattr(fault, "hook", raise_at(point, OSError(code, os.strerror(code))))
+        monkeypatch.setattr(agreement, "hook", raise_at(point, OSError(code, os.strerror(code))))
         full = code != errno.EIO and point not in ("part written",)
         with pytest.raises(
             CheckpointError,
@@ -248,7 +247,7 @@ def test_a_failed_save_harms_nothing(tmp_path, monkeypatch, point, code):
             manager.save(2, model_at(2))
         assert {path: path.read_bytes() for path in (tmp_path / "step-00000001").iterdir()} == before
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
-        monkeypatch.setattr(fault, "hook", None)
+        monkeypatch.setattr(agreement, "hook", None)
         manager.save(2, model_at(2))
         assert manager.steps() == [1, 2]
 

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.format.entries import Entry
-from colonnade.checkpoint.format.manifest import LayoutRecord
-from colonnade.checkpoint.plan.notes import RankNote
-from colonnade.checkpoint.plan.pieces import SavePlan
-from colonnade.checkpoint.storage import writer as module
-from colonnade.checkpoint.storage.writer import BackgroundWriter, Pace, StorageWriter
+from colonnade.checkpoint import storage as module
+from colonnade.checkpoint.manifest import LayoutRecord
+from colonnade.checkpoint.save import RankNote, SavePlan
+from colonnade.checkpoint.storage import BackgroundWriter, Pace, StorageWriter
+from colonnade.checkpoint.tensor_files import FileEntry
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError
 
@@ -133,7 +132,7 @@ def test_all_of_a_save_is_on_disk_before_it_gets_its_name_and_its_name_after(tmp
 
 def test_a_thread_writes_lets_the_copies_go_and_says_what_went_wrong(tmp_path):
     for ranks, rank, wrong in ((1, 0, None), (2, 1, None), (2, 1, "saving step 5 in the background")):
-        plan = SavePlan(RankNote(rank, None), [Entry.of("a", torch.ones(2))])
+        plan = SavePlan(RankNote(rank, None), [FileEntry.of("a", torch.ones(2))])
         one = storage(tmp_path, ranks, rank)
         if wrong is not None:
             one.staged.rename(tmp_path / "elsewhere")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks import advice
+from colonnade.engine import checks
 from colonnade.parallel.placement import Replicate, Shard, place
 
 
@@ -23,7 +23,7 @@ def said(monkeypatch):
         said.append(text)
 
     logger = SimpleNamespace(warning=warning)
-    monkeypatch.setattr(advice, "get_dist_logger", lambda: logger)
+    monkeypatch.setattr(checks, "get_dist_logger", lambda: logger)
     return said
 
 
@@ -53,15 +53,15 @@ def world(ranks: int, rank: int = 0, **parallel: Any) -> Any:
     ],
 )
 def test_batch_norms_that_see_a_part_of_the_batch(said, context, layer, is_said):
-    advice.warn_of_batch_norm(nn.Sequential(nn.Linear(2, 2), layer), context)
+    checks.warn_of_batch_norm(nn.Sequential(nn.Linear(2, 2), layer), context)
     assert len(said) == is_said
     if is_said:
         assert said[0].startswith("BatchNorm1d (1) normalises over the rows that one rank has")
 
 
 def test_of_many_batch_norms_three_are_named(said):
-    advice.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3))), world(2))
-    advice.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(4))), world(2))
+    checks.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(3))), world(2))
+    checks.warn_of_batch_norm(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(4))), world(2))
     assert ["..." in text for text in said] == [False, True]
 
 
@@ -86,7 +86,7 @@ def model(spec: Any = None) -> nn.Module:
     ],
 )
 def test_ranks_that_repeat_the_work_of_others(said, context, given, is_said):
-    advice.warn_of_repeated_work(given, context)
+    checks.warn_of_repeated_work(given, context)
     assert len(said) == is_said
     if is_said:
         assert said[0].startswith("no parameter of the model is split over the 2 ranks of TENSOR")
@@ -98,7 +98,7 @@ def test_layers_of_ours_that_split_nothing(said, split, size):
     layers = [model(Shard(0)) for _ in split]
     for layer, own in zip(layers, split, strict=True):
         layer.arrangement = SimpleNamespace(is_split=lambda side, own=own: side == own)  # type: ignore[assignment]
-    advice.warn_of_repeated_work(nn.Sequential(*layers), world(2, tensor=2) if size == 2 else world(2))
+    checks.warn_of_repeated_work(nn.Sequential(*layers), world(2, tensor=2) if size == 2 else world(2))
     assert [text.startswith("the layers of colonnade.nn in the model are whole") for text in said] == [True] * (
         size == 2 and split == (None, None)
     )

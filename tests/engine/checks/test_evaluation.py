@@ -15,7 +15,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.testing import run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 TENSOR = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 

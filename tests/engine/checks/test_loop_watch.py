@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.engine.checks.loop_watch import LoopWatch
+from colonnade.engine.checks import LoopWatch
 from colonnade.errors import GradientError
 
 

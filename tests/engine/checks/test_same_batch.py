@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from colonnade._launch import launch
 from colonnade.comm import waits
-from colonnade.context.build import run_initializers
-from colonnade.context.layout import Layout
+from colonnade.context.layout import Layout, world_axes
+from colonnade.context.layout_builder import run_initializers
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.sizes import world_axes
 from colonnade.engine.build import initialize
-from colonnade.engine.checks.same_batch import SameBatch, _digest, _Said
+from colonnade.engine.checks import SameBatch, _digest, _Said
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.split import split
 from colonnade.testing import run_world
@@ -183,7 +182,7 @@ def test_every_element_of_a_small_tensor_counts_and_some_of_a_large_one(monkeypa
     zeros = torch.zeros(5, dtype=torch.int8)
     digests = {_digest(zeros), *(_digest(zeros.scatter(0, torch.tensor(at), 1)) for at in range(5))}
     assert len(digests) == 6
-    monkeypatch.setattr("colonnade.engine.checks.same_batch._SAMPLED", 2)
+    monkeypatch.setattr("colonnade.engine.checks._SAMPLED", 2)
     sampled = [_digest(zeros.scatter(0, torch.tensor(at), 1)) for at in range(5)]
     assert [digest != _digest(zeros) for digest in sampled] == [True, False, False, True, False]
 
@@ -199,7 +198,7 @@ def test_only_where_ranks_see_the_same_data_is_anything_looked_at(parallel, look
 
 def test_a_steady_step_looks_at_nothing(monkeypatch):
     looked: list[int] = []
-    monkeypatch.setattr("colonnade.engine.checks.same_batch._digest", looked.append)
+    monkeypatch.setattr("colonnade.engine.checks._digest", looked.append)
     watch = SameBatch(ParallelContext())
     watch._looks = True
     for step in range(300):

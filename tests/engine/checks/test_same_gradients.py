@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from colonnade._launch import launch
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks import same_gradients
-from colonnade.engine.checks.same_gradients import SameGradients, _compare
+from colonnade.engine import checks
+from colonnade.engine.checks import SameGradients, _compare
 from colonnade.errors import GradientError
 from colonnade.parallel.placement import Shard, place
 
@@ -82,8 +82,8 @@ def other(monkeypatch) -> Any:
         other.asked += 1
         return torch.stack([mine, other.row(mine.clone())])
 
-    monkeypatch.setattr(same_gradients, "gather_rows", gather)
-    monkeypatch.setattr(same_gradients, "is_cut_by_plan", lambda model: hasattr(model, "plan"))
+    monkeypatch.setattr(checks, "gather_rows", gather)
+    monkeypatch.setattr(checks, "is_cut_by_plan", lambda model: hasattr(model, "plan"))
     return other
 
 
@@ -167,7 +167,7 @@ def test_gradients_that_are_empty_or_sparse_are_passed_over_and_large_ones_sampl
     watch._add("weight", torch.zeros(0, 2))
     watch._add("weight", torch.eye(2).to_sparse())
     assert watch._sums == {}
-    monkeypatch.setattr(same_gradients, "_SAMPLED", 2)
+    monkeypatch.setattr(checks, "_SAMPLED", 2)
     watch._add("weight", torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
     assert watch._sums["weight"][1] == 1 + 16
     watch.close()
@@ -175,7 +175,7 @@ def test_gradients_that_are_empty_or_sparse_are_passed_over_and_large_ones_sampl
 
 
 def test_gradients_that_fsdp_has_summed_are_looked_at_afterwards(other, monkeypatch):
-    monkeypatch.setattr(same_gradients, "is_dtensor", lambda parameter: parameter.dim() == 1)
+    monkeypatch.setattr(checks, "is_dtensor", lambda parameter: parameter.dim() == 1)
     model = cut_model()
     sent: list[Tensor] = []
     other.row = lambda mine: sent.append(mine) or mine

@@ -12,8 +12,8 @@ import colonnade
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine import checks
 from colonnade.engine.build import initialize
-from colonnade.engine.checks import same_stages
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.placement import Tied, place
 from colonnade.testing import run_world
@@ -47,7 +47,7 @@ def said(config: dict[str, Any], model: Any) -> tuple[str, str]:
         def warning(self, message: str, ranks: Any = None) -> None:
             warned.append(message)
 
-    before, same_stages.get_dist_logger = same_stages.get_dist_logger, Logger  # type: ignore[assignment]
+    before, checks.get_dist_logger = checks.get_dist_logger, Logger  # type: ignore[assignment]
     try:
         with launch(config, context=ParallelContext(), verbose=False) as gpc:
             model = model(gpc.get_local_rank(ParallelMode.PIPELINE)) if model is half else model
@@ -57,7 +57,7 @@ def said(config: dict[str, Any], model: Any) -> tuple[str, str]:
             except ColonnadeError as found:
                 error = str(found)
     finally:
-        same_stages.get_dist_logger = before
+        checks.get_dist_logger = before
     return error, "".join(warned)
 
 

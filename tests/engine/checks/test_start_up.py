@@ -16,11 +16,11 @@ from torch.distributed import distributed_c10d
 from torch.optim import SGD, AdamW
 
 from colonnade._launch import launch
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine import build as build_module
 from colonnade.engine.build import initialize
-from colonnade.engine.checks import start_up
 from colonnade.engine.gradient_handler import BaseGradientHandler
 from colonnade.errors import ColonnadeError
 from colonnade.parallel.placement import Shard, Tied, place
@@ -272,7 +272,7 @@ def test_no_group_of_a_pipeline_is_left_in_a_borrowed_world():
 )
 def test_every_stage_of_a_tied_weight_is_compared_with_the_first(monkeypatch, third, told):
     said = [{"w": {"lr": "0.1"}}, {"v": {"lr": "9"}}, {"w": third}]
-    monkeypatch.setattr(start_up, "gather_json", lambda *_: said)
+    monkeypatch.setattr(build_module, "gather_json", lambda *_: said)
     context: Any = SimpleNamespace(
         pipeline_parallel_size=3,
         layout=build_layout({"parallel": {"pipeline": 3}}, 3),
@@ -281,17 +281,17 @@ def test_every_stage_of_a_tied_weight_is_compared_with_the_first(monkeypatch, th
         get_group=lambda mode: mode,
     )
     with nullcontext() if told is None else pytest.raises(ColonnadeError, match=told):
-        start_up.check_tied(SimpleNamespace(param_groups=[]), nn.Module(), context)
+        build_module.check_tied(SimpleNamespace(param_groups=[]), nn.Module(), context)
 
 
 def test_a_learning_rate_may_be_a_tensor_and_a_scheduler_may_keep_no_state():
     model = nn.Linear(1, 1)
     optimizer = SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(0.5)}], lr=0.1)
-    alike = start_up.alike_optimizer(optimizer, SimpleNamespace(), model, 3)
+    alike = build_module.alike_optimizer(optimizer, SimpleNamespace(), model, 3)
     items = alike.items
     assert (items["group 0: lr"], items["group 1: lr"], items["bias"]) == ("0.1", "0.5", "in group 1")
     assert items["lr_scheduler"] == "types.SimpleNamespace"
     assert not any(key.endswith("params") for key in items)
     assert alike.part == 3
     odd = SimpleNamespace(state_dict=lambda: [1, 2])
-    assert start_up.alike_optimizer(optimizer, odd, model, 0).items == items
+    assert build_module.alike_optimizer(optimizer, odd, model, 0).items == items

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from colonnade.context.build import build_layout
+from colonnade.context.layout_builder import build_layout
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.engine.checks.unfit import _steps_otherwise, refuse_lazy, refuse_optimizer, refuse_parts
+from colonnade.engine.checks import _steps_otherwise, refuse_lazy, refuse_optimizer, refuse_parts
 from colonnade.errors import ConfigError, GradientError
 from colonnade.parallel.placement import Shard, place
 from tests.engine.test_habits import Normed

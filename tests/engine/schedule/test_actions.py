@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colonnade.engine.schedule.actions import (
-    Action,
-    Kind,
-    Table,
-    format_rows,
-    only_forward,
-    parse_table,
-    read_csv,
-)
+from colonnade.engine.schedule.actions import Action, Kind, Table, format_rows, only_forward, parse_table, read_csv
 from colonnade.errors import ScheduleError
 from tests.engine.schedule.tables import valid_tables
 

@@ -35,13 +35,12 @@ from colonnade.nn.layer import (
     arrange,
     partition_input,
 )
-from colonnade.nn.layer.first_pass import FirstPass
-from colonnade.nn.layer.spread import size_of
+from colonnade.nn.layer.spread import FirstPass, size_of
 from colonnade.parallel.collectives import split_sizes
-from colonnade.parallel.collectives.wire import recorded
 from colonnade.parallel.demand import holding
 from colonnade.parallel.placement import Replicate, Shard, logical_shape, placement_of
-from colonnade.planner.fake import fake_rank
+from colonnade.parallel.wire import recorded
+from colonnade.proof.planner.ranks import fake_rank
 
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "1d": (2, {"mode": "1d"}),

@@ -15,18 +15,10 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import PlacementError
 from colonnade.nn import layer as L
-from colonnade.nn.layer import (
-    Arrangement,
-    Whole,
-    arrange,
-    first_pass,
-    gather_output,
-    partition_input,
-    unsplit_sequence,
-)
-from colonnade.nn.layer.first_pass import FirstPass
+from colonnade.nn.layer import Arrangement, Whole, arrange, gather_output, partition_input, spread, unsplit_sequence
+from colonnade.nn.layer.spread import FirstPass
 from colonnade.parallel.placement import place
-from colonnade.planner.fake import fake_rank
+from colonnade.proof.planner.ranks import fake_rank
 from colonnade.testing import run_world
 
 HIDDEN, WORDS = 16, 8
@@ -198,7 +190,7 @@ def _attempts(mode: str, size: int, cases: str, sequence_split: bool = False, **
                 engine.backward(engine(x).square().mean())
                 engine.step()
                 assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
-                assert not first_pass._watched
+                assert not spread._watched
                 engine.close()
 
 
@@ -256,29 +248,29 @@ def test_who_is_watched_and_until_when(monkeypatch):
     with rank:
         here = arrange(context)
         FirstPass(nn.Sequential(linear(Whole(context))), context)  # nothing is split
-        assert not first_pass._watched
+        assert not spread._watched
         compiled = nn.Sequential(linear(here), nn.ReLU())
         compiled[1]._compiled_call_impl = print  # as nn.Module.compile leaves it
         FirstPass(compiled, context)
-        assert not first_pass._watched
+        assert not spread._watched
         model = nn.Sequential(linear(here), nn.LayerNorm(8))
         first, second = FirstPass(model, context), FirstPass(model, context)
-        assert first_pass._watch(here) is second
-        assert first_pass._watch(Whole(ParallelContext())) is None
+        assert spread._watch(here) is second
+        assert spread._watch(Whole(ParallelContext())) is None
         with monkeypatch.context() as patch:
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
-            assert first_pass._watch(here) is None
+            assert spread._watch(here) is None
         assert len(model[1]._forward_pre_hooks) == 2
         first.close()  # of an engine that was built before: the other one goes on
-        assert first_pass._watch(here) is second
+        assert spread._watch(here) is second
         assert len(model[1]._forward_pre_hooks) == 1
         second.close()
         second.close()
-        assert first_pass._watch(here) is None
-        assert not first_pass._watched
+        assert spread._watch(here) is None
+        assert not spread._watched
         FirstPass(model, context)  # nobody keeps it
         FirstPass(nn.Sequential(), context).close()
-        assert not first_pass._watched
+        assert not spread._watched
 
 
 class Own(torch.autograd.Function):
@@ -293,15 +285,15 @@ class Own(torch.autograd.Function):
 
 def test_what_lies_behind_an_activation():
     leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    assert first_pass._behind(leaf) == ([], [leaf])
+    assert spread._behind(leaf) == ([], [leaf])
     doubled = leaf * 1 + leaf * torch.ones(2)  # two ways to one leaf; what needs no gradient has none
-    assert [id(each) for each in first_pass._behind(doubled)[1]] == [id(leaf)]
-    assert first_pass._behind(Own.apply(leaf) * 2) == ([], [])  # nothing is known there
+    assert [id(each) for each in spread._behind(doubled)[1]] == [id(leaf)]
+    assert spread._behind(Own.apply(leaf) * 2) == ([], [])  # nothing is known there
     marked = doubled * 1
-    marked.grad_fn.metadata[first_pass._MARK] = "mark"
-    marks, leaves = first_pass._behind(marked + other)
+    marked.grad_fn.metadata[spread._MARK] = "mark"
+    marks, leaves = spread._behind(marked + other)
     assert marks == ["mark"]
     assert [id(each) for each in leaves] == [id(other)]
     part = torch.ones(2)
-    setattr(part, first_pass._MARK, "part")
-    assert first_pass._behind(part) == (["part"], [])
+    setattr(part, spread._MARK, "part")
+    assert spread._behind(part) == (["part"], [])

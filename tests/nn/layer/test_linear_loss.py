@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import colonnade.nn.kernels
+import colonnade.nn.layer
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import ConfigError, PlacementError
-from colonnade.nn.layer import Classifier, CrossEntropyLoss, LinearCrossEntropyLoss, Whole, arrange, linear_loss
+from colonnade.nn.layer import Classifier, CrossEntropyLoss, LinearCrossEntropyLoss, Whole, arrange, cross_entropy
 from colonnade.nn.layer.modes import TwoD
 from colonnade.testing import run_world
 
@@ -181,11 +181,11 @@ class Products(TorchDispatchMode):
 def test_kernels_of_triton_are_for_what_they_can_do(device, dtype, found, of_triton, monkeypatch):
     stand_in = SimpleNamespace(statistics="statistics", gradient="gradient")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if found else None)
-    monkeypatch.setitem(sys.modules, "colonnade.nn.kernels.cross_entropy", stand_in)
-    monkeypatch.setattr(colonnade.nn.kernels, "cross_entropy", stand_in, raising=False)
-    plain = (linear_loss._statistics, linear_loss._gradient)
+    monkeypatch.setitem(sys.modules, "colonnade.nn.layer.cross_entropy_kernels", stand_in)
+    monkeypatch.setattr(colonnade.nn.layer, "cross_entropy_kernels", stand_in, raising=False)
+    plain = (cross_entropy._statistics, cross_entropy._gradient)
     expected = ("statistics", "gradient") if of_triton else plain
-    assert linear_loss._kernels(torch.device(device), dtype) == expected
+    assert cross_entropy._kernels(torch.device(device), dtype) == expected
 
 
 class OnGpu(Tensor):
@@ -212,19 +212,19 @@ def test_products_of_half_precision_are_added_up_in_fp32(on_gpu):
     left, right = (torch.randn(3, 3, generator=torch.Generator().manual_seed(at)).bfloat16() for at in (0, 1))
     total = torch.full((3, 3), 100.0)
     with Accumulates() as seen:
-        linear_loss._add_product(total, left.as_subclass(OnGpu) if on_gpu else left, right)
+        cross_entropy._add_product(total, left.as_subclass(OnGpu) if on_gpu else left, right)
     assert seen.calls == on_gpu
     torch.testing.assert_close(total, 100 + (left.float() @ right.float()), rtol=0, atol=1e-4 if on_gpu else 5e-2)
 
 
 def test_a_label_below_zero_is_none_of_the_classes_here():
     logits, labels = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, -1, -3, 4])
-    largest, exps, picked, sums = linear_loss._statistics(logits, labels, True)
+    largest, exps, picked, sums = cross_entropy._statistics(logits, labels, True)
     torch.testing.assert_close(largest + exps.log(), logits.logsumexp(-1))
     assert torch.equal(picked, torch.stack([logits[0, 0], *torch.zeros(2), logits[3, 4]]))
     torch.testing.assert_close(sums, logits.sum(-1))
     slopes = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
-    found = linear_loss._gradient(logits, labels, logits.logsumexp(-1), slopes, torch.tensor(0.1), 0.5)
+    found = cross_entropy._gradient(logits, labels, logits.logsumexp(-1), slopes, torch.tensor(0.1), 0.5)
     expected = logits.softmax(-1) - 0.1
     expected[0, 0] -= 0.5
     torch.testing.assert_close(found, expected * slopes.unsqueeze(-1))
@@ -232,11 +232,11 @@ def test_a_label_below_zero_is_none_of_the_classes_here():
 
 def test_a_rank_without_classes_adds_nothing():
     logits, labels = torch.zeros(3, 0), torch.tensor([-1, -1, -1])
-    largest, *rest = linear_loss._statistics(logits, labels, True)
+    largest, *rest = cross_entropy._statistics(logits, labels, True)
     assert largest.tolist() == [-torch.inf] * 3
     assert torch.stack(rest).abs().sum() == 0
     ones = torch.ones(3)
-    assert linear_loss._gradient(logits, labels, ones, ones, torch.tensor(0.1), 0.9).shape == (3, 0)
+    assert cross_entropy._gradient(logits, labels, ones, ones, torch.tensor(0.1), 0.9).shape == (3, 0)
 
 
 class Largest(TorchDispatchMode):

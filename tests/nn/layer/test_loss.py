@@ -13,16 +13,8 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.errors import ConfigError
-from colonnade.nn.layer import (
-    Arrangement,
-    Classifier,
-    CrossEntropyLoss,
-    Whole,
-    arrange,
-    gather_output,
-    partition_input,
-)
-from colonnade.nn.layer.loss import zero_if_known
+from colonnade.nn.layer import Arrangement, Classifier, CrossEntropyLoss, Whole, arrange, gather_output, partition_input
+from colonnade.nn.layer.cross_entropy import zero_if_known
 from colonnade.testing import compare, gather_weights, plain_gradients, run_world
 
 CLASSES = 10

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ConfigError
-from colonnade.nn.layer import norm
-from colonnade.nn.layer.norm import LayerNorm, RMSNorm
+from colonnade.nn.layer import layer_norm
+from colonnade.nn.layer.layer_norm import LayerNorm, RMSNorm
 
 
 def test_mean_and_variance_are_those_of_the_whole(monkeypatch):
@@ -24,8 +24,8 @@ def test_mean_and_variance_are_those_of_the_whole(monkeypatch):
         said.append(stats)
         return torch.cat(said[:2] if len(said) > 1 else said * 2, -1)
 
-    monkeypatch.setattr(norm, "size_of", lambda mode, context: 2)
-    monkeypatch.setattr(norm.collectives, "all_gather", all_gather)
+    monkeypatch.setattr(layer_norm, "size_of", lambda mode, context: 2)
+    monkeypatch.setattr(layer_norm.collectives, "all_gather", all_gather)
     LayerNorm._moments(layer, halves[0], "mode")  # the other one has not spoken yet
     for half in halves[::-1]:
         mean, variance = LayerNorm._moments(layer, half, "mode")
@@ -63,6 +63,6 @@ def test_only_a_norm_over_one_dimension_is_taken(ours):
 
 @pytest.mark.parametrize(("mode", "ranks", "cut_by"), [(None, 2, None), ("mode", 1, None), ("mode", 2, "mode")])
 def test_a_hidden_dimension_is_whole_on_one_rank_or_where_nothing_cuts_it(monkeypatch, mode, ranks, cut_by):
-    monkeypatch.setattr(norm, "size_of", lambda mode, context: ranks)
+    monkeypatch.setattr(layer_norm, "size_of", lambda mode, context: ranks)
     layer = SimpleNamespace(arrangement=SimpleNamespace(outer=SimpleNamespace(hidden=mode), context=None))
-    assert norm._Norm._cut_by.fget(layer) == cut_by
+    assert layer_norm._Norm._cut_by.fget(layer) == cut_by

@@ -10,8 +10,8 @@ from torch import Tensor
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
-from colonnade.nn.layer.summa import Square, ab, abt, atb
-from colonnade.parallel.collectives import members_of
+from colonnade.nn.layer.modes import Square, ab, abt, atb
+from colonnade.parallel.wire import members_of
 from colonnade.testing import run_world
 from tests.nn.layer.cases import numbers
 

@@ -9,7 +9,7 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.layer import Arrangement, Embedding, Linear, arrange, gather_output, partition_input
-from colonnade.parallel.collectives import recorded
+from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
 
 M, K, N = 32, 16, 24  # rows of x, its width, the width of the result

@@ -7,8 +7,7 @@ import torch
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import MoE, TopKRouter, auxiliary_loss
-from colonnade.nn.moe.dispatch import combine, order
-from colonnade.nn.moe.scope import counted
+from colonnade.nn.moe.dispatch import combine, counted, order
 from colonnade.testing import run_world
 from tests.nn.moe.test_dispatch import by_limits, check_rows
 from tests.nn.moe.test_grouped import KINDS, by_kind, check_experts, check_ranks

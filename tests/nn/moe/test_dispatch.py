@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.nn.moe import dispatch as dispatching
-from colonnade.nn.moe.dispatch import Traffic, combine, dispatch, order
+from colonnade.nn.moe.dispatch import Traffic, combine, counted, dispatch, order
 from colonnade.nn.moe.router import Routing
-from colonnade.nn.moe.scope import counted
 
 EXPERTS = 3
 
@@ -133,7 +132,7 @@ def test_which_rows_have_kernels(compiling, is_cuda, dtype, found, monkeypatch):
 def test_without_triton_there_are_no_kernels(found, monkeypatch):
     monkeypatch.setattr(dispatching, "find_spec", lambda name: object() if found else None)
     monkeypatch.setattr(dispatching, "import_module", lambda name: name)
-    expected = "colonnade.nn.moe.kernels" if found else None
+    expected = "colonnade.nn.moe.moe_kernels" if found else None
     assert dispatching._triton_kernels.__wrapped__() == expected
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.nn.moe import Experts, MoE, TopKRouter, auxiliary_loss, grouped, no_losses
-from colonnade.nn.moe.grouped import why_not
+from colonnade.nn.moe import Experts, MoE, TopKRouter, auxiliary_loss, experts, no_losses
+from colonnade.nn.moe.experts import why_not
 from colonnade.testing import run_world
 
 HIDDEN, INNER, EXPERTS = 16, 24, 4
@@ -128,9 +128,9 @@ def test_why_a_product_is_not_one_of_grouped_mm(x, weight, compiled, message):
 
 
 def test_the_ones_that_a_bias_is_multiplied_by_fit_in_every_dtype_and_are_the_fewest():
-    for dtype in grouped._DTYPES:
-        assert why_not(torch.empty(2, 16, dtype=dtype), torch.empty(4, grouped._ONES, 16, dtype=dtype)) is None
-    assert grouped._ONES * torch.bfloat16.itemsize == grouped._ALIGNMENT
+    for dtype in experts._DTYPES:
+        assert why_not(torch.empty(2, 16, dtype=dtype), torch.empty(4, experts._ONES, 16, dtype=dtype)) is None
+    assert experts._ONES * torch.bfloat16.itemsize == experts._ALIGNMENT
 
 
 class OnGpu(Tensor):
@@ -141,24 +141,24 @@ class OnGpu(Tensor):
 
 def test_products_one_after_another_are_told_of_on_a_gpu_alone(monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(grouped, "_tell", told.append)
+    monkeypatch.setattr(experts, "_tell", told.append)
     ends = torch.tensor([1, 3])
     for dtype in (torch.float64, torch.float32):
         x, weight = torch.randn(3, 4, dtype=dtype), torch.randn(2, 4, 8, dtype=dtype)
-        grouped._group_by_group(x, weight, ends)
+        experts._group_by_group(x, weight, ends)
         assert told == []
-        found = grouped._group_by_group(x.as_subclass(OnGpu), weight, ends)
+        found = experts._group_by_group(x.as_subclass(OnGpu), weight, ends)
         assert torch.equal(found, torch.cat([x[:1] @ weight[0], x[1:] @ weight[1]]))
         assert told == ["of torch.float64" if dtype is torch.float64 else "of torch.float32 in compiled code"]
         told.clear()
-        grouped._group_by_group(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
+        experts._group_by_group(x.T.as_subclass(OnGpu), x, ends)  # of the gradient, which is no news
         assert told == []
 
 
 def test_second_derivatives_of_products_by_group():
     x, weight = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3), (2, 3, 4)))
     ends = torch.tensor([2, 5], dtype=torch.int32)
-    assert torch.autograd.gradgradcheck(lambda x, weight: grouped.grouped_mm(x, weight, ends), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, weight: experts.grouped_mm(x, weight, ends), (x, weight))
 
 
 def test_under_autocast_double_precision_stays():

@@ -18,7 +18,7 @@ from colonnade.errors import ConfigError, LayoutError, ScheduleError
 from colonnade.models import MoEGPT
 from colonnade.nn.layer import MLP, arrange
 from colonnade.nn.moe import Experts, MoE, SwitchRouter, TopKRouter, auxiliary_loss, balance_experts, no_losses
-from colonnade.parallel.collectives import recorded
+from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
 from tests.nn.moe.naive import HIDDEN, Naive, Net, alone, batch
 from tests.nn.sequence.training import close, give_weights, numbers, train
@@ -332,7 +332,7 @@ class Ops(TorchDispatchMode):
 @by_router
 def test_no_operator_of_routing_and_dispatch_waits_for_the_device(router, monkeypatch):
     """Only the sizes of the all-to-all do, in Traffic, which one process has not."""
-    monkeypatch.setattr("colonnade.nn.moe.layer.Traffic", None)
+    monkeypatch.setattr("colonnade.nn.moe.moe_layer.Traffic", None)
     moe = _moe(router, alone())
     with Ops() as seen:
         (moe(torch.randn(9, HIDDEN, requires_grad=True)).sum() + auxiliary_loss(moe)).backward()

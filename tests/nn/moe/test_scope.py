@@ -12,12 +12,11 @@ from colonnade.config import load_config
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
 from colonnade.nn.moe import Experts, TopKRouter
-from colonnade.nn.moe.dispatch import Traffic
+from colonnade.nn.moe.dispatch import Scope, Traffic
 from colonnade.nn.moe.router import loss_of
-from colonnade.nn.moe.scope import Scope
-from colonnade.parallel.collectives import recorded
 from colonnade.parallel.placement import Replicate, Shard, placement_of
-from colonnade.planner.fake import fake_rank
+from colonnade.parallel.wire import recorded
+from colonnade.proof.planner.ranks import fake_rank
 
 TENSOR = {"size": 2, "mode": "1d"}
 ACROSS = {"tensor": TENSOR, "expert": {"size": 2, "over": "data*tensor"}}

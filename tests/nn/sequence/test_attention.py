@@ -24,9 +24,10 @@ from colonnade.nn.sequence import (
     ulysses,
     ulysses_attention,
 )
-from colonnade.nn.sequence.exact import Exact
+from colonnade.nn.sequence.exact_attention import Exact
 from colonnade.nn.sequence.parts import sequence_place
-from colonnade.parallel.collectives import recorded, wire
+from colonnade.parallel import wire
+from colonnade.parallel.wire import recorded
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys
 

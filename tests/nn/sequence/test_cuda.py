@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.nn.sequence import Parts, kernels, ring_attention
-from colonnade.nn.sequence.exact import Exact
+from colonnade.nn.sequence import Parts, attention_kernels, ring_attention
+from colonnade.nn.sequence.exact_attention import Exact
 from colonnade.nn.sequence.masks import Mask, Sight
 from colonnade.nn.sequence.ring import attention_over
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SWITCH = {
-    kernels.Cudnn: SDPBackend.CUDNN_ATTENTION,
-    kernels.Flash: SDPBackend.FLASH_ATTENTION,
-    kernels.Efficient: SDPBackend.EFFICIENT_ATTENTION,
+    attention_kernels.Cudnn: SDPBackend.CUDNN_ATTENTION,
+    attention_kernels.Flash: SDPBackend.FLASH_ATTENTION,
+    attention_kernels.Efficient: SDPBackend.EFFICIENT_ATTENTION,
 }
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 LENGTH, CUT = 192, 128
@@ -54,7 +54,8 @@ def _blocks(kind: Any, dtype: torch.dtype, kv_heads: int, masks: tuple[Mask, Mas
     if kind is not Exact:
         with sdpa_kernel(SWITCH[kind]):
             chosen = [
-                type(kernels.kernel_for(q, *pair, 0.125, mask, 0.0)) for pair, mask in zip(pairs, masks, strict=True)
+                type(attention_kernels.kernel_for(q, *pair, 0.125, mask, 0.0))
+                for pair, mask in zip(pairs, masks, strict=True)
             ]
         assert chosen == [kind] * 2
     (one, one_lse), (two, two_lse) = (kernel.forward(q, *pair) for kernel, pair in zip(made, pairs, strict=True))
@@ -70,9 +71,17 @@ def _blocks(kind: Any, dtype: torch.dtype, kv_heads: int, masks: tuple[Mask, Mas
 @pytest.mark.parametrize(
     ("kind", "dtype", "mask"),
     [
-        *((kernels.Cudnn, dtype, mask) for dtype in (torch.bfloat16, torch.float16) for mask in ("all", "causal")),
-        *((kernels.Flash, torch.bfloat16, mask) for mask in MASKS),
-        *((kernels.Efficient, dtype, mask) for dtype in (torch.float32, torch.bfloat16) for mask in ("all", "causal")),
+        *(
+            (attention_kernels.Cudnn, dtype, mask)
+            for dtype in (torch.bfloat16, torch.float16)
+            for mask in ("all", "causal")
+        ),
+        *((attention_kernels.Flash, torch.bfloat16, mask) for mask in MASKS),
+        *(
+            (attention_kernels.Efficient, dtype, mask)
+            for dtype in (torch.float32, torch.bfloat16)
+            for mask in ("all", "causal")
+        ),
     ],
 )
 def test_a_block_by_each_kernel_equals_exact_arithmetic(kind, dtype, mask, kv_heads):
@@ -85,7 +94,7 @@ def test_a_block_by_each_kernel_equals_exact_arithmetic(kind, dtype, mask, kv_he
         assert torch.isfinite(exact).all()
 
 
-@pytest.mark.parametrize("kind", [kernels.Cudnn, kernels.Flash, kernels.Efficient, Exact])
+@pytest.mark.parametrize("kind", [attention_kernels.Cudnn, attention_kernels.Flash, attention_kernels.Efficient, Exact])
 def test_dropout_drops_the_same_weights_in_backward(kind):
     """The output is linear in the values, so <grad, out> = <dv, v> if and only if the weights are the same."""
     q, k, v, grad = (_numbers(torch.bfloat16, 2, 512, seed) for seed in range(4))
@@ -118,7 +127,7 @@ def test_whole_attention_in_one_process(sight):
 
 
 def test_what_no_kernel_takes_is_said_once_and_computed(caplog):
-    kernels._say_slow.cache_clear()
+    attention_kernels._say_slow.cache_clear()
     q = torch.randn(1, 2, 32, 12, device="cuda", requires_grad=True)
     for _ in range(2):
         ring_attention(q, q, q, causal=True, window=5, context=ParallelContext()).sum().backward()

@@ -17,7 +17,7 @@ from colonnade.errors import ConfigError
 from colonnade.nn import Rotary
 from colonnade.nn.layer import SelfAttention, Whole, arrange
 from colonnade.nn.sequence import Parts
-from colonnade.parallel.collectives import wire
+from colonnade.parallel import wire
 from colonnade.testing import run_world
 from tests.nn.sequence.training import close, numbers, seen_keys, train
 

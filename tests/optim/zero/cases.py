@@ -19,7 +19,7 @@ from colonnade.optim.zero import ZeroOptimizer
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import compare, gather_gradients, gather_weights
 from tests.engine import test_pipeline
-from tests.engine.gradient_handler.scenarios import Gather, Plain, Split, SumRows, numbers, route
+from tests.gradients.scenarios import Gather, Plain, Split, SumRows, numbers, route
 
 RTOL = 1e-10
 STEPS = 5

@@ -16,7 +16,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.optim.zero import ZeroOptimizer
 from colonnade.testing import gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 from tests.optim.zero.cases import CASES, Way, engine_of, run_steps
 
 State = dict[str, Tensor]

@@ -7,7 +7,7 @@ from torch import nn
 
 from colonnade.errors import ConfigError
 from colonnade.optim.zero.formula import HeldBytes, bytes_held, bytes_moved
-from colonnade.optim.zero.fsdp_modules import chosen_modules
+from colonnade.optim.zero.fsdp import chosen_modules
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.optim.zero.formula import shard_dim
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import MINE, SplitMoe, numbers
+from tests.gradients.scenarios import MINE, SplitMoe, numbers
 
 
 class Net(nn.Module):

@@ -15,8 +15,9 @@ from colonnade.context import ParallelMode, build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import ConfigError, PlacementError
 from colonnade.optim.zero import fsdp
+from colonnade.optim.zero.formula import ZeroSettings
 from colonnade.optim.zero.fsdp import (
-    Sharding,
+    ShardedModel,
     ShardModes,
     dtypes_of,
     left_whole,
@@ -25,9 +26,8 @@ from colonnade.optim.zero.fsdp import (
     shard_modes_of,
     shards_between_hosts,
 )
-from colonnade.optim.zero.settings import ZeroSettings
 from colonnade.parallel.placement import Replicate, Shard, place, placement_of
-from tests.engine.gradient_handler.scenarios import MINE
+from tests.gradients.scenarios import MINE
 
 DATA, EXPERT_DATA = ParallelMode.DATA, ParallelMode.EXPERT_DATA
 AXIS = {"mine": {"size": 2, "mode": "scenario_mine"}}
@@ -246,7 +246,7 @@ def test_an_optimizer_of_the_old_parameters_becomes_one_of_the_new():
     for parameter in (old, other):
         optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
     kept = optimizer.state[other]
-    Sharding.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
+    ShardedModel.carry_over(SimpleNamespace(_new={id(old): new}), optimizer)  # type: ignore[arg-type]
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(new), id(other)]
     assert {id(p) for p in optimizer.state} == {id(new), id(other)}
     assert optimizer.state[other] is kept

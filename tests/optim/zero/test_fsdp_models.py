@@ -16,7 +16,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError, GradientError
 from colonnade.models.gpt import GPT
 from colonnade.testing import compare, gather_gradients, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 from tests.models.grid import Case, trained
 
 

@@ -17,7 +17,7 @@ from colonnade.engine.build import initialize
 from colonnade.errors import GradientError
 from colonnade.optim.zero.fsdp import linked
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import MINE, numbers
+from tests.gradients.scenarios import MINE, numbers
 from tests.optim.zero.cases import Moe
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from colonnade.errors import GradientError
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.inner import (
-    Part,
+from colonnade.optim.zero.formula import ZeroSettings
+from colonnade.optim.zero.zero_optimizer import (
+    OwnedPart,
     _sample,
     _trial_of,
     check_elementwise,
@@ -21,7 +22,6 @@ from colonnade.optim.zero.inner import (
     state_dtypes,
     two_steps,
 )
-from colonnade.optim.zero.settings import ZeroSettings
 
 
 def made(count: int = 2, shape: tuple[int, ...] = (2, 3)) -> list[nn.Parameter]:
@@ -183,7 +183,7 @@ def test_parts_take_over_the_state_and_the_step_hooks_alone():
     heard: list[str] = []
     optimizer.register_state_dict_post_hook(lambda *_: heard.append("whole"))
     optimizer.register_step_post_hook(lambda *_: heard.append("step"))
-    parts = [Part(first, 0, 1, 3, torch.ones(2)), Part(second, 1, 0, 2, torch.ones(2))]
+    parts = [OwnedPart(first, 0, 1, 3, torch.ones(2)), OwnedPart(second, 1, 0, 2, torch.ones(2))]
     inner = optimizer_of_parts(optimizer, parts)
     assert [[id(p) for p in group["params"]] for group in inner.param_groups] == [[id(part.value)] for part in parts]
     assert inner.state[parts[0].value]["momentum_buffer"].tolist() == [1.0, 2.0]

@@ -16,7 +16,7 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import ColonnadeError
 from colonnade.testing import compare, gather_weights, run_world
-from tests.engine.gradient_handler.scenarios import numbers
+from tests.gradients.scenarios import numbers
 
 WAYS = [(1, "auto"), (1, False), (2, "auto"), (2, False)]
 

@@ -14,7 +14,7 @@ from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.build import initialize
 from colonnade.testing import compare, gather_weights, run_world
 from tests.engine import test_pipeline
-from tests.engine.gradient_handler.scenarios import SCENARIOS
+from tests.gradients.scenarios import SCENARIOS
 
 WAYS: list[tuple[int, Any]] = [(0, "auto"), (1, "auto"), (1, False), (2, "auto"), (2, False), (3, "auto")]
 EXPERTS_IN_ROOT = ("expert 2 in data 4", "expert 4 in data 4")

@@ -11,8 +11,8 @@ import torch
 from colonnade.config import load_config
 from colonnade.errors import ConfigError
 from colonnade.optim.zero import fsdp
-from colonnade.optim.zero.fsdp import Sharding, _prefetch
-from colonnade.optim.zero.settings import ZeroSettings
+from colonnade.optim.zero.formula import ZeroSettings
+from colonnade.optim.zero.fsdp import ShardedModel, _prefetch
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,6 @@ def test_before_a_step_the_ranks_compare_and_everything_gathered_is_given_back(m
         order=SimpleNamespace(step=lambda: said.append("compare")),
         guards=[SimpleNamespace(give_back=lambda: said.append("give back"))] * 2,
     )
-    Sharding.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
+    ShardedModel.guard(SimpleNamespace(_units=units), optimizer)  # type: ignore[arg-type]
     optimizer.step()
     assert said == ["compare", "give back", "give back", "step"]

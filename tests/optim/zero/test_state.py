@@ -13,11 +13,10 @@ from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
 from colonnade.errors import CheckpointError, GradientError
 from colonnade.optim.zero import ZeroOptimizer
-from colonnade.optim.zero.inner import Part, cut, state_dtypes
-from colonnade.optim.zero.state import _decoded, _fitting, _kind
+from colonnade.optim.zero.zero_optimizer import OwnedPart, _decoded, _fitting, _kind, cut, state_dtypes
 
 WHOLE = nn.Parameter(torch.arange(6.0).reshape(2, 3))
-PART = Part(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))
+PART = OwnedPart(WHOLE, 0, 1, 4, torch.tensor([1.0, 2.0, 3.0]))
 
 
 def test_a_state_is_cut_as_its_parameter_unless_it_is_a_step():

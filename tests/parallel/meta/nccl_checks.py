@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from colonnade.context.parallel_context import ParallelContext
-from colonnade.parallel.meta import meta_init
-from colonnade.parallel.meta.recipe import recipes_of
+from colonnade.parallel.meta import meta_init, recipes_of
 from tests.device.check import Check
 from tests.engine.test_materialise import MODELS, ON_EIGHT, ON_FOUR, Case, compare
 

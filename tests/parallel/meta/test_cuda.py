@@ -9,9 +9,9 @@ from torch import nn
 from colonnade._launch import launch
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.engine.build import initialize
+from colonnade.parallel import meta
 from colonnade.parallel.dtensor import local_part
-from colonnade.parallel.meta import counter, meta_init
-from colonnade.parallel.meta.recipe import recipes_of
+from colonnade.parallel.meta import meta_init, recipes_of
 from colonnade.testing import run_world
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 def test_a_gpu_draws_what_the_cpu_draws():
     every = torch.arange(1 << 20)
-    assert torch.equal(counter.uniform(7, every.cuda(), -1.0, 3.0).cpu(), counter.uniform(7, every, -1.0, 3.0))
-    torch.testing.assert_close(counter.normal(7, every.cuda()).cpu(), counter.normal(7, every), rtol=1e-12, atol=1e-12)
+    assert torch.equal(meta.uniform(7, every.cuda(), -1.0, 3.0).cpu(), meta.uniform(7, every, -1.0, 3.0))
+    torch.testing.assert_close(meta.normal(7, every.cuda()).cpu(), meta.normal(7, every), rtol=1e-12, atol=1e-12)
 
 
 def test_a_parameter_is_made_on_the_gpu_with_little_memory_beside_it():

@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.engine.materialise import read_recipes
+from colonnade.engine.build import read_recipes
 from colonnade.errors import PlacementError
+from colonnade.parallel import meta
 from colonnade.parallel.meta import (
+    Recipe,
     _truncated_normal,
-    counter,
     forget_start,
     give_source,
+    is_expanded,
     keep_start,
     meta_init,
+    recipes_of,
     source_of,
     start_of,
 )
-from colonnade.parallel.meta.recipe import Recipe, recipes_of
-from colonnade.parallel.meta.tape import is_expanded
 
 
 def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
@@ -41,7 +42,7 @@ def started(model: nn.Module, seed: int = 5) -> dict[str, Tensor]:
 
 def block_of(recipe: Recipe, block: Tensor, shape: torch.Size, seed: int = 5) -> Tensor:
     """A block of a parameter of this shape, made alone; `block` is any view of a contiguous tensor of the shape."""
-    strides = counter.row_strides(shape)
+    strides = meta.row_strides(shape)
     left, at = block.storage_offset(), []
     for stride in strides:
         at.append(left // stride)

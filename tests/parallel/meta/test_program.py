@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colonnade.parallel.meta import keep_start, meta_init, start_of
-from colonnade.parallel.meta.program import Program, Strided, program_of
-from colonnade.parallel.meta.recipe import recipes_of
-from colonnade.parallel.meta.tape import Tape, memory_of
+from colonnade.parallel.meta import (
+    Program,
+    Strided,
+    Tape,
+    keep_start,
+    memory_of,
+    meta_init,
+    program_of,
+    recipes_of,
+    start_of,
+)
 
 
 def with_part(change: Callable[[Tensor], object]) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel.own_forward import make
-from colonnade.parallel.own_forward.stage import stage_class
+from colonnade.parallel import own_forward
+from colonnade.parallel.own_forward import stage_class
 from tests.parallel.own_forward.models import Decoder
 
 
@@ -43,7 +43,7 @@ def configured(kind: type[nn.Linear], **config: Any) -> nn.Module:
     ],
 )
 def test_keys_and_values_are_not_kept_where_a_model_could(model: nn.Module, settings: dict[str, bool]) -> None:
-    assert make._settings(model) == settings
+    assert own_forward._settings(model) == settings
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_keys_and_values_are_not_kept_where_a_model_could(model: nn.Module, sett
 def test_what_pipelines_cannot_do_is_said(config: dict[str, Any], said: str | None) -> None:
     model = configured(nn.Linear, **config)
     if said is None:
-        make._check(model, {"a": model})
+        own_forward._check(model, {"a": model})
     else:
         with pytest.raises(ScheduleError, match=said):
-            make._check(model, {"a": model})
+            own_forward._check(model, {"a": model})
 
 
 class Seeing(nn.Linear):
@@ -85,7 +85,7 @@ class Plain(Reading):
 
 
 def small_inputs(model: nn.Module) -> dict[str, Tensor]:
-    return make._call_with_small_inputs(model)(lambda **inputs: inputs)
+    return own_forward._call_with_small_inputs(model)(lambda **inputs: inputs)
 
 
 def test_small_inputs_are_images_or_tokens() -> None:
@@ -103,8 +103,8 @@ def test_small_inputs_are_images_or_tokens() -> None:
 
 
 def test_a_batch_without_values_is_zeros() -> None:
-    assert make._with_values(torch.ones(2, requires_grad=True)).tolist() == [1.0, 1.0]
-    assert make._with_values(torch.ones(2, dtype=torch.int32, device="meta")).tolist() == [0, 0]
+    assert own_forward._with_values(torch.ones(2, requires_grad=True)).tolist() == [1.0, 1.0]
+    assert own_forward._with_values(torch.ones(2, dtype=torch.int32, device="meta")).tolist() == [0, 0]
 
 
 def test_a_stage_does_not_generate() -> None:

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel.own_forward import recorder
-from colonnade.parallel.own_forward.calls import WATCHER, _Caught
-from colonnade.parallel.own_forward.make import OwnForward
-from colonnade.parallel.own_forward.stage import result_of
-from colonnade.parallel.own_forward.tree import units_of
+from colonnade.parallel import forward_recorder
+from colonnade.parallel.forward_recorder import WATCHER, _Caught, units_of
+from colonnade.parallel.own_forward import OwnForward, result_of
 from colonnade.parallel.split import find_ties, split
 from tests.parallel.own_forward.models import (
     LENGTH,
@@ -265,11 +263,11 @@ def test_times_count_the_calls_that_had_begun() -> None:
 
 
 def test_what_is_known_of_a_tensor_is_kept_with_it() -> None:
-    watch, tensor = recorder._Recorder(), torch.zeros(2)
+    watch, tensor = forward_recorder._Recorder(), torch.zeros(2)
     assert watch.value_of(tensor) is watch.value_of(3) is None
     watch._mark(tensor, 3)
     watch._mark(tensor, 5)
-    assert watch.value_of(tensor) == watch.value_of(tensor) == recorder.Value(0, -1, 3)
+    assert watch.value_of(tensor) == watch.value_of(tensor) == forward_recorder.Value(0, -1, 3)
     assert sum(each is tensor for each in watch._alive) == 4
 
 
@@ -452,7 +450,7 @@ def test_a_stage_keeps_no_weight_of_another_alive() -> None:
 
 def test_what_depends_on_values_is_guessed_by_its_form() -> None:
     aten = torch.ops.aten
-    guess = recorder._Recorder._guessed
+    guess = forward_recorder._Recorder._guessed
     rows, experts = torch.zeros(6, 4), torch.zeros(3, 4, 5)
     assert guess(None, aten.nonzero.default, [torch.ones(2, 3)]).shape == (0, 2)  # type: ignore[arg-type]
     found = guess(None, aten._grouped_mm.default, [rows, experts])  # type: ignore[arg-type]

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from colonnade.engine.schedule.actions import Kind, Table, parse_table
 from colonnade.engine.schedule.check import check
-from colonnade.engine.schedule.executor import ExecutedStep, Executor
-from colonnade.engine.schedule.executor.backward import Root, run_backward
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch, join
-from colonnade.engine.schedule.non_pipeline import call_criterion
+from colonnade.engine.schedule.executor import ExecutedStep, Executor, MicroBatch, Root, cut_batch, join, run_backward
 from colonnade.engine.schedule.orders import chunks_of, make_table
+from colonnade.engine.schedule.pipeline import call_criterion
 from colonnade.engine.schedule.simulate import simulate
 from colonnade.errors import GradientError, ScheduleError
 from colonnade.registry import ORDERS

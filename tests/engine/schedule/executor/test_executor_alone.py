@@ -13,14 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from colonnade.engine.schedule import executor as module
 from colonnade.engine.schedule.actions import Action, only_forward, parse_table
-from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.executor import executor as module
-from colonnade.engine.schedule.executor.executor import _first_sharing
-from colonnade.engine.schedule.executor.micro_batch import cut_batch
+from colonnade.engine.schedule.executor import Executor, _first_sharing, cut_batch
 from colonnade.engine.schedule.orders import make_table
-from colonnade.engine.schedule.transfer.link import PeerFailed
-from colonnade.engine.schedule.transfer.plan import add_transfers, confirmation, receive_early
+from colonnade.engine.schedule.transfer import PeerFailed, add_transfers, confirmation, receive_early
 from colonnade.errors import GradientError, ScheduleError
 
 X = torch.randn(7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -342,7 +339,7 @@ def test_a_failing_step_goes_on_at_the_action_after_it_or_at_the_send_itself(mon
         def run(self, program: Any) -> None:
             raise error
 
-    monkeypatch.setattr(module, "Step", Failing)
+    monkeypatch.setattr(module, "PipelineStep", Failing)
     monkeypatch.setattr(made, "_stop", lambda *args: stopped.append(args))
     agreed = ScheduleError("agreed")
     monkeypatch.setattr(made, "_agree_on_batch", lambda mine, error, clean: agreed)
@@ -440,7 +437,7 @@ def test_a_step_runs_its_program_and_ends_on_all_links(monkeypatch, forward_only
         def batch_loss(self) -> Any:
             return "loss", "count"
 
-    monkeypatch.setattr(module, "Step", Ran)
+    monkeypatch.setattr(module, "PipelineStep", Ran)
     made._program, made._forward_program, made._confirmation = ["train"], ["evaluate"], ["confirm"]
     made._forms, made.loss_fn = {True: "of training", False: "of evaluation"}, None
     ended: list[int] = []

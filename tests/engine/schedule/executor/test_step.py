@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from colonnade.engine.schedule import executor as step_module
 from colonnade.engine.schedule.actions import Action, Kind, parse_table
-from colonnade.engine.schedule.executor import Executor
-from colonnade.engine.schedule.executor import step as step_module
-from colonnade.engine.schedule.executor.micro_batch import MicroBatch, cut_batch
-from colonnade.engine.schedule.executor.step import Step
+from colonnade.engine.schedule.executor import Executor, MicroBatch, PipelineStep, cut_batch
 from colonnade.errors import ScheduleError
 from tests.engine.schedule import models
 from tests.engine.schedule.executor.test_executor import loss_of
@@ -30,9 +28,9 @@ class Clock:
         return self.told[-2]
 
 
-def step(executor: Any = None, **options: Any) -> Step:
+def step(executor: Any = None, **options: Any) -> PipelineStep:
     given = {"micro_batches": [], "train": True, "with_loss": True, "keep_outputs": False, "mean_scale": 1.0}
-    return Step(executor, **{**given, "sum_scale": 1.0, **options})
+    return PipelineStep(executor, **{**given, "sum_scale": 1.0, **options})
 
 
 def test_the_time_of_an_action_counts_in_its_phase():
@@ -146,7 +144,7 @@ def test_a_stage_that_computes_again_is_not_split(monkeypatch):
     stages: list[nn.Module] = [models.Simple(0, 2), nn.Sequential(models.Simple(1, 2), Sharded(1, 2))]
     executor = Executor(stages, parse_table(["0F0 1F0 1B0 0B0"]), loss_fn=loss_of)
     assert executor.unsplittable == {1}
-    from colonnade.engine.schedule.executor import executor as module
+    from colonnade.engine.schedule import executor as module
 
     monkeypatch.setattr(module, "recomputes", lambda stage: stage is stages[0])
     executor = Executor(stages, parse_table(["0F0 1F0 1B0 0B0"]), loss_fn=loss_of)

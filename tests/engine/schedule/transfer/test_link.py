@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.executor.micro_batch import cut_batch
+from colonnade.engine.schedule.executor import cut_batch
 from colonnade.engine.schedule.orders import chunks_of, make_table
-from colonnade.engine.schedule.transfer import link as link_module
-from colonnade.engine.schedule.transfer.link import Link, PeerFailed, _FrameSize
-from colonnade.engine.schedule.transfer.values import describe
-from colonnade.engine.schedule.transfer.wire import Wire, backends_of, wait, with_cpu
+from colonnade.engine.schedule.transfer import Link, PeerFailed, Wire, _FrameSize, backends_of, describe, wait, with_cpu
 from colonnade.errors import ScheduleError
 from colonnade.registry import ORDERS
 from colonnade.testing import run_world

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colonnade.engine.schedule import transfer
+from colonnade.engine.schedule import transfer as link_module
 from colonnade.engine.schedule.actions import Action
-from colonnade.engine.schedule.transfer import link as link_module
-from colonnade.engine.schedule.transfer import wire
-from colonnade.engine.schedule.transfer.link import SENDS_KEPT, Link, PeerFailed, _FrameSize, _Layouts
-from colonnade.engine.schedule.transfer.values import describe
+from colonnade.engine.schedule.transfer import SENDS_KEPT, Link, PeerFailed, _FrameSize, _Layouts, describe
 from colonnade.errors import ScheduleError
 
 CPU = torch.device("cpu")
@@ -66,14 +65,14 @@ def mail(monkeypatch: pytest.MonkeyPatch) -> Mail:
     mail = Mail()
     monkeypatch.setattr(dist, "isend", mail.isend)
     monkeypatch.setattr(dist, "irecv", mail.irecv)
-    monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "gloo"})
+    monkeypatch.setattr(transfer, "backends_of", lambda group: {"cpu": "gloo"})
     return mail
 
 
 @pytest.fixture
 def queued(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> Mail:
     """Wires that share one queue, as over NCCL."""
-    monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "nccl"})
+    monkeypatch.setattr(transfer, "backends_of", lambda group: {"cpu": "nccl"})
     return mail
 
 
@@ -120,7 +119,7 @@ STEPS = [
 @pytest.mark.parametrize("kind", ["one queue", "gloo", "gloo, received early"])
 def test_values_of_any_form_arrive_in_both_directions(mail, monkeypatch, kind):
     if kind == "one queue":
-        monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "nccl"})
+        monkeypatch.setattr(transfer, "backends_of", lambda group: {"cpu": "nccl"})
     both = ends(monkeypatch)
     assert [link.one_queue for link in both] == [kind == "one queue"] * 2
     for step in STEPS:
@@ -241,7 +240,7 @@ def expect_and_take(link: Link) -> None:
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_failure_is_heard_and_leaves_nothing_under_way(mail, monkeypatch, is_queued, steps, no_batch):
     if is_queued:
-        monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "nccl"})
+        monkeypatch.setattr(transfer, "backends_of", lambda group: {"cpu": "nccl"})
     one, other = both = ends(monkeypatch)
     for _ in range(steps):  # after two alike, messages are counted on over a queue
         for index in range(4):
@@ -293,7 +292,7 @@ def test_a_rank_that_failed_itself_hears_of_the_other_in_what_it_expected(mail, 
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_what_came_and_is_not_used_is_waited_for_where_its_memory_is_still_filled(mail, monkeypatch, is_queued):
     if is_queued:
-        monkeypatch.setattr(wire, "backends_of", lambda group: {"cpu": "nccl"})
+        monkeypatch.setattr(transfer, "backends_of", lambda group: {"cpu": "nccl"})
     one, other = ends(monkeypatch)
     for index in (0, 1):
         sent(one, index, numbers(2))
@@ -328,8 +327,8 @@ def test_nobody_hears_of_a_failure_where_nothing_is_left_to_send(mail, monkeypat
     ],
 )
 def test_a_group_for_transfers_has_a_backend_for_the_host(monkeypatch, backends, named):
-    monkeypatch.setattr(wire, "backends_of", lambda group: backends)
-    assert wire.with_cpu(None) == named
+    monkeypatch.setattr(transfer, "backends_of", lambda group: backends)
+    assert transfer.with_cpu(None) == named
 
 
 @pytest.mark.parametrize(
@@ -344,17 +343,17 @@ def test_a_group_for_transfers_has_a_backend_for_the_host(monkeypatch, backends,
     ],
 )
 def test_a_wire_moves_the_memory_that_its_backend_can(monkeypatch, backends, device, moved, one_queue):
-    monkeypatch.setattr(wire, "backends_of", lambda group: backends)
+    monkeypatch.setattr(transfer, "backends_of", lambda group: backends)
     if moved is None:
         with pytest.raises(ScheduleError, match=r"moves cuda memory, but cpu must be moved too.*cpu:gloo,cuda:nccl"):
-            wire.Wire(None, 1, torch.device(device))
+            transfer.Wire(None, 1, torch.device(device))
     else:
-        made = wire.Wire(None, 1, torch.device(device))
+        made = transfer.Wire(None, 1, torch.device(device))
         assert (made.device.type, made.one_queue) == (moved, one_queue)
 
 
 def test_a_rank_that_is_not_in_the_group_is_told(mail, monkeypatch):
     monkeypatch.setattr(dist, "isend", lambda *args, **named: None)
     with pytest.raises(ScheduleError, match="this rank is not in the pipeline's process group"):
-        wire.Wire(None, 1, CPU).send(torch.ones(1), 0)
-    assert wire.Wire(None, 1, CPU).send(torch.ones(0), 0) == []
+        transfer.Wire(None, 1, CPU).send(torch.ones(1), 0)
+    assert transfer.Wire(None, 1, CPU).send(torch.ones(0), 0) == []

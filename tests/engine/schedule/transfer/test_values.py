@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.engine.schedule.actions import Kind
-from colonnade.engine.schedule.transfer.values import (
+from colonnade.engine.schedule.transfer import (
     _padded,
     describe,
     empty_frame,

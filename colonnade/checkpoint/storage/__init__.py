@@ -1,1 +1,0 @@
-"""The folder of a run: its lock, its checkpoints, writing a new one, and verifying one that is there."""

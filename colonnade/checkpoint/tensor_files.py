@@ -1,0 +1,569 @@
+"""Files of tensors in the safetensors format: written in one pass that also hashes, read by boxes.
+
+They are written here, because the writer of the safetensors package gives back neither a hash nor a file that is known to
+be on disk, and holds all tensors in memory as bytes. Each is opened by that package once, so that it can be read anywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from colonnade.checkpoint.agreement import fault_point
+from colonnade.checkpoint.manifest import (
+    WIDTHS,
+    Box,
+    Damaged,
+    FileRecord,
+    Manifest,
+    StoredBox,
+    TensorRecord,
+    moved,
+    places_of,
+    whole_box,
+)
+from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.placement import is_dtensor
+
+# --------------------------------------------------------------------------------------------------
+# A tensor on its way into a file, its bytes, and what the format calls its type. Needs no safetensors.
+# --------------------------------------------------------------------------------------------------
+
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A tensor to write: its place is known before its content, which is asked for when its turn comes."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> FileEntry:
+        """The entry of a tensor that is there already."""
+        return cls(key, type_name(tensor, key), tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * WIDTHS[self.dtype]
+
+
+def type_name(tensor: Tensor, what: str) -> str:
+    """The format's name for the tensor's type; refuses what the format cannot hold."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{what} is a {tensor.device.type} tensor of {tensor.layout}; only dense ones can be saved", code="C085"
+        )
+    return name_of(tensor.dtype, what)
+
+
+def dtype_of(record: TensorRecord) -> torch.dtype:
+    """Torch's type of a saved tensor."""
+    return _TYPES[record.dtype]
+
+
+def memory_for(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+    """Memory of the host for stored elements, of just this dtype: inside `in_double()`, torch would make it wider."""
+    with torch._C.DisableTorchFunction():
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned, device="cpu")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Torch's type for the format's name."""
+    return _TYPES[name]
+
+
+def name_of(dtype: torch.dtype, what: str = "the dtype") -> str:
+    """The format's name for a type."""
+    if dtype not in _NAMES:
+        known = listed(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+        raise CheckpointError(f"{what} is {dtype}, which a checkpoint cannot hold; allowed are {known}", code="C085")
+    return _NAMES[dtype]
+
+
+def in_file_order(entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """As they lie in a file, and are read for it: the largest elements first, so that all of them are aligned."""
+    return sorted(entries, key=lambda entry: (-WIDTHS[entry.dtype], entry.key))
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's elements in row order; a copy only where they are elsewhere or out of order."""
+    plain = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    if not plain.numel():
+        return memoryview(b"")
+    # By address, because a view through numpy would make numpy a requirement.
+    content = (ctypes.c_ubyte * (plain.numel() * plain.element_size())).from_address(plain.data_ptr())
+    content.owner = plain  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return memoryview(content).cast("B")
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of tensors that others wrote: what is in them, and boxes of tensors read straight into the memory they are for.
+# --------------------------------------------------------------------------------------------------
+
+
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000
+_SCRATCH = 1 << 23
+_LONG_RUN = 1 << 16
+"""From so many bytes on that lie together, each run is read by itself, else whole rows of which a part is kept."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a safetensors file: its bytes begin at `start`."""
+
+    file: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """The elements of a box, or all, as a new tensor."""
+        box = whole_box(self.shape) if box is None else box
+        target = memory_for(box.shape, self.dtype)
+        self.read_into(target, box)
+        return target
+
+    def read_into(self, target: Tensor, box: Box) -> None:
+        """Give `target` the elements of the box. No more is held than these and, at times, 8 MiB or a tensor's bytes."""
+        if not target.numel():
+            return
+        if target.device.type != "cpu" or target.dtype != self.dtype or not target.is_contiguous():
+            with torch.no_grad():
+                target.copy_(self.read(box))
+            return
+        descriptor = os.open(self.file, os.O_RDONLY)
+        try:
+            self._read(descriptor, _memory(target), box)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, memory: memoryview, box: Box) -> None:
+        width, dims = self.dtype.itemsize, len(self.shape)
+        # From dimension `cut` + 1 on the box has all there is, so that what it has of one row of `cut` lies together.
+        cut = next((dim for dim in reversed(range(dims)) if box.shape[dim] != self.shape[dim]), 0)
+        strides = [width * prod(self.shape[dim + 1 :]) for dim in range(dims)]
+        first = self.start + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
+        run = prod(box.shape[cut:]) * width
+        if not cut:
+            self._fill(descriptor, memory, first)
+            return
+        pitch, rows = strides[cut - 1], box.shape[cut - 1]
+        for number, outer in enumerate(itertools.product(*map(range, box.shape[: cut - 1]))):
+            begin = first + sum(at * stride for at, stride in zip(outer, strides, strict=False))
+            part = memory[number * rows * run :][: rows * run]
+            if run >= _LONG_RUN:
+                for row in range(rows):
+                    self._fill(descriptor, part[row * run :][:run], begin + row * pitch)
+            else:
+                self._fill_rows(descriptor, part, begin, run, pitch)
+
+    def _fill_rows(self, descriptor: int, memory: memoryview, begin: int, run: int, pitch: int) -> None:
+        """Runs of bytes, one every `pitch` bytes: by way of memory for some of the rows."""
+        rows, target = len(memory) // run, torch.frombuffer(memory, dtype=torch.uint8).view(-1, run)
+        most = max(1, _SCRATCH // pitch)
+        scratch = torch.empty(most * pitch, dtype=torch.uint8, device="cpu")
+        for row in range(0, rows, most):
+            count = min(most, rows - row)
+            self._fill(descriptor, _memory(scratch)[: (count - 1) * pitch + run], begin + row * pitch)
+            target[row : row + count] = scratch[: count * pitch].view(count, pitch)[:, :run]
+
+    def _fill(self, descriptor: int, memory: memoryview, start: int) -> None:
+        while len(memory):
+            count = os.preadv(descriptor, [memory], start)
+            if not count:
+                raise CheckpointError(
+                    f"{self.file} ends before {self.key} does: it was changed while it was read", code="C081"
+                )
+            memory, start = memory[count:], start + count
+
+
+@dataclass(frozen=True)
+class UnpickledTensor:
+    """A tensor of a pickled file that is trusted; its bytes are read when they are asked for."""
+
+    file: Path
+    key: str
+    value: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    def __str__(self) -> str:
+        return f"{self.key} in {self.file.name}"
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """As `StoredTensor.read`."""
+        return self.value[(whole_box(self.shape) if box is None else box).slices_in(whole_box(self.shape))].clone()
+
+    def read_into(self, target: Tensor, box: Box) -> None:
+        """As `StoredTensor.read_into`."""
+        with torch.no_grad():
+            target.copy_(self.value[box.slices_in(whole_box(self.shape))])
+
+
+AnyTensor = StoredTensor | UnpickledTensor
+
+
+def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
+    """All tensors of a safetensors file, or of a folder as transformers writes it, by name; nothing of them is read.
+
+    Pickled files (pytorch_model.bin) are read only where they are trusted, and then by torch's restricted unpickler.
+    """
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        kinds = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+        found = next((path / kind for kind in kinds if (path / kind).is_file()), None)
+        if found is None:
+            others = sorted(path.glob("*.safetensors"))
+            if len(others) != 1:
+                raise CheckpointError(
+                    f"{path} has no weights: neither model.safetensors nor {INDEX} is there{_interrupted(path)}",
+                    code="C081",
+                )
+            (found,) = others
+        files = _indexed(found) if found.suffix == ".json" else [found]
+    else:
+        raise CheckpointError(
+            f"{path} is neither a folder nor a file. Weights are read from disk: download those of a hub first, with "
+            f"`hf download <name> --local-dir <folder>`",
+            code="C081",
+        )
+    tensors: dict[str, AnyTensor] = {}
+    for file in files:
+        tensors |= stored_tensors(file) if file.suffix == ".safetensors" else _unpickled(file, trust)
+    return tensors
+
+
+def _interrupted(path: Path) -> str:
+    """That a save was killed while it put new files in the place of older ones, if one was."""
+    asides = sorted(path.glob(".old-*"))
+    return (
+        f". They were being replaced when a save was killed: save again, or move back what is in {asides[0]}"
+        if asides
+        else ""
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, which must lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(
+                f"{index} names {name!r}, which is no file beside it; copy the whole folder again", code="C081"
+            )
+    return [index.parent / name for name in names]
+
+
+def _unpickled(file: Path, trust: bool) -> dict[str, AnyTensor]:
+    if not trust:
+        raise CheckpointError(
+            f"{file} is a pickle, which may run code when it is read. Convert it to safetensors (load and save it with "
+            f"transformers, once, where you trust it), or pass trust=True: then torch's weights_only loader reads it",
+            code="C086",
+        )
+    content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return {key: UnpickledTensor(file, key, value) for key, value in content.items() if isinstance(value, Tensor)}
+
+
+def stored_tensors(file: Path) -> dict[str, AnyTensor]:
+    """What a safetensors file has, by name; refuses a table that does not fit the file."""
+    try:
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise ValueError(f"a table of {length} bytes in a file of {size}")
+            table: dict[str, Any] = json.loads(opened.read(length))
+        table.pop("__metadata__", None)
+        return {key: _stored(file, key, entry, 8 + length, size) for key, entry in table.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as a safetensors file: {error}", code="C081") from error
+
+
+def _stored(file: Path, key: str, entry: dict[str, Any], begin: int, size: int) -> StoredTensor:
+    shape, (start, stop) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+    if entry["dtype"] not in WIDTHS:
+        raise ValueError(f"{key} has the type {entry['dtype']}, which is none of {', '.join(WIDTHS)}")
+    right = stop - start == prod(shape) * WIDTHS[entry["dtype"]]
+    if any(dim < 0 for dim in shape) or not (0 <= start <= stop <= size - begin) or not right:
+        raise ValueError(f"{key}, of {entry['dtype']} and shape {list(shape)}, is said to be bytes {start} to {stop}")
+    return StoredTensor(file, key, dtype_named(entry["dtype"]), shape, begin + start)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor, to be written to. It must outlive the view."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+_CHUNK = 1 << 23
+
+
+def write_tensors(path: Path, entries: Iterable[FileEntry], rest: Callable[[], None] = lambda: None) -> FileRecord:
+    """Write a new file, see it on disk and see that it opens; returns its size and hash, of the bytes on their way.
+
+    `rest` is called after each chunk: a thread that has time makes room for others there.
+    """
+    ordered = in_file_order(entries)
+    digest, size = hashlib.sha256(), 0
+    with open(path, "xb", buffering=0) as file:
+        for content in chain([_header(ordered)], (raw_bytes(entry.read()) for entry in ordered)):
+            for start in range(0, len(content), _CHUNK):
+                chunk = content[start : start + _CHUNK]
+                digest.update(chunk)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
+                rest()
+            size += len(content)
+            fault_point("tensor written")
+        fault_point("file written")
+        os.fsync(file.fileno())
+    with safe_open(str(path), framework="pt") as file:  # refuses a table that does not match the bytes
+        if len(file.keys()) != len(ordered):
+            raise CheckpointError(
+                f"{path} has {len(file.keys())} tensors, not the {len(ordered)} that were written", code="C081"
+            )
+    fault_point("file synced")
+    return FileRecord(path.name, size, digest.hexdigest())
+
+
+class TensorReader:
+    """Reads stored boxes, and parts of them, from the files of one checkpoint; their tables when they are first needed."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._tables: dict[str, dict[str, AnyTensor]] = {}
+
+    def fill(self, target: Tensor, box: Box, record: TensorRecord) -> None:
+        """Copy the elements of `box` out of the stored boxes that have some of them into `target`."""
+        for part in record.parts:
+            wanted = box.shared_with(part.box)
+            for stored in self._manifest.stored_boxes(part, wanted) if wanted is not None else ():
+                shared = box.shared_with(stored.box)
+                if shared is not None:
+                    self._read(target[shared.slices_in(box)], stored, shared, record.dtype)
+
+    def new(self, box: Box, record: TensorRecord) -> Tensor:
+        """The elements of `box` as a new tensor."""
+        target = memory_for(box.shape, dtype_of(record))
+        self.fill(target, box, record)
+        return target
+
+    def whole(self, record: TensorRecord) -> Tensor:
+        """All elements of a saved tensor."""
+        return self.new(whole_box(record.shape), record)
+
+    def entry(self, file: str, key: str) -> Tensor:
+        """A whole entry, whatever its shape."""
+        with _damaged_if_broken(file):
+            return self._stored(file, key).read()
+
+    def _read(self, target: Tensor, stored: StoredBox, box: Box, dtype: str) -> None:
+        """Give `target` the elements of `box`, which is inside the stored one."""
+        with _damaged_if_broken(stored.file):
+            found = self._stored(stored.file, stored.key)
+            if (found.shape, name_of(found.dtype)) != (stored.shape, dtype):
+                raise Damaged(
+                    f"{stored.file}: {stored.key} is {name_of(found.dtype)} of shape {list(found.shape)}, expected {dtype} of "
+                    f"{list(stored.shape)}"
+                )
+            if stored.order is None:
+                found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
+                return
+            flat = found.read(Box((stored.first,), (stored.box.numel,)))
+        ordered = flat.view([stored.box.shape[dim] for dim in stored.order])
+        with torch.no_grad():
+            target.copy_(ordered.permute(places_of(stored.order))[box.slices_in(stored.box)])
+
+    def _stored(self, file: str, key: str) -> AnyTensor:
+        if file not in self._tables:
+            self._tables[file] = stored_tensors(self._checkpoint / file)
+        return self._tables[file][key]
+
+
+@contextmanager
+def _damaged_if_broken(file: str) -> Iterator[None]:
+    try:
+        yield
+    except Damaged:
+        raise
+    except (CheckpointError, KeyError, OSError) as error:
+        raise Damaged(f"{file} cannot be read: {error}") from error
+
+
+def _header(entries: list[FileEntry]) -> memoryview:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers ask for it
+    start = 0
+    for entry in entries:
+        stop = start + entry.size
+        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST_HEADER:
+        raise CheckpointError(
+            f"the table of {len(entries)} tensors takes {len(text)} bytes; {_LONGEST_HEADER} can be read", code="C081"
+        )
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+# --------------------------------------------------------------------------------------------------
+# State as JSON: what `state_dict()` may hold, with tensors beside it. Nothing else is taken, nothing is guessed.
+#
+# Objects with text keys, lists, texts, numbers, booleans and None are themselves. The rest of what Python state is
+# made of is marked: `$tuple`, `$dict` (keys of any kind), `$counter`, `$float` (nan and infinities) and `$tensor`.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value as JSON, in which `{"$tensor": n}` stands for `tensors[n]`."""
+
+    value: Any
+    tensors: tuple[Tensor, ...]
+
+    def digest(self) -> str:
+        """Equal for equal values, to the bit."""
+        digest = hashlib.sha256(json.dumps(self.value).encode())
+        for tensor in self.tensors:
+            digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            digest.update(raw_bytes(tensor))
+        return digest.hexdigest()
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it is an object that gives and takes its state, rather than a plain value."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def encode(value: Any, what: str) -> Encoded:
+    """`value` as JSON and tensors; refuses anything else, by its place in `what`."""
+    tensors: list[Tensor] = []
+    return Encoded(_encode(value, what, tensors), tuple(tensors))
+
+
+def decode(value: Any, tensor: Callable[[int], Tensor]) -> Any:
+    """What was encoded; `tensor` gives the n-th tensor."""
+    if isinstance(value, list):
+        return [decode(entry, tensor) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    marks = [key for key in value if key.startswith("$")]
+    if not marks:
+        return {key: decode(entry, tensor) for key, entry in value.items()}
+    (mark,) = marks
+    content = value[mark]
+    if mark == "$tensor":
+        return tensor(content)
+    if mark == "$float":
+        return float(content)
+    make: dict[str, Callable[[Sequence[Any]], Any]] = {"$tuple": tuple, "$dict": _pairs, "$counter": _counts}
+    return make[mark]([decode(entry, tensor) for entry in content])
+
+
+def _encode(value: Any, what: str, tensors: list[Tensor]) -> Any:
+    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, Tensor):
+        return {"$tensor": _keep(value, what, tensors)}
+    if type(value) is list:
+        return _encode_all(value, what, tensors)
+    if type(value) is tuple:
+        return {"$tuple": _encode_all(value, what, tensors)}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encode_dict(value, what, tensors)
+    raise CheckpointError(
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold. State is made "
+        f"of None, booleans, numbers, texts, lists, tuples, dicts and tensors; give the object a state_dict() of these.",
+        code="C085",
+    )
+
+
+def _encode_dict(value: dict[Any, Any], what: str, tensors: list[Tensor]) -> Any:
+    if type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: _encode(entry, f"{what}[{key!r}]", tensors) for key, entry in value.items()}
+    pairs = [
+        [_encode(key, f"a key of {what}", tensors), _encode(entry, f"{what}[{key!r}]", tensors)]
+        for key, entry in value.items()
+    ]
+    return {"$counter" if type(value) is Counter else "$dict": pairs}
+
+
+def _encode_all(value: Sequence[Any], what: str, tensors: list[Tensor]) -> list[Any]:
+    return [_encode(entry, f"{what}[{at}]", tensors) for at, entry in enumerate(value)]
+
+
+def _keep(tensor: Tensor, what: str, tensors: list[Tensor]) -> int:
+    if is_dtensor(tensor):
+        raise CheckpointError(f"{what} is a DTensor; only the model and the optimizer may hold those", code="C085")
+    type_name(tensor, what)
+    tensors.append(tensor.detach())
+    return len(tensors) - 1
+
+
+def _pairs(content: Sequence[Any]) -> dict[Any, Any]:
+    return {key: entry for key, entry in content}  # noqa: C416 - dict(content) would take a list of texts too
+
+
+def _counts(content: Sequence[Any]) -> Counter[Any]:
+    return Counter(_pairs(content))

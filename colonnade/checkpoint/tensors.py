@@ -1,0 +1,231 @@
+"""Where each tensor of a model lies in its whole, read from its placement: the names, the box, the holders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade.checkpoint.agreement import agreed, gather_json
+from colonnade.checkpoint.manifest import Box, boxes_in_order, moved, places_of, whole_box
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.demand import holding
+from colonnade.parallel.dtensor import effective_placement, local_part
+from colonnade.parallel.flat import packed_runs, part_indices
+from colonnade.parallel.placement import Placement, is_dtensor, logical_shape, placement_of
+
+EXTRA_STATE = "_extra_state"
+PREFIX = "_colonnade_prefix"
+"""Attribute of a pipeline stage: how names begin in the whole model that the stage itself does not begin so."""
+Sizes = Mapping[str, Mapping[str, Sequence[int]]]
+"""What a rank says of its uneven tensors: label -> dimension -> (index of its part, size of its part)."""
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTensor:
+    """One tensor of this rank's model, under all the names it has here, and where its elements lie in a whole of `shape`.
+
+    `label` is the same on all ranks that hold some of it. `holders` hold the same elements, `sharers` any of
+    the whole. `parts` says for each split dimension: (index of this part, number of parts); `by_hand` the same of what
+    was placed, without what FSDP has cut inside that. `places` are boxes of the whole, each with the box of this rank's elements that is there: one, or as many as a packed weight has sections.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    tensor: Tensor
+    placement: Placement
+    holders: tuple[int, ...]
+    sharers: tuple[int, ...]
+    parts: Mapping[int, tuple[int, int]]
+    by_hand: Mapping[int, tuple[int, int]]
+    shape: tuple[int, ...]
+    places: tuple[tuple[Box, Box], ...]
+
+    @property
+    def local(self) -> Tensor:
+        """The elements that this rank holds."""
+        return local_part(self.tensor).detach()
+
+    def pieces(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Of a tensor that lies as the local part does: each box of the whole, and the view of what is there."""
+        everything = whole_box(values.shape)
+        for box, here in self.places:
+            yield box, values[here.slices_in(everything)]
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether its box depends on the sizes of other ranks' parts."""
+        return bool(self.by_hand) and placement_of(self.tensor).shape is not None
+
+
+def prefix_of(model: nn.Module) -> str:
+    """What the names of a rank's part lack of those in the whole model: a stage is cut out of what a wrapper of peft holds."""
+    stage = next(iter(model), model) if isinstance(model, nn.ModuleList) else model
+    return str(getattr(stage, PREFIX, ""))
+
+
+def locate_tensors(
+    model: nn.Module, context: ParallelContext, doing: str, own_names: bool = False
+) -> list[LocalTensor]:
+    """Every parameter and persistent buffer of this rank's model, once. Collective over the world.
+
+    Names are those in the whole model, the same under every layout; with `own_names` those of this rank's model.
+    Sizes of uneven parts are known only to the ranks that hold them, so the ranks tell each other.
+    """
+    with agreed(context, doing):
+        found = _tensors_of(model, context, "" if own_names else prefix_of(model))
+    everyone = gather_json(_uneven_sizes(found), context)
+    with agreed(context, doing):
+        return [_located(tensor, everyone, context) for tensor in found]
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules add to the model's state by `get_extra_state`, by key."""
+    return {f"{prefix_of(model)}{key}": value for key, value in model.state_dict().items() if _is_extra_state(key)}
+
+
+def memory_order(local: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order in which elements lie in memory, slowest first (channels-last weights: 0, 2, 3, 1)."""
+    order, strides = range(local.dim()), local.stride()
+    return tuple(order if local.is_contiguous() else sorted(order, key=lambda dim: -strides[dim]))
+
+
+def boxes_in_memory(tensor: LocalTensor, start: int, stop: int, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """Where elements [start, stop) of a tensor, as they lie in memory, lie in its whole, with the view of `values`
+    (1-d) of each box.
+    """
+    order, done = memory_order(tensor.local), 0
+    for filled in boxes_in_order(start, stop, whole_box(tensor.local.shape), order):
+        view = values[done : done + filled.numel].view([filled.shape[dim] for dim in order]).permute(places_of(order))
+        for box, here in tensor.places:
+            shared = filled.shared_with(here)
+            if shared is not None:
+                yield moved(shared, here, box), view[shared.slices_in(filled)]
+        done += filled.numel
+
+
+def _tensors_of(model: nn.Module, context: ParallelContext, prefix: str) -> list[LocalTensor]:
+    """The tensors as this rank alone sees them: each as if its own part were the whole."""
+    named: dict[int, tuple[Tensor, list[str]]] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not _is_extra_state(key):
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the model's state_dict() holds {key}, a {type(value).__name__}, not a tensor", code="C082"
+                )
+            named.setdefault(id(value), (value, []))[1].append(key)
+    lost = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
+    if lost:
+        raise CheckpointError(
+            f"the model's state_dict() does not hold the parameters {listed(lost[:5])} themselves, so they cannot be "
+            f"saved; a hook of the model replaces or drops them",
+            code="C082",
+        )
+    return [_alone(tuple(f"{prefix}{name}" for name in names), tensor, context) for tensor, names in named.values()]
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
+def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> LocalTensor:
+    layout, rank = context.layout, context.get_global_rank()
+    placement = effective_placement(tensor, layout, rank)
+    tied = placement.tied
+    anywhere = Placement({ParallelMode.PIPELINE: tied} if tied is not None else {})
+    box = whole_box(local_part(tensor).shape)
+    return LocalTensor(
+        label=names[0] if tied is None else f"tie:{tied.key}",
+        names=names,
+        tensor=tensor,
+        placement=placement,
+        holders=holding(layout, placement, rank).ranks,
+        sharers=holding(layout, anywhere, rank).ranks,
+        parts=part_indices(layout, placement, rank),
+        by_hand=part_indices(layout, placement_of(tensor), rank),
+        shape=box.shape,
+        places=((box, box),),
+    )
+
+
+def _uneven_sizes(tensors: Iterable[LocalTensor]) -> Sizes:
+    return {
+        tensor.label: {str(dim): [at, tensor.tensor.shape[dim]] for dim, (at, _) in tensor.by_hand.items()}
+        for tensor in tensors
+        if tensor.may_be_uneven
+    }
+
+
+def _located(found: LocalTensor, everyone: Sequence[Sizes], context: ParallelContext) -> LocalTensor:
+    """With its place in the whole. A DTensor's is from its mesh, inside the part that was cut by hand if one was."""
+    layout, rank, tensor = context.layout, context.get_global_rank(), found.tensor
+    by_hand = placement_of(tensor)
+    sizes = {mode: len(layout.group_of(mode, rank)) for mode in by_hand.shards}
+    shape = logical_shape(tensor, by_hand, sizes)
+    offset = offset_in_dtensor(tensor) if is_dtensor(tensor) else [0] * tensor.dim()
+    packed = packed_runs(layout, by_hand, rank)
+    for dim, (at, _) in found.by_hand.items():
+        if dim not in packed:
+            uneven = found.may_be_uneven
+            offset[dim] += _uneven_offset(found, dim, shape[dim], everyone) if uneven else at * tensor.shape[dim]
+    here = whole_box(found.local.shape)
+    places: tuple[tuple[Box, Box], ...] = ((Box(tuple(offset), here.shape), here),)
+    for dim, runs in packed.items():
+        places = tuple(place for each in places for place in _in_sections(each, dim, runs))
+    return replace(found, shape=shape, places=places)
+
+
+def _in_sections(place: tuple[Box, Box], dim: int, runs: Sequence[tuple[int, int]]) -> list[tuple[Box, Box]]:
+    """A place that begins so far into this rank's part of all sections along `dim`, as a place in each of them."""
+    box, here = place
+    found, before = [], 0
+    for start, length in runs:
+        first = max(box.offset[dim], before)
+        stop = min(box.stop[dim], before + length)
+        if first < stop:
+            inside = here.offset[dim] + first - box.offset[dim]
+            found.append(
+                (
+                    _along(box, dim, start + first - before, stop - first),
+                    _along(here, dim, inside, stop - first),
+                )
+            )
+        before += length
+    return found or [(_along(box, dim, box.offset[dim], 0), _along(here, dim, here.offset[dim], 0))]
+
+
+def _along(box: Box, dim: int, start: int, length: int) -> Box:
+    """The box with another extent along one dimension."""
+    return Box((*box.offset[:dim], start, *box.offset[dim + 1 :]), (*box.shape[:dim], length, *box.shape[dim + 1 :]))
+
+
+def _uneven_offset(found: LocalTensor, dim: int, whole: int, everyone: Sequence[Sizes]) -> int:
+    index, count = found.by_hand[dim]
+    told: dict[int, set[int]] = {at: set() for at in range(count)}
+    for sizes in everyone:
+        if found.label in sizes:
+            at, size = sizes[found.label][str(dim)]
+            told[at].add(size)
+    widths = [sizes.pop() if len(sizes) == 1 else None for sizes in told.values()]
+    known = [width for width in widths if width is not None]
+    if len(known) != count or sum(known) != whole:
+        raise CheckpointError(
+            f"{found.names[0]} is placed as {found.placement} with {whole} elements along dimension {dim}, but its "
+            f"{count} parts have {listed(widths)}; ranks that hold the same part must agree, and the parts must add up",
+            code="C082",
+        )
+    return sum(known[:index])
+
+
+def offset_in_dtensor(tensor: Any) -> list[int]:
+    """Where this rank's part of a DTensor begins."""
+    # Imported here: it costs those who have no DTensors two seconds.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    with torch.device("cpu"):  # torch works it out in a tensor on the default device, and reads that
+        return list(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

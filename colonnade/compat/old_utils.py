@@ -1,0 +1,389 @@
+"""`colossalai.utils`: small functions over the global context, timers, and checkpoints in a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.checkpoint import CheckpointManager
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.core import global_context
+from colonnade.core import global_context as gpc
+from colonnade.engine.schedule.pipeline import NonPipelineSchedule
+from colonnade.engine.schedule.pipeline import PipelineSchedule as _Pipeline
+from colonnade.errors import CheckpointError, ConfigError
+from colonnade.logging import DistributedLogger, get_dist_logger
+from colonnade.optim.clip import clip_grad_norm_
+from colonnade.paths import local_path
+from colonnade.trainer import hooks
+from colonnade.utils import timer
+from colonnade.utils.sampler import DistinctDataSampler
+
+
+def is_dp_rank_0() -> bool:
+    return not gpc.is_initialized(ParallelMode.DATA) or gpc.is_first_rank(ParallelMode.DATA)
+
+
+def is_tp_rank_0() -> bool:
+    return not gpc.is_initialized(ParallelMode.TENSOR) or gpc.is_first_rank(ParallelMode.TENSOR)
+
+
+def is_no_pp_or_last_stage() -> bool:
+    return not gpc.is_initialized(ParallelMode.PIPELINE) or gpc.is_pipeline_last_stage()
+
+
+def is_using_ddp() -> bool:
+    return _is_using(ParallelMode.DATA)
+
+
+def is_using_pp() -> bool:
+    return _is_using(ParallelMode.PIPELINE)
+
+
+def is_using_sequence() -> bool:
+    return _is_using(ParallelMode.SEQUENCE)
+
+
+def _is_using(mode: ParallelMode) -> bool:
+    return gpc.is_initialized(mode) and gpc.get_world_size(mode) > 1
+
+
+def sync_model_param(model: nn.Module, parallel_mode: ParallelMode) -> None:
+    """Give every parameter the values of the first rank of the mode."""
+    if _is_using(parallel_mode):
+        source, group = gpc.get_ranks_in_group(parallel_mode)[0], gpc.get_group(parallel_mode)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, source, group=group)
+
+
+def clip_grad_norm_fp32(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> float:
+    """Clip by the norm of the whole model, whatever its placements; returns the norm before it."""
+    return float(clip_grad_norm_(parameters, max_norm, norm_type, context=gpc if gpc.is_launched else None))
+
+
+def conditional_context(context_manager: AbstractContextManager[Any], enable: bool = True) -> Any:
+    return context_manager if enable else nullcontext()
+
+
+def synchronize() -> None:
+    """Wait for the device, where it has anything to wait for."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    torch.cuda.empty_cache()
+
+
+def set_to_cuda(models: Any) -> Any:
+    """Modules, alone or in a list, on the device of this rank."""
+    return [model.to(gpc.device) for model in models] if isinstance(models, list) else models.to(gpc.device)
+
+
+def report_memory_usage(message: str, logger: DistributedLogger | None = None, report_cpu: bool = False) -> None:
+    """Log what tensors take on the device and, with `report_cpu`, what this process takes of the host's memory."""
+    told = [message]
+    if torch.cuda.is_available():
+        used, most = torch.cuda.memory_allocated(gpc.device), torch.cuda.max_memory_allocated(gpc.device)
+        told.append(f"device {used >> 20} MiB now, {most >> 20} MiB at most")
+        torch.cuda.reset_peak_memory_stats(gpc.device)
+    if report_cpu or len(told) == 1:
+        import resource  # where there is none, this is not called
+
+        told.append(f"host {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB at most")
+    (logger or get_dist_logger()).info(": ".join(told[:1]) + ": " + ", ".join(told[1:]))
+
+
+class DataParallelSampler(DistinctDataSampler):
+    """Each data rank its own samples, as `get_dataloader` deals them."""
+
+    def __init__(self, dataset: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> None:
+        super().__init__(dataset, gpc.layout, gpc.get_global_rank(), shuffle, seed, drop_last)
+
+
+class Timer(timer.Timer):
+    """A stopwatch that remembers only the laps it is told to keep."""
+
+    def stop(self, keep_in_history: bool = False) -> float:
+        synchronize()
+        seconds = super().stop()
+        if self.history and not keep_in_history:
+            self.history.pop()
+        return seconds
+
+    def get_history_sum(self) -> float:
+        return sum(self.history)
+
+    def get_history_mean(self) -> float:
+        return sum(self.history) / len(self.history)
+
+
+class MultiTimer(timer.MultiTimer):
+    """Timers by name, which can be switched off."""
+
+    def __init__(self, on: bool = True) -> None:
+        super().__init__()
+        self._on = on
+
+    def start(self, name: str) -> None:
+        if self._on:
+            super().start(name)
+
+    def stop(self, name: str, keep_in_history: bool = True) -> float:
+        return self.get_timer(name).stop(keep_in_history) if self._on else 0.0
+
+    def get_timer(self, name: str) -> Timer:
+        found = self._timers.setdefault(name, Timer())
+        assert isinstance(found, Timer)
+        return found
+
+    def is_on(self) -> bool:
+        return self._on
+
+    def set_status(self, mode: bool) -> None:
+        self._on = mode
+
+    def __iter__(self) -> Iterator[tuple[str, timer.Timer]]:
+        yield from self._timers.items()
+
+
+def save_checkpoint(
+    file: str | Path, epoch: int, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, **options: Any
+) -> None:
+    """Save everything under `file`, which becomes a folder with one checkpoint of Colonnade. Collective.
+
+    The optimizer and the scheduler are saved too, and any layout can load it.
+    """
+    if options:
+        raise ConfigError(
+            f"save_checkpoint takes no {', '.join(options)}: the file is none of torch.save's. Leave it out."
+        )
+    with CheckpointManager(_folder(file), gpc, keep=1) as manager:
+        manager.save(epoch, model, optimizer, _extra(lr_scheduler))
+
+
+def load_checkpoint(
+    file: str | Path, model: nn.Module, optimizer: Any = None, lr_scheduler: Any = None, strict: bool = True
+) -> int:
+    """Load what `save_checkpoint` wrote to `file`, on any layout, and return its epoch. Collective."""
+    if not strict:
+        raise ConfigError("strict=False: a checkpoint is loaded whole or not at all. Leave it out.")
+    with CheckpointManager(_folder(file), gpc, read_only=True) as manager:
+        return manager.load(model, optimizer, _extra(lr_scheduler)).step
+
+
+def _folder(file: str | Path) -> Path:
+    folder = local_path(file, "the file of a checkpoint", CheckpointError)
+    if folder.is_file():
+        raise CheckpointError(
+            f"{file} is a file. Checkpoints are folders here, written by save_checkpoint; weights in a file of torch.save's "
+            f"are loaded by model.load_state_dict before initialize."
+        )
+    return folder
+
+
+def _extra(lr_scheduler: Any) -> dict[str, Any]:
+    return {} if lr_scheduler is None else {"lr_scheduler": lr_scheduler}
+
+
+# --------------------------------------------------------------------------------------------------
+# `colossalai.testing`: assertions and decorators of its tests; `colonnade.testing.run_world` starts the ranks.
+# --------------------------------------------------------------------------------------------------
+
+
+Function = Callable[..., Any]
+
+
+def assert_equal(a: Tensor, b: Tensor) -> None:
+    assert torch.equal(a, b), f"expected a and b to be equal, but they are {a} and {b}"
+
+
+def assert_not_equal(a: Tensor, b: Tensor) -> None:
+    assert not torch.equal(a, b), f"expected a and b to differ, but both are {a}"
+
+
+def assert_close(a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> None:
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+def assert_close_loose(a: Tensor, b: Tensor, rtol: float = 1e-3, atol: float = 1e-3) -> None:
+    assert_close(a, b, rtol, atol)
+
+
+def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """That every rank of the group has the same tensor. Collective over it."""
+    others = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(others, tensor.contiguous(), group=process_group)
+    for other in others:
+        assert_equal(tensor, other)
+
+
+def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Function], Function]:
+    """Call the function once for each value of the argument; its other arguments are keywords."""
+    chosen = list(values)
+
+    def around(function: Function) -> Function:
+        @wraps(function)
+        def run(**options: Any) -> None:
+            for value in chosen:
+                function(**{argument: value, **options})
+
+        # It has no such argument any more: pytest must not look for a fixture of that name.
+        del run.__wrapped__
+        return run
+
+    return around
+
+
+def rerun_on_exception(
+    exception_type: type[BaseException] = Exception, pattern: str | None = None, max_try: int | None = 5
+) -> Callable[[Function], Function]:
+    """Call the function again, up to `max_try` times in all, when it raises such an error; the last one is raised."""
+
+    def around(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            tries = 0
+            while True:
+                tries += 1
+                try:
+                    return function(*args, **options)
+                except exception_type as error:
+                    if tries == max_try or (pattern is not None and not re.match(pattern, str(error))):
+                        raise
+
+        return run
+
+    return around
+
+
+def rerun_if_address_is_in_use() -> Callable[[Function], Function]:
+    return rerun_on_exception(pattern=r"(.*\n)*.*[Aa]ddress already in use")
+
+
+def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Function], Function]:
+    """Call the function only where there are so many CUDA devices."""
+
+    def around(function: Function) -> Function:
+        @wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            return function(*args, **options) if torch.cuda.device_count() >= min_gpus else None
+
+        return run
+
+    return around
+
+
+# --------------------------------------------------------------------------------------------------
+# `colossalai.context.random`: the streams of the global context as functions.
+# --------------------------------------------------------------------------------------------------
+
+
+_chosen = ExitStack()
+
+
+def seed(parallel_mode: ParallelMode) -> AbstractContextManager[None]:
+    """Draw from the stream of the mode inside the block."""
+    return global_context.streams.use(parallel_mode)
+
+
+def set_mode(parallel_mode: ParallelMode) -> None:
+    """Draw from the stream of the mode from now on, until `set_mode` or `reset_seeds`."""
+    _chosen.close()
+    _chosen.enter_context(seed(parallel_mode))
+
+
+def add_seed(parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
+    """Start a stream for the mode; one that is there is an error unless it may be overwritten."""
+    global_context.streams.add(parallel_mode, seed, overwrite)
+
+
+def reset_seeds() -> None:
+    """Forget every stream."""
+    _chosen.close()
+    global_context.streams.clear()
+
+
+def with_seed(function: Callable[..., Any], parallel_mode: ParallelMode) -> Callable[..., Any]:
+    """The function, with its random numbers drawn from the stream of the mode."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with global_context.streams.use(parallel_mode):
+            return function(*args, **options)
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------
+# Trainer hooks whose arguments have the names that Colossal-AI gives them.
+# --------------------------------------------------------------------------------------------------
+
+
+class SaveCheckpointHook(hooks.SaveCheckpointHook):
+    def __init__(
+        self,
+        interval: int = 1,
+        checkpoint_dir: str = "checkpoints",
+        model: Any = None,
+        save_by_iter: bool = False,
+        priority: int = 100,
+        **options: Any,
+    ) -> None:
+        folder = options.pop("folder", checkpoint_dir)
+        super().__init__(interval, folder, model, **{"by_epoch": not save_by_iter, "priority": priority, **options})
+
+
+class LoadCheckpointHook(hooks.LoadCheckpointHook):
+    def __init__(self, checkpoint_dir: str = "checkpoints", *args: Any, **options: Any) -> None:
+        super().__init__(options.pop("folder", checkpoint_dir), *args, **options)
+
+
+class TensorboardHook(hooks.TensorBoardHook):
+    def __init__(self, log_dir: str, *args: Any, **options: Any) -> None:
+        super().__init__(log_dir, *args, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# `colossalai.engine.schedule`: our schedules with its order of arguments.
+# --------------------------------------------------------------------------------------------------
+
+
+__all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedule"]
+
+_Process = Callable[..., tuple[Any, Any]] | None
+
+
+class PipelineSchedule(_Pipeline):
+    """1F1B. Whole tensors go between stages, whatever `scatter_gather_tensors` says."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        data_process_func: _Process = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+    ) -> None:
+        super().__init__(num_microbatches, "1f1b", None, data_process_func, tensor_shape)
+
+
+class InterleavedPipelineSchedule(_Pipeline):
+    """1F1B over several chunks per rank; `engine.model` is a ModuleList of them."""
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_model_chunks: int,
+        data_process_func: _Process = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+    ) -> None:
+        super().__init__(num_microbatches, "interleaved_1f1b", num_model_chunks, data_process_func, tensor_shape)

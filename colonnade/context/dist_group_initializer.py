@@ -1,0 +1,280 @@
+"""Process group initializers: the built-in ones, and the base class for one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+from typing import Any
+
+from colonnade.context.layout import Axis, Grid, grid_of, world_axes
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import LayoutError, listed
+from colonnade.registry import DIST_GROUP_INITIALIZER
+
+# --------------------------------------------------------------------------------------------------
+# The contract of a process group initializer: from sizes to rank lists.
+# --------------------------------------------------------------------------------------------------
+
+
+ModeGroups = dict[ParallelMode, Sequence[list[int]]]
+
+
+class ProcessGroupInitializer:
+    """Says which ranks form the groups of one or several modes.
+
+    `ParallelContext` passes the first six arguments by position, and whatever else the config's section
+    holds by keyword. A subclass may hand all six or only the first three to `super().__init__`; the sizes
+    are then read from the config.
+
+    Implement `init_parallel_groups()` and return `{mode: [[ranks], ...]}` for the whole world: it creates
+    nothing, so a layout can be planned and tested for any number of ranks. `ParallelContext` creates the
+    torch groups. (`init_dist_group()` and its tuples, which create their groups themselves, work after
+    `colonnade.compat.install()`.)
+    """
+
+    whole_world = True
+    """Whether every rank must be in a group of each mode that is returned."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        config: Any,
+        data_parallel_size: int | None = None,
+        pipeline_parallel_size: int | None = None,
+        tensor_parallel_size: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.config = config
+        self.axes: tuple[Axis, ...] = world_axes(config, world_size)
+        sizes = {axis.name: axis.size for axis in self.axes}
+        self.data_parallel_size = data_parallel_size or sizes["data"]
+        self.pipeline_parallel_size = pipeline_parallel_size or sizes["pipeline"]
+        self.tensor_parallel_size = tensor_parallel_size or sizes["tensor"]
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks by their coordinates: `self.grid.groups("data")`, `self.grid.split("tensor", ...)`."""
+        return grid_of(self.axes)
+
+    def init_parallel_groups(self) -> Any:
+        """Return `{mode: [[ranks], ...]}`, or None if there is nothing to add."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must define init_parallel_groups() and return {{mode: [[ranks], ...]}}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The built-in initializers: modes that follow from the axes alone, cuts of the tensor axis, and experts.
+# --------------------------------------------------------------------------------------------------
+
+
+_OVER = ("data", "data*tensor")
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Data(ProcessGroupInitializer):
+    """DATA: ranks that hold the same part of the model and see different samples."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.DATA: self.grid.groups("data")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Model(ProcessGroupInitializer):
+    """MODEL: ranks that together hold one replica of the model; all axes but data."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        model = [axis.name for axis in self.axes if axis.name != "data"]
+        return {ParallelMode.MODEL: self.grid.groups(*model)}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Pipeline(ProcessGroupInitializer):
+    """PIPELINE: ranks that hold consecutive stages of one replica."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.PIPELINE: self.grid.groups("pipeline")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Tensor(ProcessGroupInitializer):
+    """TENSOR: ranks that share the layers of one stage; consecutive ranks."""
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.TENSOR: self.grid.groups("tensor")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Sequence(ProcessGroupInitializer):
+    """SEQUENCE: ranks that each see a part of the same sequences; SEQUENCE_DP: all that see distinct tokens.
+
+    The sequence axis is the tensor axis with mode='sequence', or an axis of its own. SEQUENCE_DP joins it
+    with data *at the same pipeline stage*: stages hold different parameters and must not be mixed. `attention`, "ring"
+    or "ulysses", is for models of transformers: see `colonnade.hf.attention_patch`.
+    """
+
+    def __init__(self, *args: Any, attention: str = "ring") -> None:
+        super().__init__(*args)
+        self.attention = attention
+
+    def init_parallel_groups(self) -> ModeGroups:
+        own = any(axis.name == "sequence" for axis in self.axes)
+        axis = "sequence" if own else "tensor"
+        return {
+            ParallelMode.SEQUENCE: self.grid.groups(axis),
+            ParallelMode.SEQUENCE_DP: self.grid.groups("data", axis),
+        }
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_1D(ProcessGroupInitializer):
+    """PARALLEL_1D: the tensor group itself. `sequence_split` is for the layers: see `colonnade.nn`."""
+
+    def __init__(self, *args: Any, sequence_split: bool = False) -> None:
+        super().__init__(*args)
+        self.sequence_split = sequence_split
+
+    def init_parallel_groups(self) -> ModeGroups:
+        return {ParallelMode.PARALLEL_1D: self.grid.groups("tensor")}
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_2D(ProcessGroupInitializer):
+    """PARALLEL_2D_ROW and _COL: the tensor group as a square of `summa_dim` x `summa_dim` ranks."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.summa_dim = isqrt(self.tensor_parallel_size)
+        if self.summa_dim**2 != self.tensor_parallel_size:
+            raise LayoutError(
+                f"parallel.tensor: mode '2d' needs a square number of ranks, not size={self.tensor_parallel_size}; "
+                f"the nearest are {self.summa_dim**2} and {(self.summa_dim + 1) ** 2}",
+                code="C010",
+            )
+
+    def init_parallel_groups(self) -> ModeGroups:
+        square = self.grid.split("tensor", row=self.summa_dim, col=self.summa_dim)
+        return {
+            ParallelMode.PARALLEL_2D_ROW: square.groups("col"),
+            ParallelMode.PARALLEL_2D_COL: square.groups("row"),
+        }
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_2p5D(ProcessGroupInitializer):
+    """PARALLEL_2P5D_ROW, _COL, _DEP, _XZ: `depth` squares of `tesseract_dim` x `tesseract_dim` ranks."""
+
+    def __init__(self, *args: Any, depth: int | None = None) -> None:
+        super().__init__(*args)
+        size = self.tensor_parallel_size
+        if not isinstance(depth, int) or depth < 1:
+            raise LayoutError(
+                f"parallel.tensor: mode '2.5d' needs depth=<positive int>, got {depth!r}; for size={size} "
+                f"possible: {_depths(size)}",
+                code="C010",
+            )
+        self.tesseract_dep = depth
+        self.tesseract_dim = isqrt(size // depth)
+        if self.tesseract_dim**2 * depth != size:
+            raise LayoutError(
+                f"parallel.tensor: mode '2.5d' needs size = dim x dim x depth, but size={size} with depth={depth} "
+                f"leaves no square; for size={size} possible: {_depths(size)}",
+                code="C010",
+            )
+
+    def init_parallel_groups(self) -> ModeGroups:
+        dim = self.tesseract_dim
+        cuboid = self.grid.split("tensor", dep=self.tesseract_dep, row=dim, col=dim)
+        return {
+            ParallelMode.PARALLEL_2P5D_ROW: cuboid.groups("col"),
+            ParallelMode.PARALLEL_2P5D_COL: cuboid.groups("row"),
+            ParallelMode.PARALLEL_2P5D_DEP: cuboid.groups("dep"),
+            ParallelMode.PARALLEL_2P5D_XZ: cuboid.groups("dep", "row"),
+        }
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_3D(ProcessGroupInitializer):
+    """PARALLEL_3D_INPUT, _WEIGHT, _OUTPUT and their products: the tensor group as a cube."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.depth = round(self.tensor_parallel_size ** (1 / 3))
+        if self.depth**3 != self.tensor_parallel_size:
+            low = int(self.tensor_parallel_size ** (1 / 3))
+            raise LayoutError(
+                f"parallel.tensor: mode '3d' needs a cubic number of ranks, not size={self.tensor_parallel_size}; "
+                f"the nearest are {low**3} and {(low + 1) ** 3}",
+                code="C010",
+            )
+
+    def init_parallel_groups(self) -> ModeGroups:
+        cube = self.grid.split("tensor", output=self.depth, input=self.depth, weight=self.depth)
+        return {
+            ParallelMode.PARALLEL_3D_INPUT: cube.groups("input"),
+            ParallelMode.PARALLEL_3D_WEIGHT: cube.groups("weight"),
+            ParallelMode.PARALLEL_3D_OUTPUT: cube.groups("output"),
+            ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT: cube.groups("input", "weight"),
+            ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT: cube.groups("output", "weight"),
+        }
+
+
+@DIST_GROUP_INITIALIZER.register_module
+class Initializer_Expert(ProcessGroupInitializer):
+    """EXPERT: ranks that hold different experts; EXPERT_DATA: ranks that hold the same ones.
+
+    `over="data"` cuts each data group into runs of `size` ranks, so that experts may be split over tensor
+    as well. `over="data*tensor"` cuts all ranks of a stage. Unless it is given, data is taken where the
+    size divides it, else both. Expert groups do not make the world larger.
+    """
+
+    def __init__(self, *args: Any, size: int, over: str | None = None) -> None:
+        super().__init__(*args)
+        data, tensor = self.data_parallel_size, self.tensor_parallel_size
+        if over is not None and over not in _OVER:
+            raise LayoutError(f"parallel.expert: over={over!r}; allowed: {listed(_OVER)}", code="C010")
+        self.over = over or ("data" if data % size == 0 else "data*tensor")
+        ranks = data if self.over == "data" else data * tensor
+        if ranks % size:
+            fitting = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+            named = f"data {data}" if self.over == "data" else f"data {data} x tensor {tensor} = {ranks}"
+            raise LayoutError(
+                f"parallel.expert: size={size} does not divide {named}; allowed: {listed(fitting)}", code="C010"
+            )
+        self.expert_parallel_size = size
+
+    def init_parallel_groups(self) -> ModeGroups:
+        blocks = self.grid.groups(*self.over.split("*"))
+        expert, twin = blocks.cut(self.expert_parallel_size)
+        return {
+            ParallelMode.EXPERT: expert,
+            ParallelMode.EXPERT_DATA: twin,
+            ParallelMode.MOE_MODEL: expert,
+            ParallelMode.MOE_DATA: twin,
+        }
+
+
+def _depths(size: int) -> str:
+    fitting = [
+        f"depth={depth} (dim {isqrt(size // depth)})"
+        for depth in range(1, size + 1)
+        if size % depth == 0 and isqrt(size // depth) ** 2 == size // depth
+    ]
+    return ", ".join(fitting) or "none; choose another size"
+
+
+__all__ = [
+    "Initializer_1D",
+    "Initializer_2D",
+    "Initializer_2p5D",
+    "Initializer_3D",
+    "Initializer_Data",
+    "Initializer_Expert",
+    "Initializer_Model",
+    "Initializer_Pipeline",
+    "Initializer_Sequence",
+    "Initializer_Tensor",
+    "ProcessGroupInitializer",
+]

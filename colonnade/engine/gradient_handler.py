@@ -1,0 +1,30 @@
+"""Gradient handlers: the built-in ones, and the base classes for one's own."""
+
+from __future__ import annotations
+
+from colonnade.gradients.handler import (
+    BaseGradientHandler,
+    DataParallelGradientHandler,
+    DemandGradientHandler,
+    MoeGradientHandler,
+    PipelineSharedModuleGradientHandler,
+    PlacementGradientHandler,
+    PlannedGradientHandler,
+    SequenceParallelGradientHandler,
+    ZeROGradientHandler,
+)
+from colonnade.gradients.sums import Reduction, SyncOptions
+
+__all__ = [
+    "BaseGradientHandler",
+    "DataParallelGradientHandler",
+    "DemandGradientHandler",
+    "MoeGradientHandler",
+    "PipelineSharedModuleGradientHandler",
+    "PlacementGradientHandler",
+    "PlannedGradientHandler",
+    "Reduction",
+    "SequenceParallelGradientHandler",
+    "SyncOptions",
+    "ZeROGradientHandler",
+]

@@ -1,1 +1,0 @@
-"""Plans: tensor parallelism for a model that was not written for it, from the names of its layers."""

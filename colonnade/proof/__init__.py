@@ -1,0 +1,13 @@
+"""Prove a parallel run equal to one process, and say by name what is wrong with one that is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from colonnade._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colonnade.proof.compare import Finding as Finding
+    from colonnade.proof.compare import Report as Report
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"colonnade.proof.compare": "Finding Report"})

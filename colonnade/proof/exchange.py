@@ -1,0 +1,243 @@
+"""What ranks tell each other in a comparison: values to the first rank, and what it found, or its error, to all.
+
+Values travel as JSON and the bytes of tensors. Reading them runs no code: an object is one of a dataclass or a named tuple that
+the reader has loaded already, and its fields are set without calling it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.checkpoint.tensor_files import raw_bytes
+from colonnade.comm.messages import gather_json, message_device
+from colonnade.comm.rank_group import own_gloo
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ParityError
+
+
+def packed(value: Any, what: str = "what is told to another rank") -> bytearray:
+    """A value as bytes: the length of a JSON text, that text, and the tensors that it names one after another."""
+    writer = _Writer()
+    tree = writer.tree(value, what)
+    metas = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in writer.tensors]
+    text = json.dumps([tree, metas], separators=(",", ":")).encode()
+    whole = bytearray(len(text).to_bytes(8, "little") + text)
+    for tensor in writer.tensors:
+        whole += raw_bytes(tensor)
+    return whole
+
+
+def unpacked(content: bytearray) -> Any:
+    """The value that was `packed`. Runs no code that the bytes name."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    tree, metas = json.loads(bytes(content[8:end]))
+    tensors = []
+    for name, shape in metas:
+        dtype = _dtype(name)
+        size = math.prod(shape) * dtype.itemsize
+        tensor = torch.empty(shape, dtype=dtype)
+        if size:
+            tensor.reshape(-1).view(torch.uint8).copy_(
+                torch.frombuffer(content, dtype=torch.uint8, count=size, offset=end)
+            )
+        tensors.append(tensor)
+        end += size
+    return _read(tree, tensors)
+
+
+class _Writer:
+    """Turns a value into JSON: texts, whole numbers, booleans and None are themselves, all else a list with its kind first."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def tree(self, value: Any, what: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):  # numpy's too
+            value = float(value)
+            return ["float", value if math.isfinite(value) else str(value)]
+        if isinstance(value, Tensor):
+            return ["tensor", self._tensor(value)]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, ParallelMode):
+            return ["mode", value.name, value.value, value.data]
+        if isinstance(value, dict):
+            return [
+                "dict",
+                [[self.tree(key, what), self.tree(item, f"{what}[{key!r}]")] for key, item in value.items()],
+            ]
+        if isinstance(value, tuple) and hasattr(type(value), "_fields"):
+            return ["named", *_name_of(value), [self.tree(item, what) for item in value]]
+        for kind, known in (
+            ("list", list),
+            ("size", torch.Size),
+            ("tuple", tuple),
+            ("set", set),
+            ("frozenset", frozenset),
+        ):
+            if isinstance(value, known):
+                return [kind, [self.tree(item, f"{what}[{at}]") for at, item in enumerate(value)]]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            there = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+            fields = [[name, self.tree(getattr(value, name), f"{what}.{name}")] for name in there]
+            return ["object", *_name_of(value), fields]
+        if isinstance(value, (str, numbers.Integral)):  # of a class of its own: an enumeration, a number of numpy
+            return str(value) if isinstance(value, str) else int(value)
+        raise ParityError(
+            f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be told to another rank: values travel as JSON and "
+            f"tensors, never as pickles. Give tensors, numbers, texts, and tuples, lists, dicts and dataclasses of them",
+            code="C116",
+        )
+
+    def _tensor(self, value: Tensor) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self._kept.append(value)  # so that no other tensor gets its id
+            self.tensors.append(value if value.layout is torch.strided else value.to_dense())
+        return self._numbers[id(value)]
+
+
+def _read(tree: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(tree, list):
+        return tree
+    kind, *content = tree
+    if kind == "float":
+        return float(content[0])
+    if kind == "tensor":
+        return tensors[content[0]]
+    if kind == "dtype":
+        return _dtype(content[0])
+    if kind == "mode":
+        return ParallelMode.register(*content)
+    if kind == "dict":
+        return {_read(key, tensors): _read(item, tensors) for key, item in content[0]}
+    if kind == "named":
+        module, name, items = content
+        return tuple.__new__(
+            _loaded(module, name, lambda known: issubclass(known, tuple)), [_read(item, tensors) for item in items]
+        )
+    if kind == "object":
+        module, name, fields = content
+        made = object.__new__(_loaded(module, name, dataclasses.is_dataclass))
+        for field, item in fields:
+            object.__setattr__(made, field, _read(item, tensors))
+        return made
+    make: dict[str, Callable[[Any], Any]] = {
+        "list": list, "tuple": tuple, "size": torch.Size, "set": set, "frozenset": frozenset,
+    }  # fmt: skip
+    return make[kind]([_read(item, tensors) for item in content[0]])
+
+
+def _name_of(value: Any) -> tuple[str, str]:
+    return type(value).__module__, type(value).__qualname__
+
+
+def _loaded(module: str, name: str, fits: Callable[[type], bool]) -> Any:
+    """The class of that name, where this process has loaded it already; nothing is imported."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and fits(found)):
+        raise ParityError(
+            f"another rank told of a {module}.{name}, which is no dataclass or named tuple of this one: define it at the top of a module",
+            code="C116",
+        )
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ParityError(
+            f"another rank told of a tensor of type {name!r}, which torch does not have here", code="C116"
+        )
+    return found
+
+
+def gather_to_first(value: Any, context: ParallelContext) -> list[Any] | None:
+    """Every rank's value, on rank 0; None elsewhere. Collective over the world.
+
+    A value that cannot travel is an error on every rank.
+    """
+    if context.world_size == 1:
+        return [value]
+    rank = context.get_global_rank()
+    mine = attempt(lambda: packed(value, f"what rank {rank} noted")) if rank else None
+    problems = [text for text in everyones(str(mine) if isinstance(mine, Exception) else "", context) if text]
+    if problems:
+        raise mine if isinstance(mine, Exception) else ParityError(problems[0])
+    wires = own_gloo()
+    if rank:
+        assert mine is not None
+        wires.send([torch.tensor([len(mine)])], 0, 0).wait()
+        wires.send([torch.frombuffer(mine, dtype=torch.uint8)], 0, 1).wait()
+        return None
+    found = [value]
+    for other in range(1, context.world_size):
+        size = torch.zeros(1, dtype=torch.int64)
+        wires.recv([size], other, 0).wait()
+        memory = bytearray(int(size))
+        wires.recv([torch.frombuffer(memory, dtype=torch.uint8)], other, 1).wait()
+        found.append(unpacked(memory))
+    return found
+
+
+def everyones(value: Any, context: ParallelContext) -> list[Any]:
+    """Every rank's JSON value, on every rank. Collective over the world."""
+    return [value] if context.world_size == 1 else gather_json(value, context.device)
+
+
+def attempt(function: Callable[[], Any]) -> Any:
+    """What it returns, or the error that it raised."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
+def agreed(context: ParallelContext, found: Any) -> Any:
+    """On rank 0 what was found; an error there is raised on every rank."""
+    problem = found if isinstance(found, Exception) else None
+    if context.world_size > 1:
+        told = _from_first(context, f"{type(found).__name__}: {found}" if problem is not None else None)
+        if told is not None and context.get_global_rank():
+            raise ParityError(f"on rank 0: {told}", code="C100", ranks=[0])
+    if problem is not None:
+        raise problem
+    return found
+
+
+def shared(context: ParallelContext, make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, on every rank."""
+    found = agreed(context, attempt(make) if context.get_global_rank() == 0 else None)
+    return _from_first(context, found) if context.world_size > 1 else found
+
+
+def _from_first(context: ParallelContext, value: Any) -> Any:
+    """Rank 0's value on every rank. Collective over the world."""
+    where, first = message_device(context.device), context.get_global_rank() == 0
+    content = packed(value) if first else bytearray()
+    size = torch.tensor([len(content)], dtype=torch.int64, device=where)
+    dist.broadcast(size, src=0)
+    memory = (
+        torch.frombuffer(content, dtype=torch.uint8).to(where)
+        if first
+        else torch.empty(int(size), dtype=torch.uint8, device=where)
+    )
+    dist.broadcast(memory, src=0)
+    return value if first else unpacked(bytearray(raw_bytes(memory)))

@@ -1,0 +1,171 @@
+"""What `colonnade verify config.py --model MODULE:FUNCTION` runs on each rank: that model, trained as the config says.
+
+Batches are what the user's function gives, or are drawn to fit the first layer. What a rank is given depends on its data
+rank alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.config import Config
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.engine.engine import Engine
+from colonnade.errors import ConfigError
+from colonnade.hf.model_loss import criterion_of
+from colonnade.nn.layer.arrangement import arrange
+from colonnade.parallel.split import Split
+from colonnade.proof.record import first_tensor, micro_batches
+from colonnade.proof.scripts import call_given, function_named, import_named
+from colonnade.registry import LOSSES, OPTIMIZERS, Registry
+
+_LENGTH = 8
+"""Of drawn sequences and images."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The options of the command, as they are handed to each rank."""
+
+    config: str
+    model: str
+    batch: str | None = None
+    criterion: str | None = None
+    imports: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config).parent
+
+    def as_argument(self) -> str:
+        """For the command line of a rank, once everything that it names is known to be there."""
+        for name in self.imports:
+            import_named(name, self.folder)
+        for option in ("model", "batch", "criterion"):
+            if getattr(self, option) is not None:
+                function_named(getattr(self, option), self.folder, f"--{option}")
+        return json.dumps(asdict(self))
+
+
+def is_config(path: Path) -> bool:
+    """Whether a file says things and does none: a .toml file, or one of assignments alone."""
+    if path.suffix != ".py":
+        return path.suffix == ".toml"
+    kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False  # it is said by who reads or runs it
+    return all(
+        isinstance(one, kinds) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in body
+    )
+
+
+def train(given: Given) -> None:
+    """On a rank, until `verify` has seen enough steps and ends the process."""
+    for name in given.imports:
+        import_named(name, given.folder)
+    gpc = launch(given.config, verbose=False)
+    offered = {"config": gpc.config, "context": gpc}
+    built = call_given(function_named(given.model, given.folder, "--model"), offered, "the model's function")
+    whole: Any = built.whole if isinstance(built, Split) else built
+    criterion = _criterion(given, whole, gpc)
+    engine, *_ = initialize(built, _optimizer(gpc.config), criterion)
+    labels = criterion is not _mean_of_squares
+    batch = None if given.batch is None else function_named(given.batch, given.folder, "--batch")
+    step = 0
+    while True:
+        for _ in range(engine.accumulation):
+            mine = (
+                _drawn(whole, engine, step, labels)
+                if batch is None
+                else call_given(batch, {"step": step, **offered}, "the function of --batch")
+            )
+            engine.zero_grad()
+            engine.execute_schedule(iter([mine]), return_output_label=False)
+            engine.step()
+            step += 1
+
+
+def _optimizer(config: Config) -> Any:
+    """The one that the config names, or AdamW."""
+    kind, options = _named(config.get("optimizer") or "AdamW", OPTIMIZERS)
+    return lambda parameters: kind(parameters, **(options or {"lr": 1e-3}))
+
+
+def _criterion(given: Given, model: Any, context: ParallelContext) -> Any:
+    """The one that is named, by the command or the config; or the model's own; or the mean of the squares of its output."""
+    if given.criterion is not None:
+        named = function_named(given.criterion, given.folder, "--criterion")
+        return named() if isinstance(named, type) else named
+    if context.config.get("loss"):
+        kind, options = _named(context.config.get("loss"), LOSSES)
+        return kind(**options)
+    own = getattr(model, "criterion", None)
+    if callable(own) and not isinstance(own, nn.Module):
+        return own()
+    if criterion_of(model) is not None:
+        return None
+    if arrange(context).is_split("outer"):
+        raise ConfigError(
+            "each tensor rank has a part of the output here, and how a loss is made of parts is not known: give "
+            "--criterion MODULE:FUNCTION, of the output (and the label, where batches have one)"
+        )
+    return _mean_of_squares
+
+
+def _mean_of_squares(*outputs: Any) -> Tensor:
+    value = first_tensor(outputs)
+    if value is None:
+        raise ConfigError(
+            "the model gives no floating point tensor to make a loss of: give --criterion MODULE:FUNCTION"
+        )
+    return value.square().mean()
+
+
+def _named(entry: Any, registry: Registry) -> tuple[Any, dict[str, Any]]:
+    options = {"type": entry} if isinstance(entry, str) else dict(entry)
+    return registry.get_module(options.pop("type", "")), options
+
+
+def _drawn(model: nn.Module, engine: Engine, step: int, labels: bool) -> Any:
+    """A batch that fits the model's first layer: the same on ranks that see the same data, another one in each step."""
+    context = engine.context
+    rank = context.layout.coordinates(context.get_global_rank())["data"]
+    random = torch.Generator().manual_seed(1000 * step + rank)
+    rows = 2 * micro_batches(engine) * context.tensor_parallel_size
+    first: Any = next(
+        (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None), None
+    )
+    if vocabulary := getattr(first, "num_embeddings", None):
+        tokens = torch.randint(0, int(vocabulary), (rows, _LENGTH + 1), generator=random)
+        data, label = tokens[:, :-1], tokens[:, 1:]
+        if criterion_of(model) is not None:
+            return {"input_ids": data, "labels": data}
+        return (data, label) if labels else data
+    sizes: tuple[int, ...] | None = None
+    if isinstance(first, nn.modules.conv._ConvNd):
+        sizes = (first.in_channels, *([_LENGTH] * len(first.kernel_size)))
+    elif hasattr(first, "in_features"):
+        sizes = (int(first.in_features),)
+    if sizes is None or labels:
+        why = "which labels its loss takes is not known" if labels else f"its first layer is a {type(first).__name__}"
+        raise ConfigError(
+            f"a batch for {type(model).__name__} cannot be drawn: {why}. Give --batch MODULE:FUNCTION, which returns the batch "
+            f"of a rank: (data, label), a dict or a tensor. It may take `step`, `config` and `context`"
+        )
+    return torch.randn(rows, *sizes, generator=random)
+
+
+if __name__ == "__main__":
+    train(Given(**json.loads(sys.argv[1])))

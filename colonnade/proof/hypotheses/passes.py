@@ -1,0 +1,133 @@
+"""A gradient that weighs shares of the batch wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from colonnade.proof.case import GradientCase
+from colonnade.proof.claims import Claim, hypothesis
+from colonnade.proof.compare import HeldPart, at_positions, flat, length
+from colonnade.proof.hypotheses.mixtures import ODD, mixture, similar, solved
+
+
+@hypothesis("gradient")
+def mean_of_means(case: GradientCase) -> Iterator[Claim]:
+    """Each share of the batch counts the same, though some have more tokens than others."""
+    truths = [flat(one) for one in case.gradient.truth_of_shards]
+    if len(truths) < 2 or any(len(one) != case.compared.truth.numel() for one in truths):
+        return
+    if length(torch.stack(truths).mean(0) - flat(case.compared.truth)) <= case.row.tolerance:
+        return  # the shares weigh the same: their plain mean is right
+    residual = case.residual(mixture(truths, [1 / len(truths)] * len(truths)))
+    what = "is the plain mean of the means of all shares of the batch, which have different counts"
+    where = "the loss: give (sum, count), and divide once by the count of the whole batch"
+    yield Claim("mean-of-means", what, where, residual=residual)
+
+
+@hypothesis("gradient")
+def means_of_passes_and_ranks(case: GradientCase) -> Iterator[Claim]:
+    """Every rank's every pass counts the same; other weights, one for each of them, would give the truth."""
+    weights = _better_weights(case)
+    if weights is None:
+        return
+    own = _contributions(case, case.name)
+    if own is None or len(own) != len(weights):
+        return
+    truth = flat(case.compared.truth)
+    residual = length((torch.stack(own) * weights[:, None]).sum(0) - truth) / (case.row.tolerance or 1.0)
+    told = ", ".join(f"{weight:.3g}" for weight in weights[:4].tolist()) + (", ..." if len(weights) > 4 else "")
+    what = f"has means of unlike counts in it with equal weight: the passes of the ranks should weigh {told} times that"
+    where = "the loss: give (sum, count), and divide once by the count of the whole batch"
+    yield Claim("mean-of-means", what, where, residual=0.3 * residual)
+
+
+def _better_weights(case: GradientCase) -> Tensor | None:
+    """By which the raw gradients of each pass and rank make the truth, read off the largest gradient that they fit.
+
+    They are as many in all as there are passes, as parts of a count are, and not all one.
+    """
+    if case.reduction_is_right is not True:
+        return None
+    largest = sorted(case.step.gradients, key=lambda name: -case.step.gradients[name].total.truth.numel())
+    for name in largest[:8]:
+        own, truth = _contributions(case, name), flat(case.step.gradients[name].total.truth)
+        if own is None or len(own) < 2:
+            continue
+        found = solved(own, truth, 1e-3 * length(truth))
+        if found is None:
+            continue
+        weights = torch.tensor(found, dtype=torch.float64)
+        whole = abs(float(weights.sum()) - len(own)) < 1e-3 * len(own)
+        if whole and bool((weights > -1e-3).all()) and length(weights - 1) > 1e-3:
+            return weights
+    return None
+
+
+def _contributions(case: GradientCase, name: str) -> list[Tensor] | None:
+    """What each pass of each rank that sees distinct data gives to a gradient, if all hold all of it."""
+    gradient, info = case.step.gradients[name], case.evidence.parameters.get(name)
+    modes = tuple(case.groups.name(mode) for mode, _, _ in info.owed) if info is not None else ()
+    if not gradient.raw or not gradient.raw[0]:
+        return None
+    ranks, divisor = case.groups.joint(modes, gradient.raw[0][0].rank), 1.0
+    for _, _, by in info.owed if info is not None else ():
+        divisor *= by
+    found = []
+    for some in gradient.raw:
+        for part in some:
+            if part.rank in ranks:
+                if part.value.numel() != gradient.total.truth.numel():
+                    return None
+                found.append(flat(part.value) * case.raw_scale / divisor)
+    return found
+
+
+@hypothesis("gradient")
+def weights_of_shares(case: GradientCase) -> Iterator[Claim]:
+    """Shares of the batch have other weights than they have in the truth."""
+    for like in similar(case):
+        shares = [flat(one) for one in like.gradient.truth_of_shards]
+        if len(shares) < 2 or not like.wrong or any(len(one) != like.compared.truth.numel() for one in shares):
+            continue
+        part = like.wrong[0]
+        columns = [at_positions(one, part.positions) for one in shares]
+        due = solved(columns, at_positions(like.compared.truth, part.positions), like.row.tolerance)
+        size = max(1.0, length(part.value) / (length(like.compared.truth) or 1.0))
+        found = solved(columns, flat(part.value), like.row.tolerance * size)
+        if due is None or found is None or min(due) <= 0:
+            continue
+        times = [one / other for one, other in zip(found, due, strict=True)]
+        if max(times) - min(times) > 1e-3 and len(case.gradient.truth_of_shards) == len(found):
+            told = ", ".join(f"{one:.4g}" for one in times[:6])
+            what = f"has the shares of the batch {told} times, in the order of the ranks that see them"
+            residual = case.residual(mixture(case.gradient.truth_of_shards, found))
+            yield Claim("wrong-divisor", what, "what each rank's loss is divided by", residual=residual, rank=ODD)
+        return
+
+
+@hypothesis("gradient")
+def shares_of_the_batch(case: GradientCase) -> Iterator[Claim]:
+    """One share of the batch instead of all of it, with no raw gradients to tell by."""
+    truths = [flat(one) for one in case.gradient.truth_of_shards]
+    if case.raws or len(truths) < 2 or not case.wrong:
+        return
+    mode = " and ".join(case.groups.distinct) or "the ranks"
+    for scale in (1.0, 1 / len(truths)):
+        best = [
+            min(_apart(case, part, scale * truth) for truth in truths)
+            for part in case.wrong
+            if all(len(truth) == case.compared.truth.numel() for truth in truths)
+        ]
+        if best:
+            what = f"is that of one share of the batch: not reduced over {mode}"
+            yield Claim("not-reduced", what, f"who sums it over {mode}", None, case.groups.distinct, max(best))
+
+
+def _apart(case: GradientCase, part: HeldPart, whole: Tensor) -> float:
+    wanted = whole if part.positions is None else whole[part.positions.flatten()]
+    if wanted.numel() != part.value.numel():
+        return float("inf")
+    return length(flat(part.value) - wanted) / (case.row.tolerance or 1.0)

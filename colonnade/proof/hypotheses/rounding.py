@@ -1,0 +1,120 @@
+"""Right numbers that went through a narrower dtype than the run's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log
+
+import torch
+from torch import Tensor
+
+from colonnade.proof.case import Case, near
+from colonnade.proof.claims import Claim, hypothesis
+from colonnade.proof.compare import WEIGHTS, HeldPart, at_positions, flat, length
+from colonnade.proof.hypotheses.norms import NormCase
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WHERE = "casts on the way, and the dtype of the reduction"
+_USUAL, _SPREAD = 0.2, 8.0
+"""Numbers that are rounded are off by this share of the dtype's eps on average; what follows, by so many times more or less."""
+_RANK = 70
+"""After all that says more."""
+
+
+def narrower(value: Tensor, truth: Tensor, dtype: str, exactly: bool = False) -> str | None:
+    """The dtype, narrower than the run's, whose rounding explains how far they are apart: every element fits into it, or
+    (sums of rounded numbers do not) unless `exactly`, none is further off than that."""
+    size, off, own = length(truth), (value - truth).abs().max(), torch.finfo(getattr(torch, dtype)).eps
+    narrow = {
+        str(one).removeprefix("torch."): torch.finfo(one).eps for one in _NARROW if torch.finfo(one).eps > 4 * own
+    }
+    for name, eps in reversed(narrow.items()):  # what fits into few bits fits into more
+        fits = length(value.to(getattr(torch, name)).double() - value) <= 1e-3 * eps * length(value)
+        if fits and length(value - truth) <= 8 * eps * size:
+            return name
+    near = [name for name, eps in narrow.items() if name != "bfloat16" and off <= eps * truth.abs().max()]
+    return None if exactly or not near else near[0]
+
+
+@hypothesis("gradient")
+@hypothesis("tensor")
+def rounded(case: Case) -> Iterator[Claim]:
+    """As near to the truth as a narrower dtype can be."""
+    found, some_are_right = set(), len(case.wrong) < len(case.compared.found)
+    exactly = some_are_right or case.row.quantity == WEIGHTS  # nothing is summed after a weight is written
+    for part in case.wrong:
+        truth = case.truth(part)
+        if truth is None:
+            return
+        found.add(narrower(flat(part.value), truth, case.evidence.dtype, exactly))
+    if len(found) == 1 and (dtype := found.pop()):
+        yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.5, rank=_RANK)
+
+
+@hypothesis("activation")
+def rounded_before(case: Case) -> Iterator[Claim]:
+    """Some ranks alone are as far off, in all directions, as it makes to round to a narrower dtype somewhere before."""
+    own = torch.finfo(getattr(torch, case.evidence.dtype)).eps
+    narrow = [one for one in _NARROW if torch.finfo(one).eps > 4 * own]
+    pairs = [
+        (flat(part.value), truth) for part in case.wrong if (truth := case.truth(part)) is not None and truth.any()
+    ]
+    if not narrow or not pairs or len(pairs) == len(case.compared.found) or len(pairs) < len(case.wrong):
+        return
+    value, truth = (torch.cat(column) for column in zip(*pairs, strict=True))
+    off = length(value - truth) / length(truth)
+    if abs(float(value @ truth) / float(truth @ truth) - 1) > off / 2:
+        return  # longer or shorter
+    ratios = {one: off / (_USUAL * torch.finfo(one).eps) for one in narrow}
+    dtype = min(narrow, key=lambda one: abs(log(ratios[one])))
+    if abs(log(ratios[dtype])) < log(_SPREAD):
+        name = str(dtype).removeprefix("torch.")
+        what = f"is off by {off:.2g} of its length, which rounding to {name} somewhere before it makes"
+        yield Claim("rounded", what, "casts and autocast on these ranks alone", residual=0.5, rank=_RANK)
+
+
+@hypothesis("norm")
+def rounded_norm(case: NormCase) -> Iterator[Claim]:
+    """The norm itself."""
+    values = torch.tensor(list(case.found.values()), dtype=torch.float64)
+    if dtype := narrower(values, torch.full_like(values, case.truth), case.evidence.dtype):
+        yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
+
+
+# --------------------------------------------------------------------------------------------------
+# Right gradients and wrong weights: what the optimizer did instead.
+# --------------------------------------------------------------------------------------------------
+
+
+@hypothesis("weights")
+def another_step_size(case: Case) -> Iterator[Claim]:
+    """The weight moved in the right direction by another length."""
+    old = case.before
+    if old is None or case.compared.truth.numel() < 2:
+        return
+    before = old
+
+    def start(part: HeldPart) -> Tensor:
+        return at_positions(before, part.positions)
+
+    above, below = 0.0, 0.0
+    for part in case.wrong:
+        truth = case.truth(part)
+        if truth is None:
+            return
+        moved = truth - start(part)
+        above += float((flat(part.value) - start(part)) @ moved)
+        below += float(moved @ moved)
+    if below == 0:
+        return
+    factor = above / below
+
+    def candidate(part: HeldPart) -> Tensor | None:
+        truth = case.truth(part)
+        return None if truth is None else start(part) + factor * (truth - start(part))
+
+    names = near(factor, case.sizes, max(1e-9, 2 * case.row.tolerance / below**0.5))
+    what = f"moved {factor:.6g} times as far as it should" + (f" ({' or '.join(map(str, names))})" if names else "")
+    if length(flat(case.compared.truth) - flat(before)) > 10 * case.row.tolerance:
+        where = "the learning rate of its group, and what else scales the step"
+        yield Claim("optimizer-differs", what, where, factor, residual=case.residual(candidate))

@@ -1,0 +1,498 @@
+"""Known mistakes, to be planted one at a time into a healthy engine: who would notice?
+
+Each changes an engine that is built already, from the outside, on every rank. `COLONNADE_MISTAKE` plants one into every
+engine of a process (`planted_environment`), so that tests can be asked too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colonnade.comm.messages import message_device
+from colonnade.engine.engine import ON_ENGINE, Engine
+from colonnade.errors import ParityError, did_you_mean, listed
+from colonnade.gradients.sums import Demand, read_demands
+from colonnade.optim.clip import ClipSettings
+from colonnade.parallel.placement import is_dtensor
+from colonnade.proof.record import micro_batches
+
+# --------------------------------------------------------------------------------------------------
+# How a built engine is changed from the outside: its final gradients, its passes, its norm, its step.
+# --------------------------------------------------------------------------------------------------
+
+
+def trained(engine: Engine) -> list[Demand]:
+    context = engine.context
+    some = read_demands(engine.model, context.layout, context.get_global_rank())
+    return [one for one in some if one.parameter.requires_grad and not is_dtensor(one.parameter)]
+
+
+def first(engine: Engine, test: Callable[[Demand], Any]) -> Demand | None:
+    """The first parameter of two dimensions or more that fits, else the first: the same one on ranks that share it."""
+    fitting = [one for one in trained(engine) if test(one)]
+    return next((one for one in fitting if one.parameter.dim() > 1), fitting[0] if fitting else None)
+
+
+def is_summed(demand: Demand) -> bool:
+    return any(len(factor.ranks) > 1 for factor in demand.owed)
+
+
+def divisor_of(demand: Demand) -> int:
+    """By how many a sum is divided."""
+    total = 1
+    for factor in demand.owed:
+        total *= factor.divisor
+    return total
+
+
+def spans(engine: Engine, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, int, int, Tensor]]:
+    """(parameter, first, last + 1, its final gradient there), as far as this rank holds it; to be changed in place."""
+    sharded = set()
+    if hasattr(engine.optimizer, "gradient_slices"):
+        for parameter, start, stop, gradient in engine.optimizer.gradient_slices():
+            sharded.add(id(parameter))
+            if gradient is not None and (chosen is None or parameter is chosen):
+                yield parameter, start, stop, gradient.view(-1)
+    for parameter in engine.model.parameters():
+        grad = parameter.grad
+        if grad is None or id(parameter) in sharded or is_dtensor(grad) or not (chosen is None or parameter is chosen):
+            continue
+        yield parameter, 0, grad.numel(), grad.view(-1) if grad.is_contiguous() else grad
+
+
+def after_sums(engine: Engine, change: Callable[[], None]) -> None:
+    finish = engine._sync.finish
+
+    def finished() -> None:
+        finish()
+        if not engine._sync.synchroniser.failed_ranks:
+            with torch.no_grad():
+                change()
+
+    engine._sync.finish = finished  # type: ignore[method-assign]  # of this one engine
+
+
+def multiply(engine: Engine, demand: Demand | None, factor: float) -> bool:
+    """Multiply the final gradient of one parameter, or of all."""
+
+    def change() -> None:
+        for _, _, _, gradient in spans(engine, demand.parameter if demand is not None else None):
+            gradient.mul_(factor)
+
+    after_sums(engine, change)
+    return factor != 1.0
+
+
+class OwnGradients:
+    """This rank's own gradients of a step, by hooks: what each backward pass gives, before anything is summed."""
+
+    def __init__(self, engine: Engine, demands: list[Demand]) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._sync = engine._sync
+        for demand in demands:
+            demand.parameter.register_hook(partial(self._add, id(demand.parameter)))
+
+    def _add(self, key: int, grad: Tensor) -> None:
+        self._sums[key] = self._sums[key] + grad if key in self._sums else grad.clone()
+
+    def take(self, demand: Demand) -> Tensor:
+        """On the scale of the final gradient; zero where there was none. Forgotten afterwards."""
+        own = self._sums.pop(id(demand.parameter), None)
+        own = torch.zeros_like(demand.parameter) if own is None else own.detach()
+        return own if self._sync.scale is None else own * self._sync.scale
+
+
+def put(engine: Engine, demand: Demand, value: Tensor) -> None:
+    for _, start, stop, gradient in spans(engine, demand.parameter):
+        gradient.copy_(value.reshape(-1)[start:stop].view_as(gradient))
+
+
+def reduce_by_hand(engine: Engine, demand: Demand, value: Tensor) -> Tensor:
+    """What is owed, done by hand."""
+    value = value.contiguous()
+    for factor in demand.owed:
+        if len(factor.ranks) > 1:
+            dist.all_reduce(value, group=engine.context.get_group(factor.mode))
+        value /= factor.divisor
+    return value
+
+
+def weigh_passes(engine: Engine, weight: Callable[[int, int], float]) -> bool:
+    """Multiply what each backward pass gives by weight(number of the pass, how many there are)."""
+    count = engine.accumulation * micro_batches(engine)
+    fired: dict[int, int] = {}
+
+    def hook(key: int, grad: Tensor) -> Tensor:
+        at = fired.get(key, 0)
+        fired[key] = at + 1
+        return grad * weight(at % count, count)
+
+    for demand in trained(engine):
+        demand.parameter.register_hook(partial(hook, id(demand.parameter)))
+    return count > 1
+
+
+def limit_of(engine: Engine) -> float | None:
+    """Where all gradients are clipped by their one norm: to what."""
+    settings = ClipSettings.read(engine.context.config.get("clip_grad_norm"))
+    if settings is None or settings.method != "norm" or engine._stepper.policy is None or settings.clip_groups()[1:]:
+        return None
+    return float(settings.options["max_norm"])
+
+
+def clip_by(engine: Engine, norm: Callable[[Tensor], Tensor], power: float = 1.0) -> bool:
+    """Let norm(the true one) be what is told and clipped by."""
+    limit, decide = limit_of(engine), engine._stepper._decide
+    if limit is None:
+        return False
+
+    def decided(*args: Any) -> Any:
+        decision = decide(*args)
+        found = norm(decision.norm).to(decision.norm)
+        divisor = ((found + 1e-6) / limit).clamp(min=1.0) ** power
+        return replace(decision, norm=found, divisor=divisor.to(decision.divisor).expand_as(decision.divisor).clone())
+
+    engine._stepper._decide = decided  # type: ignore[method-assign,assignment]  # of this one engine
+    return True
+
+
+def squares_of(engine: Engine) -> Tensor:
+    found = [gradient.double().square().sum() for _, _, _, gradient in spans(engine)]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
+
+
+def around_step(engine: Engine, before: Callable[[], Any], after: Callable[[Any], Any]) -> None:
+    step = engine._stepper.step
+
+    def stepped() -> None:
+        with torch.no_grad():
+            kept = before()
+            step()
+            if hasattr(engine.optimizer, "wait"):
+                engine.optimizer.wait()
+            after(kept)
+
+    engine._stepper.step = stepped  # type: ignore[method-assign]  # of this one engine
+
+
+VARIABLE, MARK = "COLONNADE_MISTAKE", "COLONNADE_MISTAKE_MARK"
+
+
+class NotHere(ParityError):
+    """A mistake that cannot be made in this run: it has nothing of that kind."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`causes` are what it may rightly be called; `plant` says whether this rank has a place for it."""
+
+    name: str
+    what: str
+    causes: tuple[str, ...]
+    plant: Callable[[Engine], bool]
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(what: str, *causes: str) -> Callable[[Callable[[Engine], bool]], Callable[[Engine], bool]]:
+    """Enter a function into the table, under its own name."""
+
+    def enter(function: Callable[[Engine], bool]) -> Callable[[Engine], bool]:
+        name = function.__name__.replace("_", "-")
+        MISTAKES[name] = Mistake(name, what, causes, function)
+        return function
+
+    return enter
+
+
+def plant(engine: Engine, name: str) -> None:
+    """Plant a mistake; where no rank has a place for it, every rank says so. Collective over the world."""
+    if name not in MISTAKES:
+        raise ParityError(
+            f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}", code="C100"
+        )
+    found = torch.tensor([int(MISTAKES[name].plant(engine))], device=message_device(engine.context.device))
+    if engine.context.world_size > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if not found.item():
+        raise NotHere(f"{name}: there is nothing in this run to make that mistake with")
+
+
+def planted_environment(name: str, mark: Path) -> dict[str, str]:
+    """For a process whose engines are all to have a mistake; each that has it leaves the file `mark`."""
+    return {ON_ENGINE: f"{__name__}:plant_from_environment", VARIABLE: name, MARK: str(mark)}
+
+
+def plant_from_environment(engine: Engine) -> None:
+    """Called with every new engine of such a process. Where it has no place, the engine is left as it is."""
+    try:
+        plant(engine, os.environ[VARIABLE])
+    except NotHere:
+        return
+    Path(os.environ[MARK]).touch()
+
+
+# -- reductions -------------------------------------------------------------------------------------------------
+
+
+@mistake("a parameter is not reduced at all", "not-reduced", "partial-gradient", "tied-copy-missed")
+def drop_a_reduction(engine: Engine) -> bool:
+    """It keeps this rank's own gradient."""
+    demand = first(engine, is_summed)
+    if demand is None:
+        return False
+    own = OwnGradients(engine, [demand])
+    after_sums(engine, lambda: put(engine, demand, own.take(demand)))
+    return True
+
+
+@mistake("the sum of a parameter is taken twice", "summed-not-averaged", "reduced-twice")
+def double_a_reduction(engine: Engine) -> bool:
+    """What is the same on every rank is summed again."""
+    demand = first(engine, is_summed)
+    return demand is not None and multiply(engine, demand, float(max(len(factor.ranks) for factor in demand.owed)))
+
+
+@mistake("a parameter is reduced over another mode than owed", "reduced-over-other-mode", "not-reduced")
+def misroute_a_reduction(engine: Engine) -> bool:
+    """The first mode with several ranks here over which nothing is owed; never the pipeline, whose ranks hold others."""
+    context = engine.context
+    for demand in trained(engine):
+        owed = {factor.mode for factor in demand.owed}
+        modes = [mode for mode in context.layout.modes if mode.name not in ("PIPELINE", "GLOBAL", "MODEL")]
+        other = [m for m in modes if m not in owed and context.is_initialized(m) and context.get_world_size(m) > 1]
+        ranks = {factor.ranks for factor in demand.owed}
+        other = [mode for mode in other if tuple(context.get_ranks_in_group(mode)) not in ranks]
+        if is_summed(demand) and other:
+            return _sum_elsewhere(engine, demand, other[0])
+    return False
+
+
+def _sum_elsewhere(engine: Engine, demand: Demand, mode: Any) -> bool:
+    own = OwnGradients(engine, [demand])
+
+    def change() -> None:
+        value = own.take(demand).contiguous()
+        dist.all_reduce(value, group=engine.context.get_group(mode))
+        put(engine, demand, value / divisor_of(demand))
+
+    after_sums(engine, change)
+    return True
+
+
+@mistake("a parameter is divided by one rank too many", "wrong-divisor")
+def wrong_divisor(engine: Engine) -> bool:
+    """By n + 1 instead of n."""
+    demand = first(engine, lambda one: divisor_of(one) > 1)
+    return demand is not None and multiply(engine, demand, divisor_of(demand) / (divisor_of(demand) + 1))
+
+
+@mistake("gradients are summed over data ranks and not divided", "summed-not-averaged", "scaled-by-mode")
+def no_divisor(engine: Engine) -> bool:
+    """All of them."""
+    return multiply(engine, None, float(engine.context.layout.distinct_data))
+
+
+@mistake("the gradient of a parameter is lost", "missing-gradient")
+def skip_a_parameter(engine: Engine) -> bool:
+    """It is zero at the step."""
+    demand = first(engine, lambda one: True)
+    if demand is not None:
+        multiply(engine, demand, 0.0)
+    return demand is not None
+
+
+@mistake("two shards of a gradient change places", "shards-swapped")
+def swap_two_shards(engine: Engine) -> bool:
+    """Each rank has that of the next one in its group."""
+    context = engine.context
+    demand = first(engine, lambda one: one.placement.shards and not hasattr(engine.optimizer, "gradient_slices"))
+    if demand is None:
+        return False
+    mode = next(iter(demand.placement.shards))
+    group, size, mine = context.get_group(mode), context.get_world_size(mode), context.get_local_rank(mode)
+
+    def change() -> None:
+        grad = demand.parameter.grad
+        assert grad is not None
+        everyone = [torch.empty_like(grad.contiguous()) for _ in range(size)]
+        dist.all_gather(everyone, grad.contiguous(), group=group)
+        grad.copy_(everyone[(mine + 1) % size])
+
+    after_sums(engine, change)
+    return size > 1
+
+
+@mistake("gradients of the step before are used", "stale-gradient")
+def one_step_late(engine: Engine) -> bool:
+    """Those of the first step are zero."""
+    before: dict[tuple[int, int], Tensor] = {}
+
+    def change() -> None:
+        for parameter, start, _, gradient in list(spans(engine)):
+            late = before.get((id(parameter), start))
+            before[id(parameter), start] = gradient.clone()
+            gradient.zero_() if late is None else gradient.copy_(late)
+
+    after_sums(engine, change)
+    return True
+
+
+# -- losses and passes ------------------------------------------------------------------------------------------
+
+
+@mistake("the first micro-batch of a step is left out", "micro-batch-missing", "last-micro-batch-only")
+def skip_a_micro_batch(engine: Engine) -> bool:
+    """Its backward pass gives nothing."""
+    return weigh_passes(engine, lambda at, count: float(at != 0))
+
+
+@mistake("only the last micro-batch of a step arrives", "last-micro-batch-only")
+def keep_the_last_micro_batch(engine: Engine) -> bool:
+    """The others give nothing."""
+    return weigh_passes(engine, lambda at, count: float(at == count - 1))
+
+
+@mistake("the first micro-batch of a step counts twice", "micro-batch-twice")
+def repeat_a_micro_batch(engine: Engine) -> bool:
+    """Its gradients are doubled."""
+    return weigh_passes(engine, lambda at, count: 1.0 + (at == 0))
+
+
+@mistake("losses are not divided by the number of micro-batches", "scaled-by-accumulation", "scaled-by-mode")
+def forget_accumulation(engine: Engine) -> bool:
+    """Each pass counts as if it were all of the step."""
+    return weigh_passes(engine, lambda at, count: float(count))
+
+
+@mistake("the loss is multiplied by the number of ranks", "scaled-by-mode", "scaled-by-accumulation", "wrong-divisor")
+def scale_the_loss(engine: Engine) -> bool:
+    """Before any reduction."""
+    size = engine.context.world_size
+    weigh_passes(engine, lambda at, count: float(size))
+    return size > 1
+
+
+@mistake("one rank has NaN in its gradient", "not-finite")
+def nan_on_one_rank(engine: Engine) -> bool:
+    """The last rank, in every pass."""
+    if engine.context.get_global_rank() == engine.context.world_size - 1:
+        weigh_passes(engine, lambda at, count: float("nan"))
+    return True
+
+
+# -- clipping ---------------------------------------------------------------------------------------------------
+
+
+@mistake("each rank clips by the norm of what it holds", "norm-misses-shards", "norm-of-a-part", "clipped-per-stage")
+def clip_locally(engine: Engine) -> bool:
+    """Shards and stages elsewhere are not in it."""
+    context = engine.context
+    splits = [one for one in trained(engine) if one.placement.shards]
+    parted = context.pipeline_parallel_size > 1 or splits or hasattr(engine.optimizer, "gradient_slices")
+    return clip_by(engine, lambda norm: squares_of(engine).sqrt()) and bool(parted)
+
+
+@mistake("the norm counts replicas once for each rank", "norm-counts-replicas")
+def count_replicas(engine: Engine) -> bool:
+    """One sum over the world of what every rank holds."""
+
+    def norm(true: Tensor) -> Tensor:
+        total = squares_of(engine).to(message_device(engine.context.device))
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    copied = any(not one.placement.shards for one in trained(engine))
+    sharded = hasattr(engine.optimizer, "gradient_slices")
+    return engine.context.world_size > 1 and copied and not sharded and clip_by(engine, norm)
+
+
+@mistake("gradients are clipped on each rank before they are reduced", "clipped-before-reduced")
+def clip_before_the_sums(engine: Engine) -> bool:
+    """Each by its own norm."""
+    limit, demands = limit_of(engine), trained(engine)
+    if limit is None or engine.context.layout.distinct_data == 1 or not any(map(is_summed, demands)):
+        return False
+    own = OwnGradients(engine, demands)
+
+    def change() -> None:
+        mine = [(demand, own.take(demand)) for demand in demands]
+        norm = torch.stack([value.double().square().sum() for _, value in mine]).sum().sqrt()
+        share = float(min(1.0, limit / (float(norm) + 1e-6)))
+        for demand, value in mine:
+            put(engine, demand, reduce_by_hand(engine, demand, value * share))
+
+    after_sums(engine, change)
+    return True
+
+
+@mistake("gradients are not clipped", "not-clipped", "optimizer-differs")
+def forget_to_clip(engine: Engine) -> bool:
+    """The norm is right, and nothing is divided by it."""
+    return clip_by(engine, lambda norm: norm, power=0.0)
+
+
+@mistake("gradients are clipped twice", "clipped-twice", "optimizer-differs")
+def clip_twice(engine: Engine) -> bool:
+    """The coefficient is applied again."""
+    return clip_by(engine, lambda norm: norm, power=2.0)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------
+
+
+@mistake("one rank starts with other weights", "weights-differ-at-start")
+def start_apart(engine: Engine) -> bool:
+    """The last rank, in a parameter that others hold too."""
+    demand = first(engine, is_summed)
+    if demand is None:
+        return False
+    if engine.context.get_global_rank() == engine.context.world_size - 1:
+        with torch.no_grad():
+            demand.parameter.mul_(1.01)
+    return True
+
+
+@mistake("the optimizer leaves a parameter out", "not-updated")
+def skip_an_update(engine: Engine) -> bool:
+    """It is after the step as it was before."""
+    demand = first(engine, lambda one: True)
+    if demand is None:
+        return False
+    around_step(engine, lambda: demand.parameter.detach().clone(), demand.parameter.copy_)
+    return True
+
+
+@mistake("the weights of one rank drift from those of the others", "optimizer-differs", "replicas-differ")
+def drift(engine: Engine) -> bool:
+    """The last rank rounds differently after each step."""
+    demand = first(engine, is_summed)
+    if demand is None:
+        return False
+    if engine.context.get_global_rank() == engine.context.world_size - 1:
+        around_step(engine, lambda: None, lambda _: demand.parameter.mul_(1 + 1e-7))
+    return True
+
+
+def known(names: str | None) -> Mapping[str, Mistake]:
+    """The mistakes of these names (with commas between them); all of them if none is given."""
+    if not names:
+        return MISTAKES
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in MISTAKES:
+            raise ParityError(
+                f"{name!r} is no known mistake; these are: {listed(MISTAKES)}.{did_you_mean(name, MISTAKES)}",
+                code="C100",
+            )
+    return {name: MISTAKES[name] for name in chosen}

@@ -1,0 +1,371 @@
+"""One micro-batch through one stage, forward and backward, on fake tensors: what is computed, sent and kept."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from colonnade.comm.torch_versions import start_fsdp
+from colonnade.engine.schedule.executor import MicroBatch, StageInput, backward_input, call_module, run_backward
+from colonnade.engine.schedule.loss import split_loss
+from colonnade.engine.schedule.pipeline import call_criterion
+from colonnade.engine.schedule.transfer import HEADER_BYTES, payload_bytes
+from colonnade.parallel.dtensor import local_part
+from colonnade.parallel.placement import is_dtensor, placement_of
+from colonnade.parallel.split import Stage
+from colonnade.proof.planner.recorder import Cost, OperatorRecorder
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """What a micro-batch costs on a stage. `kept`: bytes from forward to backward; `waiting`: between the two parts of backward,
+    where they are apart; `extra`: the most for a moment beyond that, in forward, backward and its two parts. `output`: what goes
+    to the next stage; `counted`: the loss is (sum, count)."""
+
+    forward: Cost
+    backward: Cost
+    input_part: float
+    """The part of backward that the stage before waits for, where the two are apart."""
+    kept: int
+    waiting: int
+    extra: tuple[int, int, int, int]
+    output: Any
+    sent: int
+    """Bytes of the message to the next stage, and of the gradient back."""
+    returned: int
+    counted: bool
+    rank: int = 0
+    """The rank that ran it, among those that are alike: its calls are to that rank's groups."""
+    result: int = 0
+    """Bytes that the last stage gives back to the caller, and so keeps to the end of the step."""
+
+
+def fake_module(module: nn.Module, device: str = "cpu") -> None:
+    """Give every parameter and buffer of a module memory that is not there; to be called in a fake mode."""
+    places = [(each, name, p) for each in module.modules() for name, p in each._parameters.items() if p is not None]
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device))
+    first: dict[int, nn.Parameter] = {}
+    for each, name, old in places:  # what was one parameter in several places stays one
+        made = each._parameters[name]
+        assert made is not None
+        each._parameters[name] = first.setdefault(id(old), made)
+
+
+def run_stage(
+    stage: int,
+    module: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Any,
+    criterion: Any,
+    recorder: OperatorRecorder,
+    apart: bool,
+    fresh: Collection[int] = (),
+) -> StagePass:
+    """Run a stage as the executor does. `criterion`: at the last stage. `apart`: the table has I and W. `fresh`: the ids of
+    parameters that have no gradient before it: theirs come one after another, as a part of what the pass takes. The gradients of
+    all others lie in buckets, or are there from the pass before, and are counted elsewhere."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    with _elsewhere([p for p in module.parameters() if p.requires_grad and id(p) not in fresh], recorder):
+        return _run_stage(stage, module, micro_batch, inputs, criterion, recorder, apart)
+
+
+def _run_stage(
+    stage: int,
+    module: nn.Module,
+    micro_batch: MicroBatch,
+    inputs: Any,
+    criterion: Any,
+    recorder: OperatorRecorder,
+    apart: bool,
+) -> StagePass:
+    parts = _in_parts(stage, module, micro_batch, inputs, criterion, recorder) if apart else None
+    graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
+    before, forward = recorder.live, recorder.take()
+    recorder.start_peak()
+    with recorder:
+        torch.autograd.backward(graph.roots, graph.gradients)
+    backward, extra = recorder.take(), recorder.peak - before
+    returned = [each.grad for each in graph.inputs if each.grad is not None]
+    result = sum(_bytes(each) for each in _tensors(graph.result))
+    if parts is None:
+        parts = _Parts(1.0, result, (extra, 0))
+    return StagePass(
+        forward=forward,
+        backward=backward,
+        input_part=parts.share,
+        kept=graph.kept,
+        waiting=parts.waiting,
+        extra=(graph.extra, extra, *parts.extra),
+        output=graph.output,
+        sent=HEADER_BYTES + payload_bytes(_tensors(graph.output)),
+        returned=HEADER_BYTES + payload_bytes(returned),
+        counted=graph.counted,
+        result=result,
+    )
+
+
+@contextmanager
+def _elsewhere(parameters: Sequence[nn.Parameter], recorder: OperatorRecorder) -> Iterator[None]:
+    """The gradients of these go, as they come, to memory that is counted elsewhere: what autograd has made is held for a moment."""
+    hooks = []
+    for parameter in parameters:
+        if is_dtensor(parameter):  # FSDP2 adds to it, as it does in a run
+            parameter.grad = torch.empty_like(parameter)
+            recorder.hold(local_part(parameter.grad))
+            continue
+        kept = torch.empty_like(parameter)
+
+        def move(came: Tensor, kept: Tensor = kept) -> None:
+            if came.grad is not None:
+                torch._foreach_copy_([kept], [came.grad])
+            came.grad = None
+
+        hooks.append(parameter.register_post_accumulate_grad_hook(move))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+@dataclass
+class _PlannedGraph:
+    roots: list[Tensor]
+    gradients: list[Tensor]
+    inputs: list[StageInput]
+    output: Any
+    result: Any
+    kept: int
+    extra: int
+    counted: bool
+
+
+def _forward(
+    stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: OperatorRecorder
+) -> _PlannedGraph:
+    given = tree_map_only(Tensor, lambda each: each.detach(), inputs)
+    entered = [StageInput(each) for each in _tensors(given) if stage > 0 and each.is_floating_point()]
+    recorder.take()
+    before = recorder.live
+    recorder.start_peak()
+    with recorder:
+        output = call_module(stage, module, given, micro_batch)
+        counted, result = False, None
+        roots = [each for each in _tensors(output) if each.requires_grad]
+        if criterion is not None:
+            loss, count = split_loss(call_criterion(criterion, output, micro_batch.label))
+            roots, counted = [loss] if loss.requires_grad else [], count is not None
+            output, result = None, output  # whoever asked for the step gets it
+    kept = recorder.live - before + sum(_bytes(each) for each in _tensors(given))
+    gradients = [torch.empty_like(each) for each in roots]
+    found = tree_map_only(Tensor, lambda each: torch.empty_like(each), output)
+    return _PlannedGraph(roots, gradients, entered, found, result, kept, recorder.peak - recorder.live, counted)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The backward pass in two parts: the first one's share of the time, bytes that wait for the second, and the most of each."""
+
+    share: float
+    waiting: int
+    extra: tuple[int, int]
+
+
+def _in_parts(
+    stage: int, module: nn.Module, micro_batch: MicroBatch, inputs: Any, criterion: Any, recorder: OperatorRecorder
+) -> _Parts | None:
+    """First the gradient of the inputs, then those of the parameters; None where all of it is done with the first."""
+    graph = _forward(stage, module, micro_batch, inputs, criterion, recorder)
+    if not graph.inputs or not graph.roots:
+        return None
+    before, kept, result = recorder.live, graph.kept, graph.result
+    recorder.take()
+    recorder.start_peak()
+    try:
+        with recorder:
+            work = backward_input(graph.roots, graph.gradients, graph.inputs)[1]
+            first, most = recorder.take().seconds, recorder.peak - before
+            del graph  # what the second part does not need goes; what the caller gets stays
+            waiting = recorder.live
+            recorder.start_peak()
+            work.run(run_backward, last=True)
+            second = recorder.take().seconds
+    except RuntimeError:
+        return None
+    extra = most, recorder.peak - waiting
+    share = first / (first + second) if first + second else 0.5
+    del result
+    return _Parts(share, kept + waiting - before, extra)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --------------------------------------------------------------------------------------------------
+# Models of equal blocks: run with one and with two of them, the cost of any number follows, to the byte.
+# --------------------------------------------------------------------------------------------------
+
+
+_FEWEST = 3
+"""With fewer repetitions nothing is saved."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Layers [start, start + unit x times) of a container are the same `unit` layers so many times."""
+
+    container: nn.Module
+    start: int
+    unit: int
+    times: int
+
+    @contextmanager
+    def shortened(self, times: int) -> Iterator[None]:
+        """The container with this many repetitions."""
+        stop, end = self.start + self.unit * times, self.start + self.unit * self.times
+        if isinstance(self.container, Stage):
+            names = self.container.layer_names
+            self.container.layer_names = (*names[:stop], *names[end:])
+            try:
+                yield
+            finally:
+                self.container.layer_names = names
+            return
+        layers = dict(self.container._modules)
+        kept = [each for at, each in enumerate(layers.values()) if at < stop or at >= end]
+        self.container._modules.clear()
+        self.container._modules.update({str(at): each for at, each in enumerate(kept)})
+        try:
+            yield
+        finally:
+            self.container._modules.clear()
+            self.container._modules.update(layers)
+
+
+def run_repeated(module: nn.Module, run: Callable[[], StagePass], sharded: bool = False) -> StagePass:
+    """`run()`, which passes once through the module; of many equal blocks only a few are run.
+
+    `sharded`: FSDP2 must see all of them when it starts, and its first pass is not like the others.
+    """
+    found = find_repeat(module)
+    if sharded:
+        start_fsdp(module)
+        with found.shortened(2) if found is not None else nullcontext():
+            run()
+    if found is None:
+        return run()
+    with found.shortened(1):
+        one = run()
+    with found.shortened(2):
+        two = run()
+    return extended(one, two, found.times - 2)
+
+
+def find_repeat(module: nn.Module) -> Repeat | None:
+    """The longest run of equal layers in a list, a sequence or a stage."""
+    best: Repeat | None = None
+    for each in module.modules():
+        layers = _layers(each)
+        for found in _runs(each, [signature(layer) for layer in layers]) if len(layers) >= _FEWEST else ():
+            if best is None or found.unit * found.times > best.unit * best.times:
+                best = found
+    return best
+
+
+def signature(module: nn.Module) -> Any:
+    """What two modules have in common whose passes cost the same: their layers and parameters, but for numbers in names."""
+    layers = tuple(
+        (type(each).__name__, str(vars(each).get("_colonnade_runs")))
+        if next(each.children(), None) is not None
+        else (type(each).__name__, each.extra_repr())
+        for each in module.modules()
+    )
+    parameters = tuple(
+        (re.sub(r"\d+", "*", name), tuple(p.shape), p.dtype, p.requires_grad, placement_of(p).key[0])
+        for name, p in module.named_parameters()
+    )
+    return layers, parameters
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, Stage):
+        return [module.get_submodule(name) for name in module.layer_names]
+    return list(module.children()) if isinstance(module, (nn.Sequential, nn.ModuleList)) else []
+
+
+def _runs(container: nn.Module, kinds: list[Any]) -> Iterator[Repeat]:
+    """Every way to see these layers as a unit that comes again and again, the shortest unit first."""
+    numbers: dict[Any, int] = {}
+    row = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    for unit in range(1, len(row) // _FEWEST + 1):
+        start = 0
+        while start + unit * _FEWEST <= len(row):
+            stop = start + unit
+            while row[stop : stop + unit] == row[start : start + unit]:
+                stop += unit
+            if (times := (stop - start) // unit) >= _FEWEST:
+                yield Repeat(container, start, unit, times)
+            start += max(1, stop - start - unit + 1) if times >= _FEWEST else 1
+
+
+def extended(one: StagePass, two: StagePass, more: int) -> StagePass:
+    """The pass that comes `more` steps after `two`, which comes one after `one`: every number goes on as it did."""
+
+    def on(first: float, second: float) -> Any:
+        return second + more * (second - first)
+
+    def longer(first: Tensor, second: Tensor) -> Tensor:
+        return second.new_empty([on(a, b) for a, b in zip(first.shape, second.shape, strict=True)])
+
+    outputs, spec = tree_flatten(two.output)
+    before = tree_leaves(one.output)
+    made = [longer(a, b) if isinstance(b, Tensor) else b for a, b in zip(before, outputs, strict=True)]
+    return replace(
+        two,
+        forward=_longer(one.forward, two.forward, more),
+        backward=_longer(one.backward, two.backward, more),
+        kept=on(one.kept, two.kept),
+        waiting=on(one.waiting, two.waiting),
+        extra=cast(
+            "tuple[int, int, int, int]", tuple(max(0, on(a, b)) for a, b in zip(one.extra, two.extra, strict=True))
+        ),
+        output=tree_unflatten(made, spec),
+        sent=on(one.sent, two.sent),
+        returned=on(one.returned, two.returned),
+    )
+
+
+def _longer(one: Cost, two: Cost, more: int) -> Cost:
+    """Calls that both make stay, those that have grown grow on, and those that are new come again."""
+    both = Counter(one.calls) & Counter(two.calls)
+    old, new = list((Counter(one.calls) - both).elements()), list((Counter(two.calls) - both).elements())
+    calls = list(both.elements())
+    for call in old:
+        grown = next((each for each in new if (each.op, each.ranks) == (call.op, call.ranks)), None)
+        if grown is not None:
+            new.remove(grown)
+            calls.append(replace(grown, bytes=grown.bytes + more * (grown.bytes - call.bytes)))
+    return Cost(
+        two.seconds + more * (two.seconds - one.seconds),
+        two.flops + more * (two.flops - one.flops),
+        two.graded + more * (two.graded - one.graded),
+        two.moved + more * (two.moved - one.moved),
+        two.operators + more * (two.operators - one.operators),
+        calls + new * (1 + more) if len(one.calls) != len(two.calls) else calls + new,
+    )

@@ -1,0 +1,368 @@
+"""What the ranks of a world have and do, planned once for each kind: stages, passes, sums of gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colonnade.comm.groups import ProcessGroups
+from colonnade.comm.torch_versions import apart_from_world
+from colonnade.config import Config
+from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import zero_settings
+from colonnade.engine.checks import forms_of, same_stages
+from colonnade.engine.precision import Precision
+from colonnade.engine.schedule.actions import Kind, Table
+from colonnade.engine.schedule.executor import cut_batch
+from colonnade.engine.schedule.pipeline import NonPipelineSchedule, PipelineSchedule
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.gradients.ledger import Ledger
+from colonnade.hf.model_loss import ModelLoss
+from colonnade.nn.activations import ActivationSettings
+from colonnade.optim.zero.fsdp import shard_model
+from colonnade.parallel.demand import check_same_data
+from colonnade.parallel.placement import Placement, logical_shape, placement_of
+from colonnade.parallel.split import Split, build_schedule, take_stages
+from colonnade.proof.planner.hardware import Clock
+from colonnade.proof.planner.job import Job
+from colonnade.proof.planner.planned_passes import StagePass, extended, fake_module, run_repeated, run_stage, signature
+from colonnade.proof.planner.planned_sums import GradientPlan, plan_gradients
+from colonnade.proof.planner.recorder import OperatorRecorder
+from colonnade.proof.roles import built, first_ranks, stage_of
+
+# --------------------------------------------------------------------------------------------------
+# A world without processes in which ranks can talk: torch's fake process group, whose calls come back at once.
+#
+# What a rank receives there is what it has sent, so values mean nothing. Shapes, dtypes and the calls themselves are those of a
+# real run, because the run's own code makes them.
+# --------------------------------------------------------------------------------------------------
+
+
+class FakeGroups(ProcessGroups):
+    """The groups that one rank asks for, made when it does: of a large world these are few."""
+
+    def group(self, ranks: Iterable[int]) -> Any:
+        key = tuple(ranks)
+        self.add(key, alone=True)
+        return super().group(key)
+
+    def second_group(self, ranks: Iterable[int], rank_sets: Iterable[Iterable[int]], backend: str) -> Any:
+        """The fake backend moves every kind of memory, so the first group does."""
+        return self.group(ranks)
+
+
+@contextmanager
+def fake_rank(config: Config, world_size: int, rank: int, context: ParallelContext) -> Iterator[FakeGroups]:
+    """`context` is this rank of a world that is not there, but in which it can talk."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the backend "fake" comes with it
+
+    hook = sys.excepthook
+    with apart_from_world():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        sys.excepthook = hook  # no error is that of one rank
+        try:
+            groups = FakeGroups(rank)
+            context.simulate(config, world_size, rank, groups)
+            try:
+                yield groups
+            finally:
+                context.destroy()
+        finally:
+            dist.destroy_process_group()
+
+
+NOT_PLANNED = {
+    "compile": "what it joins into one kernel takes less time, and may keep less, than is said here",
+    "float8": "linear layers are planned in the dtype that they have without it",
+}
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """One parameter that a kind of rank has: elements there, and of the whole."""
+
+    name: str
+    elements: int
+    whole: int
+    placement: Placement
+
+
+@dataclass
+class Kinds:
+    """The kinds of ranks of a world, one for each pipeline rank (more where some ranks are in no group of a mode).
+
+    `of_rank`: first rank of a kind -> what it has. `passes`: by stage. `table`: the order of passes; None without a pipeline.
+    """
+
+    layout: Layout
+    table: Table | None
+    num_microbatches: int
+    schedule: str
+    stage_ranks: tuple[int, ...]
+    models: dict[int, nn.Module] = field(default_factory=dict)
+    gradients: dict[int, GradientPlan] = field(default_factory=dict)
+    passes: dict[int, StagePass] = field(default_factory=dict)
+    parameters: dict[int, list[PlannedParameter]] = field(default_factory=dict)
+    data: Any = None
+    one_pass: bool = False
+    """Whether a step is one pass, so that gradients in no bucket come with it, and the pass's memory has them."""
+    notes: dict[str, None] = field(default_factory=dict)
+    problems: dict[str, None] = field(default_factory=dict)
+
+
+class Known:
+    """Passes that were run for other plans of one job, which may be asked again."""
+
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.passes: dict[Any, list[tuple[Any, StagePass]]] = {}
+
+
+def plan_ranks(
+    config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known | None = None
+) -> Kinds:
+    """Build the model on the meta device, plan the sums of each kind of rank, and run each kind of stage on fake tensors."""
+    return _Planning(config, world_size, job, clock, context, known or Known()).run()
+
+
+class _Planning:
+    def __init__(
+        self, config: Config, world_size: int, job: Job, clock: Clock, context: ParallelContext, known: Known
+    ) -> None:
+        self.config, self.world_size, self.job, self.clock, self.context = config, world_size, job, clock, context
+        self.layout = build_layout(config, world_size)
+        self.firsts = first_ranks(self.layout)
+        self.fake, self.passes = known.fake, known.passes
+        self.precision = Precision.read(config)
+        self.zero = zero_settings(config, self.precision)
+        self.sums: dict[Any, GradientPlan] = {}
+
+    def run(self) -> Kinds:
+        kinds, whole = self._start()
+        for rank in self.firsts:
+            kinds.models[rank] = self._model(rank, whole, kinds)
+        self._warn_of_same_stages(whole, kinds)
+        for rank in self.firsts if self.zero.stage != 3 else ():
+            key = (signature(kinds.models[rank]), self._inside(rank))
+            if key not in self.sums:
+                with fake_rank(self.config, self.world_size, rank, self.context):
+                    self.sums[key] = self._gradients(kinds.models[rank], kinds)
+            kinds.gradients[rank] = self.sums[key]
+        self._run_stages(kinds)
+        return kinds
+
+    def _warn_of_same_stages(self, whole: Any, kinds: Kinds) -> None:
+        """Note that the model was not cut where all stages have parameters of equal names and shapes, as `initialize` does."""
+        if isinstance(whole, Split) or len(kinds.stage_ranks) == 1 or self.config.get("compare_stages") is False:
+            return
+        forms = {stage_of(self.layout, rank): forms_of(model) for rank, model in kinds.models.items()}
+        first, *others = forms.values()
+        if first and others and all(other == first for other in others):
+            cut = f"colonnade.split(model, num_stages={len(kinds.stage_ranks)})"
+            kinds.notes[f"{same_stages(first, len(forms))}; return {cut} unless the stages are meant to be alike"] = (
+                None
+            )
+
+    def _start(self) -> tuple[Kinds, Any]:
+        """The schedule, and the model where one build has all stages."""
+        with fake_rank(self.config, self.world_size, self.firsts[0], self.context):
+            schedule = build_schedule(self.context)
+            piped = isinstance(schedule, PipelineSchedule)
+            stages = self.context.pipeline_parallel_size
+            kinds = Kinds(
+                self.layout,
+                schedule.table(stages) if piped else None,
+                schedule.num_microbatches if piped else 1,
+                type(schedule).__name__ if not piped or schedule.order is None else schedule.order,
+                schedule.stage_ranks(stages) if piped else (0,),
+            )
+            if not piped and type(schedule) is not NonPipelineSchedule:
+                kinds.notes[f"the schedule {kinds.schedule} is planned as one pass over the batch of a rank"] = None
+            kinds.notes |= {
+                f"`{key}` is not planned: {why}": None for key, why in NOT_PLANNED.items() if self.config.get(key)
+            }
+            kinds.one_pass = not piped and int(self.config.get("gradient_accumulation") or 1) == 1
+            whole = built(self.job.build, self.context)
+            loss = self.job.loss(whole, self.context, kinds.notes)
+            self.criterion = self.precision.around(loss, torch.device("cpu"))
+            own = loss if isinstance(loss, ModelLoss) else None
+            schedule.read_dicts_for(whole.whole if isinstance(whole, Split) else whole, loss, own)
+            with self.fake:
+                loaded = tree_map_only(Tensor, _faked, self.job.loaded(self.context))
+                kinds.data = data, label = schedule.take_apart(loaded)
+                self.first, *_ = cut_batch(data, label, kinds.num_microbatches)
+        return kinds, whole
+
+    def _model(self, rank: int, whole: Any, kinds: Kinds) -> nn.Module:
+        """What this rank has of the model, as `initialize` changes it before it runs."""
+        at = stage_of(self.layout, rank)
+        if isinstance(whole, Split):
+            model, parts = take_stages(whole, kinds.stage_ranks, at), list(whole)
+        elif rank == self.firsts[0]:
+            model, parts = whole, [whole]
+        else:  # the user's function makes the stage of the rank that asks
+            with fake_rank(self.config, self.world_size, rank, self.context):
+                model = built(self.job.build, self.context)
+            parts = [model]
+        complete = len(parts) > 1 or len(kinds.stage_ranks) == 1
+        ActivationSettings.read(self.config.get("activation_checkpoint")).apply(model, parts, complete)
+        self.precision.apply(model, torch.device("cpu"), self.zero.stage)
+        kinds.parameters[rank] = [self._held(rank, name, p) for name, p in model.named_parameters()]
+        return model
+
+    def _held(self, rank: int, name: str, parameter: nn.Parameter) -> PlannedParameter:
+        placement = placement_of(parameter)
+        check_same_data(self.layout, placement, rank, name)
+        inside = [mode for mode in placement.modes if self.layout.has(mode, rank)]
+        sizes = {mode: len(self.layout.group_of(mode, rank)) for mode in inside}
+        return PlannedParameter(name, parameter.numel(), prod(logical_shape(parameter, placement, sizes)), placement)
+
+    def _gradients(self, model: nn.Module, kinds: Kinds) -> GradientPlan:
+        optimizer = self.job.stepper(model, kinds.notes)
+        device = self.clock.hardware.device
+        return plan_gradients(model, optimizer, self.zero, self.context, self.fake, device, kinds.notes, kinds.problems)
+
+    # -- passes -------------------------------------------------------------------------------------------
+
+    def _run_stages(self, kinds: Kinds) -> None:
+        """Stage after stage, since each takes what the one before gives; one of a kind is run."""
+        apart = kinds.table is not None and any(a.kind is Kind.INPUT for row in kinds.table.values() for a in row)
+        value, last = self.first.data, len(kinds.stage_ranks) - 1
+        for stage, (rank, module) in enumerate(self._modules(kinds)):
+            loose = kinds.gradients[rank].loose if kinds.one_pass and self.zero.stage != 3 else frozenset()
+            how = (self.zero.stage == 3, kinds.one_pass, loose, apart, stage == 0, stage == last)
+            key = (signature(module), self._inside(rank), *how)
+            known = self.passes.setdefault(key, [])
+            found = self._known(known, value)
+            if found is None:
+                criterion = self.criterion if stage == last else None
+                found, self.sums[key] = self._run(stage, rank, module, value, criterion, apart, kinds)
+            known.append((value, found))
+            kinds.passes[stage] = found
+            if self.zero.stage == 3:
+                kinds.gradients[rank] = _joined(kinds.gradients.get(rank), self.sums[key])
+            value = found.output
+
+    def _known(self, known: list[tuple[Any, StagePass]], value: Any) -> StagePass | None:
+        """The pass of an input through a stage like others before: as it was, or going on as it went from one to the next."""
+        for before, found in known:
+            if _form(before) == _form(value):
+                return found
+        if len(known) < 2:
+            return None
+        (first, one), (second, two) = known[-2:]
+        steps = [[_sizes(each) for each in tree_leaves(given)] for given in (first, second, value)]
+        if [_apart(a, b) for a, b in zip(*steps[:2], strict=True)] != [
+            _apart(a, b) for a, b in zip(*steps[1:], strict=True)
+        ]:
+            return None
+        with self.fake:
+            return extended(one, two, 1)
+
+    def _modules(self, kinds: Kinds) -> list[tuple[int, nn.Module]]:
+        """For each stage, the first rank that has it, and the stage."""
+        found = []
+        for stage, home in enumerate(kinds.stage_ranks):
+            rank = next(rank for rank in self.firsts if stage_of(self.layout, rank) == home)
+            model = kinds.models[rank]
+            mine = [at for at, other in enumerate(kinds.stage_ranks) if other == home]
+            chunk = model[mine.index(stage)] if isinstance(model, nn.ModuleList) and len(mine) > 1 else model
+            found.append((rank, chunk))
+        return found
+
+    def _run(
+        self,
+        stage: int,
+        rank: int,
+        module: nn.Module,
+        value: Any,
+        criterion: Any,
+        apart: bool,
+        kinds: Kinds,
+    ) -> tuple[StagePass, Any]:
+        sharded = self.zero.stage == 3
+        recorder = OperatorRecorder(self.clock.operator, memory=True, resizes=sharded)
+        with fake_rank(self.config, self.world_size, rank, self.context):
+            summed = None
+            if sharded:
+                shard_model(module, self.context, self.zero)
+                summed = self._gradients(module, kinds)
+            # Without a pipeline a stage is all that the rank has, so places among its parameters are those in the plan.
+            loose = (summed or kinds.gradients[rank]).loose if kinds.one_pass else frozenset()
+            with self.fake:
+                fake_module(module)
+                fresh = {id(parameter) for at, parameter in enumerate(module.parameters()) if at in loose}
+
+                def run() -> StagePass:
+                    return run_stage(stage, module, self.first, value, criterion, recorder, apart, fresh)
+
+                try:
+                    found = run_repeated(module, run, sharded=sharded)
+                except DynamicOutputShapeException as error:
+                    raise ConfigError(
+                        f"the model makes a tensor whose size depends on values ({error}, as by a mask or nonzero()): without data "
+                        f"it cannot be planned. Ask `context.is_simulated` there, and assume a size"
+                    ) from error
+                except ColonnadeError:
+                    raise
+                except (RuntimeError, TypeError, ValueError) as error:
+                    raise ConfigError(
+                        f"stage {stage} fails on tensors of the batch's shapes ({_form(value)}), which have no values in a plan: "
+                        f"{type(error).__name__}: {error}. Does `batch` give what the model takes, and the model ask for no values?"
+                    ) from error
+        return replace(found, rank=rank), summed
+
+    def _inside(self, rank: int) -> tuple[Any, ...]:
+        """The modes that a rank is in, and the links of their groups: what else tells two kinds of ranks apart."""
+        modes = [mode for mode in self.layout.modes if self.layout.has(mode, rank)]
+        return tuple((mode.name, len(self.layout.group_of(mode, rank))) for mode in modes)
+
+
+def _form(value: Any) -> str:
+    return str(tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), value))
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _apart(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(one, other, strict=True))
+
+
+def _faked(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _joined(one: GradientPlan | None, other: Any) -> GradientPlan:
+    """The sums of several stages of one rank."""
+    if one is None:
+        return other
+    numbers = ("parameters", "gradients", "loose_bytes", "turns", "state", "host", "stepped")
+    return replace(
+        one,
+        ledger=Ledger([*one.ledger.rows, *other.ledger.rows]),
+        buckets=one.buckets + other.buckets,
+        notes=one.notes or other.notes,
+        **{name: max(getattr(one, name), getattr(other, name)) for name in ("largest", "beside", "stepping")},
+        **{name: getattr(one, name) + getattr(other, name) for name in numbers},
+    )
+
+
+def samples_of(data: Any) -> tuple[int, int]:
+    """(rows, tokens) of what a rank gets for a pass; tokens are integers of two dimensions."""
+    tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor) and leaf.dim()]
+    tokens = next((t.numel() for t in tensors if t.dim() == 2 and not t.is_floating_point()), 0)
+    return len(tensors[0]), tokens

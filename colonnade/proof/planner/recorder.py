@@ -1,0 +1,349 @@
+"""Records what runs under it: collectives with their bytes, products with their flops, memory that is alive.
+
+The same recorder counts a real run and a planned one, which runs on fake tensors: it sees what torch is asked to do.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from colonnade.engine import Engine
+from colonnade.errors import ConfigError
+from colonnade.proof.planner.plan_records import RankClass
+
+OPS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "receive",
+}
+"""Torch's names of collectives, and ours."""
+
+_WHOLE_OF = {"all_gather": 0, "reduce_scatter": 1, "all_to_all": 1}
+"""Which argument of a call is the larger tensor, where there are two; all_to_all: what is sent."""
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One collective: the bytes of its tensor (of the whole, where parts are gathered or scattered), and its group's ranks."""
+
+    op: str
+    bytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class Cost:
+    """What operators did: seconds by the hardware's model, and what these are of."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    graded: float = 0.0
+    """Flops that were done with gradients on: in a backward pass, what is computed a second time."""
+    moved: float = 0.0
+    operators: int = 0
+    calls: list[PlannedCall] = field(default_factory=list)
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Counts what this thread does while it is on. `clock` says how long an operator takes: (flops, bytes, dtype) -> s.
+
+    `resizes`: memory is given back and taken again without a new tensor, as FSDP2 does.
+    """
+
+    def __init__(self, clock: Any = None, memory: bool = False, resizes: bool = False) -> None:
+        super().__init__()
+        self.cost = Cost()
+        self.live = self.peak = 0
+        self._clock, self._memory, self._resizes = clock, memory, resizes
+        self._alive: dict[int, tuple[int, Any]] = {}
+        self._ranks: dict[str, tuple[int, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            call = self._call(func, args)
+            if call is not None:
+                self.cost.calls.append(call)
+            return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return _read(args[0])
+        grouped = func is _aten._grouped_mm.default and isinstance(args[0], FakeTensor)
+        found = _grouped_mm(*args, **kwargs) if grouped else func(*args, **kwargs)
+        if not _is_view(func):
+            if self._clock is not None:
+                self._count(func, args, kwargs, found)
+            if self._memory:
+                for tensor in _tensors(found):
+                    self.hold(tensor, in_place=func._overloadpacket in _IN_PLACE_ELSEWHERE)
+        return found
+
+    def take(self) -> Cost:
+        """What was counted since the last time."""
+        cost, self.cost = self.cost, Cost()
+        return cost
+
+    def start_peak(self) -> None:
+        """The peak is that of what follows."""
+        self.peak = self.live
+
+    def hold(self, tensor: Tensor, in_place: bool = False) -> None:
+        """Count the memory of a tensor until it goes. `in_place`: a real run would write to what it was made of, which goes now."""
+        if self._resizes:
+            self.look_again()
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = size, weakref.ref(storage, lambda _: self._gone(key))
+        self.live += size
+        if not in_place:
+            self.peak = max(self.peak, self.live)
+
+    def look_again(self) -> None:
+        """Count all memory anew that was given another size."""
+        for key, (size, reference) in list(self._alive.items()):
+            storage = reference()
+            if storage is not None and (now := storage.nbytes()) != size:
+                self._alive[key] = now, reference
+                self.live += now - size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int) -> None:
+        size, _ = self._alive.pop(key, (0, None))
+        self.live -= size
+
+    def _call(self, func: Any, args: Any) -> PlannedCall | None:
+        op = OPS.get(func._opname)
+        boxed = next((each for each in args if isinstance(each, torch.ScriptObject)), None)
+        if op is None or boxed is None:
+            return None
+        group = dist.ProcessGroup.unbox(boxed)
+        if group.group_name not in self._ranks:
+            self._ranks[group.group_name] = tuple(dist.get_process_group_ranks(group))
+        return PlannedCall(op, sum(map(_nbytes, _tensors(args[_WHOLE_OF.get(op, 0)]))), self._ranks[group.group_name])
+
+    def _count(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        if _is_free(func):
+            return
+        counted = _FLOPS.get(func._overloadpacket)
+        flops = counted(*args, **kwargs, out_val=found) if counted is not None else 0
+        outputs = list(_tensors(found))
+        moved = sum(map(_nbytes, outputs)) + sum(_nbytes(each) for each in _tensors((args, kwargs)))
+        dtype = outputs[0].dtype if outputs else torch.float32
+        cost = self.cost
+        cost.flops += flops
+        cost.graded += flops if torch.is_grad_enabled() else 0
+        cost.moved += moved
+        cost.operators += 1
+        cost.seconds += self._clock(flops, moved, dtype)
+
+
+def _read(tensor: Tensor) -> bool:
+    """A value that the code asks for, where there are none: checks are assumed to find nothing."""
+    if tensor.dtype is torch.bool:
+        return False
+    raise ConfigError(
+        f"the model reads a number of type {tensor.dtype} from a tensor (by .item(), .tolist() or the like), and goes on by it: "
+        f"without data it cannot be planned. Ask `context.is_simulated` there, and assume one"
+    )
+
+
+def _grouped_mm(one: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The form of torch's grouped product; torch's own rule for fake tensors knows bfloat16 alone."""
+    if one.dim() == 2:
+        shape = (
+            (len(one), other.size(-1)) if other.dim() == 3 or offs is None else (len(offs), len(one), other.size(-1))
+        )
+    else:
+        shape = (one.size(1), other.size(-1)) if other.dim() == 2 else (*one.shape[:2], other.size(-1))
+    return one.new_empty(shape)
+
+
+def _grouped_flops(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    """Every row goes through one of the groups."""
+    rows = one.shape if one.dim() == 2 or other.dim() == 3 else one.shape[1:]
+    return int(2 * prod(rows) * other.size(-1))
+
+
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q.shape, _as_many_heads(q, k), _as_many_heads(q, v)))
+
+
+def _attention_backward_flops(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, q.shape, _as_many_heads(q, k), _as_many_heads(q, v)))
+
+
+def _as_many_heads(q: Tensor, shared: Tensor) -> torch.Size:
+    """The shape of keys or values with a head for each head of the queries: grouped ones are multiplied that often.
+
+    Torch's formulas refuse grouped heads up to torch 2.11.
+    """
+    return torch.Size((shared.shape[0], q.shape[1], *shared.shape[2:]))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
+
+
+_aten = torch.ops.aten
+_FLOPS = {
+    **flop_registry,
+    _aten._grouped_mm: _grouped_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""Torch's own counts, and those of ops that it does not count."""
+_FREE = frozenset(
+    [
+        *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided),
+        *(_aten._unsafe_view, _aten.lift, _aten.detach_, _aten.record_stream),
+    ]
+)
+"""What touches no memory, beside views: new memory as it is, and other names of the same memory whose schema does not say so."""
+_IN_PLACE_ELSEWHERE = frozenset(
+    [_aten.scatter_add, _aten.scatter, _aten.index_add, _aten.index_put, _aten.masked_fill, _aten.masked_scatter]
+)
+"""What autograd does out of place for fake tensors, to memory that it has just made, and in place for others. Where what it was
+done to stays after all, the next tensor's peak has both."""
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether it gives the same memory again, and does nothing to it."""
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@cache
+def _is_free(func: Any) -> bool:
+    """Whether it starts nothing on a device: look-ups (`prim.device` comes with every `.device` of a fake tensor), views, new memory."""
+    if func.namespace == "prim" or func._overloadpacket in _FREE or torch.Tag.inplace_view in func.tags:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and not any("Tensor" in str(each.type) for each in returns)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a real step does, counted as a plan counts it: what a plan is compared with.
+# --------------------------------------------------------------------------------------------------
+
+
+Calls = Counter[tuple[str, int, int]]
+"""(op, bytes, ranks) -> how often a rank calls it in a step."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One rank's step: its collectives, the bytes of its fullest moment, and the seconds of a step."""
+
+    rank: int
+    calls: Calls
+    memory: int
+    seconds: float
+
+
+def observe(engine: Engine, step: Callable[[], Any], warm: int = 3, timed: int = 5, counted: bool = True) -> Observed:
+    """Run steps of an engine, and count one of them. On every rank alike; `step` runs zero_grad to step.
+
+    The first steps are others: buckets are arranged anew, batches compared, memory and messages made ready. `counted`: whether
+    its collectives are noted, which compiled code would be compiled anew for.
+    """
+    for _ in range(warm):
+        step()
+    seconds = []
+    for _ in range(timed):
+        start = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    engine.zero_grad()
+    memory = _peak(engine, step)
+    recorder = OperatorRecorder()
+    with recorder if counted else nullcontext():
+        step()
+    calls = Counter((call.op, call.bytes, len(call.ranks)) for call in recorder.take().calls if call.op != "receive")
+    return Observed(engine.context.get_global_rank(), calls, memory, median(seconds) if seconds else 0.0)
+
+
+def planned_calls(one: RankClass) -> Calls:
+    """The collectives of a plan, counted alike."""
+    found: Calls = Counter()
+    for call in (call for call in one.collectives if call.op != "receive"):
+        found[call.op, call.bytes, call.ranks] += call.count
+    return found
+
+
+def _peak(engine: Engine, step: Callable[[], Any]) -> int:
+    """Bytes at the fullest moment of a step: what is held before it, and the most that the allocator gives beyond."""
+    held = engine.memory().held.device + sum(buffer.nbytes for buffer in engine.model.buffers()) + _turns(engine)
+    if engine.context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.context.device)
+        step()
+        return int(torch.cuda.max_memory_allocated(engine.context.device))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    now = most = 0
+    for size in _allocations(profiled):
+        now += size
+        most = max(most, now)
+    return held + most
+
+
+def _turns(engine: Engine) -> int:
+    """Bytes that buckets without memory of their own take turns in."""
+    taken = [
+        buffer.flat.untyped_storage()
+        for bucket in engine._sync.synchroniser.layout
+        if not bucket.keeps_gradients
+        for buffer in bucket.buffers
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in taken}.values())
+
+
+def _allocations(profiled: Any) -> Iterator[int]:
+    """What the host's allocator gave (and took back: negative), in the order of time."""
+    found, waiting = [], list(profiled.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag.name == "Allocation":
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+    return (size for _, size in sorted(found, key=lambda each: each[0]))

@@ -1,0 +1,92 @@
+"""Serves the page of a run that goes on, to this machine alone."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.proof.report.page_of_run import run_page
+from colonnade.proof.report.shell import page, script_of_pages
+
+SECONDS = 5
+"""After which a page that is looked at is made anew."""
+
+
+def serve(sources: Sequence[str | Path], port: int, say: Callable[[str], Any]) -> None:
+    """Serve the page until Ctrl-C. Loopback only: whoever can open it is on this machine."""
+    with make_server(sources, port) as server:
+        say(f"http://127.0.0.1:{server.server_address[1]}/ (made anew every {SECONDS} seconds; Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ended")
+
+
+def make_server(sources: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
+    """A server that makes the page when it is asked for it."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # A page of another site that was led here by a name of its own gets nothing.
+            if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+                self.send_error(403)
+            elif self.path != "/":
+                self.send_error(404)
+            else:
+                body = _page(sources).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def end_headers(self) -> None:
+            for name, value in _guards():
+                self.send_header(name, value)
+            super().end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: the terminal is the user's."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Page)
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} cannot be used ({error.strerror}); give another with --port, or --port 0"
+        ) from None
+
+
+@cache
+def _guards() -> tuple[tuple[str, str], ...]:
+    """Headers of every answer: a browser runs the page's own script alone, loads nothing, and shows the page in no other one.
+
+    Colours and widths stand in the page as styles of single elements, which no hash can allow.
+    """
+    known = b64encode(sha256(script_of_pages().encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{known}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        f"form-action 'none'; frame-ancestors 'none'"
+    )
+    return (
+        ("Content-Security-Policy", policy),
+        ("X-Frame-Options", "DENY"),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Referrer-Policy", "no-referrer"),
+    )
+
+
+def _page(sources: Sequence[str | Path]) -> str:
+    try:
+        return run_page(sources, refresh=SECONDS)
+    except (ColonnadeError, OSError) as error:  # it may not have begun
+        return page("No page yet", [str(error)], [], refresh=SECONDS)

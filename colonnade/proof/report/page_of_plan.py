@@ -1,0 +1,424 @@
+"""The page of a plan: mesh, memory, communication, timeline, ledger, and the layouts that a search looked at.
+
+A plan is plain values here, as `Plan.to_dict()` and `SearchResult.to_dict()` of the planner give them, or their JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from colonnade.paths import local_path
+from colonnade.proof.report.charts import COLORS, bar_chart
+from colonnade.proof.report.shell import card, cards, folded, page, seconds, short, size, table, tiles
+
+# --------------------------------------------------------------------------------------------------
+# Pictures of a plan as SVG files: the mesh by modes, the ledger as a matrix, the timeline of the pipeline.
+# --------------------------------------------------------------------------------------------------
+
+
+MOST_RANKS = 256
+"""That a picture of the mesh shows of a larger world."""
+
+Values = Mapping[str, Any]
+
+
+def mesh_svg(plan: Values) -> str:
+    """A panel for each mode: a cell is a rank, and the ranks of a group have one colour."""
+    modes = [mode for mode in plan["modes"] if mode["size"] > 1 and mode["mode"] != "GLOBAL"]
+    world = plan["totals"]["world_size"]
+    count = min(world, MOST_RANKS)
+    columns = min(count, 16)
+    cell, across = 16, max(1, min(3, len(modes)))
+    wide, tall = columns * cell + 24, math.ceil(count / columns) * cell + 44
+    parts = []
+    for at, mode in enumerate(modes):
+        left, top = at % across * wide + 12, at // across * tall + 30
+        parts.append(_text(left, top - 8, f"{mode['mode']} ({mode['count']:,} of {mode['size']:,})"))
+        numbers: dict[int, int] = {}
+        for rank in range(count):
+            first = _first(mode, rank)
+            color = COLORS[numbers.setdefault(first, len(numbers)) % 7] if first is not None else "#ddd"
+            x, y = left + rank % columns * cell, top + rank // columns * cell
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{cell - 1}" height="{cell - 1}" fill="{color}"><title>rank {rank}</title></rect>'
+            )
+    height = math.ceil(len(modes) / across) * tall + 30
+    if count < world:
+        parts.append(_text(12, height - 8, f"the first {count} of {world:,} ranks"))
+    return _whole(max(across * wide, 320), height, parts)
+
+
+def ledger_svg(plan: Values) -> str:
+    """Parameters by modes: a filled cell is a sum that is owed, with its divisor."""
+    modes = list(dict.fromkeys(line["mode"] for line in plan["ledger"] if line["mode"]))
+    names = list(dict.fromkeys(line["parameters"] for line in plan["ledger"]))
+    left, wide, line = 20 + 7 * max(map(len, names), default=0), 130, 20
+    parts = [_text(left + at * wide + wide / 2, 20, mode, "middle") for at, mode in enumerate(modes)]
+    for row, name in enumerate(names):
+        parts.append(_text(left - 10, 44 + row * line, name, "end"))
+        for at, mode in enumerate(modes):
+            owed = next((one for one in plan["ledger"] if (one["parameters"], one["mode"]) == (name, mode)), None)
+            fill = COLORS[at % 7] if owed else "#f0f0f0"
+            x, y = left + at * wide, 30 + row * line
+            parts.append(f'<rect x="{x}" y="{y}" width="{wide - 2}" height="{line - 2}" fill="{fill}"/>')
+            if owed:
+                told = f"over {owed['ranks']:,}, / {owed['divisor']:g}"
+                parts.append(_text(x + wide / 2, y + 14, told, "middle", "#fff"))
+    return _whole(left + len(modes) * wide + 12, 42 + len(names) * line, parts)
+
+
+def timeline_svg(plan: Values) -> str:
+    """When each pipeline rank computes what; blank is waiting."""
+    timeline = plan["timeline"]
+    colors = {"F": COLORS[0], "B": COLORS[4], "I": COLORS[4], "W": COLORS[2]}
+    left, wide, line = 40, 1100, 22
+    scale = wide / timeline["makespan"] if timeline["makespan"] else 0.0
+    parts = []
+    for at, row in enumerate(timeline["rows"]):
+        y = 30 + at * line
+        parts.append(_text(left - 8, y + 15, str(at), "end"))
+        parts.append(f'<rect x="{left}" y="{y}" width="{wide}" height="{line - 2}" fill="#f0f0f0"/>')
+        for kind, _, micro, start, end in row:
+            x, width = left + start * scale, (end - start) * scale
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.4):.1f}" height="{line - 2}" fill="{colors[kind]}"/>'
+            )
+            if width > 14:
+                parts.append(_text(x + width / 2, y + 15, str(micro), "middle", "#fff"))
+    head = f"{timeline['schedule']}: forward blue, backward orange, weight part green; pipeline bubble {timeline['bubble']:.1%}"
+    return _whole(left + wide + 12, 42 + len(timeline["rows"]) * line, [_text(left, 18, head), *parts])
+
+
+def _first(mode: Values, rank: int) -> int | None:
+    """The first rank of a rank's group."""
+    if mode["digits"] is None:
+        return next((group[0] for group in mode["groups"] if rank in group), None)
+    return rank - sum(rank // stride % count * stride for stride, count in mode["digits"])
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start", color: str = "#222") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(words)}</text>'
+
+
+def _whole(width: float, height: float, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
+    style = 'font-family="system-ui, sans-serif" font-size="12"><rect width="100%" height="100%" fill="#fff"/>'
+    return head + style + "".join(parts) + "</svg>\n"
+
+
+MEMORY = ("parameters", "gradients", "state", "activations", "communication", "buffers")
+MOST_ROWS = 60
+FORMULAS = (
+    "MFU = model flops (without recomputed products) / (step x ranks x peak)",
+    "HFU = all flops (with recomputed products) / (step x ranks x peak)",
+    "pipeline bubble = 1 - (time of all passes of all pipeline ranks) / (pipeline ranks x makespan)",
+)
+_PARTS = 20_000
+"""Of a makespan: what a time on the page is rounded to."""
+
+
+def plan_page(values: Values) -> str:
+    """The page of a plan, or of a search with its best plan, as HTML."""
+    search, plan = (values, values["best"]) if "fitting" in values else (None, values)
+    parts = [] if search is None else [cards([_search(search)])]
+    if plan is None:
+        return page("No layout fits", [_hardware_line(values)], parts)
+    title = " x ".join(f"{name} {count}" for name, count in plan["axes"].items() if count > 1) or "one process"
+    line = f"{plan['totals']['world_size']:,} ranks · {short(plan['totals']['parameters'])} parameters · {_hardware_line(plan)}"
+    parts += [_problems(plan), _figures(plan), cards(_cards(plan))]
+    script = (Path(__file__).parent / "plan.js").read_text(encoding="utf-8")
+    return page(f"Plan: {title}", [line], [*parts, _data(plan)], script)
+
+
+def write_plan_pictures(values: Values, folder: str | Path) -> list[Path]:
+    """Write mesh, ledger, memory, communication and timeline as SVG files; returns them."""
+    target = local_path(folder, "the folder of the plan's pictures")
+    plan = values["best"] if "fitting" in values else values
+    if plan is None:
+        return []
+    pictures = {"mesh": mesh_svg(plan)}
+    if plan["classes"]:
+        pictures["ledger"] = ledger_svg(plan)
+        pictures["memory"] = _memory_chart(plan, standalone=True)
+        pictures["communication"] = _communication_chart(plan, standalone=True)
+    if plan["timeline"]:
+        pictures["timeline"] = timeline_svg(plan)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, text in pictures.items():
+        (target / f"{name}.svg").write_text(text, encoding="utf-8")
+    return [target / f"{name}.svg" for name in pictures]
+
+
+def _hardware_line(values: Values) -> str:
+    hardware = values["hardware"]
+    return f"{hardware['name']}, {hardware['devices_per_node']} to a node, {size(hardware['memory'])} each"
+
+
+def _problems(plan: Values) -> str:
+    lines = "".join(f"<li>{escape(problem)}</li>" for problem in plan["problems"])
+    return card("This would not start", f"<ul>{lines}</ul>") if lines else ""
+
+
+def _figures(plan: Values) -> str:
+    totals, step = plan["totals"], plan["totals"]["step_seconds"]
+    rate = (totals["tokens"], "tokens/s") if totals["tokens"] else (totals["samples"], "samples/s")
+    figures: list[tuple[str, str] | tuple[str, str, bool]] = [
+        (seconds(step), "a step"),
+        (short(rate[0] / step) if step else "", rate[1]),
+        (f"{totals['mfu']:.1%}", "MFU, of the peak flops"),
+        (f"{totals['hfu']:.1%}", "HFU, with what is recomputed"),
+        (size(totals["peak_memory"]), f"peak memory, of {size(plan['hardware']['memory'])}", not totals["fits"]),
+        (f"{plan['timeline']['bubble']:.1%}" if plan["timeline"] else "", "pipeline bubble, of ranks x makespan"),
+        (f"{totals['exposed_seconds'] / step:.1%}" if step else "", "exposed communication, of a step"),
+        (size(totals["bytes_between_nodes"]), "between nodes in a step"),
+        (f"{totals['communicators_per_rank']:,}", f"communicators on a rank, {totals['communicators']:,} in all"),
+    ]
+    return tiles(figures) + f"<p>{'<br>'.join(map(escape, FORMULAS))}</p>"
+
+
+def _cards(plan: Values) -> list[str]:
+    made = [_mesh(plan)]
+    if plan["timeline"]:
+        made.append(_timeline(plan))
+    if plan["classes"]:  # a plan without a model has none
+        capacity = f"of one rank of each kind, at the fullest moment; a device has {size(plan['hardware']['memory'])}"
+        made.append(card("Memory", _memory_chart(plan), capacity))
+        longest = "of the kind of rank that communicates longest"
+        made.append(card("Communication by mode", _communication_chart(plan), longest))
+        made.append(_ledger(plan))
+        made.append(folded("Collectives of a step", _collectives(plan)))
+    made.append(folded("Groups", _groups(plan)))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in plan["notes"])
+    config = json.dumps(plan["config"], indent=2)
+    model = "\n".join(f"{name} = {value}" for name, value in plan["hardware"].items())
+    made.append(
+        folded("Config, model of the hardware, notes", f"{notes}<pre>{escape(config)}</pre><pre>{escape(model)}</pre>")
+    )
+    return made
+
+
+def _mesh(plan: Values) -> str:
+    buttons = ['<button type="button" data-mode="all" aria-pressed="true">all modes</button>']
+    buttons += [
+        f'<button type="button" data-mode="{escape(mode)}" aria-pressed="false">'
+        f'<i class="swatch" style="background:var(--c{at % 8})"></i>{escape(mode)}</button>'
+        for at, mode in enumerate(_shown(plan))
+    ]
+    field = (
+        f'<label>rank <input id="mesh-rank" type="number" min="0" max="{plan["totals"]["world_size"] - 1}"></label>'
+        if plan["totals"]["world_size"] > 1
+        else '<input id="mesh-rank" type="hidden">'
+    )
+    note = "each cell is a rank, in order; point at one, or click it: its groups in the colours of their modes. A mode colours its groups"
+    content = f'<div class="key">{"".join(buttons)}{field}</div><canvas id="mesh"></canvas><pre id="mesh-words"></pre>'
+    return card("Mesh", content, note, wide=True)
+
+
+def _timeline(plan: Values) -> str:
+    timeline = plan["timeline"]
+    note = (
+        f"{timeline['schedule']}, {timeline['num_microbatches']} micro-batches, a row for each pipeline rank; pipeline "
+        f"bubble {timeline['bubble']:.1%} ({timeline['equal_bubble']:.1%} were all passes equally long and transfers free)"
+    )
+    legend = '<div class="key">' + "".join(
+        f'<span><i class="swatch" style="background:var(--c{at})"></i>{name}</span>'
+        for at, name in ((0, "forward"), (4, "backward"), (2, "backward, weight part"))
+    )
+    return card("Pipeline", f'{legend}</div><canvas id="timeline"></canvas>', note, wide=True)
+
+
+def _memory_chart(plan: Values, standalone: bool = False) -> str:
+    kinds = _spread(plan["classes"], 16)
+    unit, name = _unit(
+        max(one["memory"]["total"] for one in kinds), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+    )
+    used = [part for part in MEMORY if any(one["memory"][part] for one in kinds)]
+    rows = [(one["name"], [one["memory"][part] / unit for part in used]) for one in reversed(kinds)]
+    return bar_chart(used, rows, x=name, standalone=standalone)
+
+
+def _communication_chart(plan: Values, standalone: bool = False) -> str:
+    kind = max(plan["classes"], key=lambda one: sum(call["seconds"] for call in one["collectives"]))
+    times: dict[str, list[float]] = {}
+    for call in kind["collectives"]:
+        spent = times.setdefault(call["mode"], [0.0, 0.0])
+        spent[0] += call["seconds"] - call["exposed"]
+        spent[1] += call["exposed"]
+    if not times:
+        return '<p class="empty">no rank communicates</p>'
+    unit, name = _unit(max(map(sum, times.values())), ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")))
+    rows = [
+        (mode, [each / unit for each in spent]) for mode, spent in sorted(times.items(), key=lambda row: sum(row[1]))
+    ]
+    return bar_chart(("hidden behind computation", "exposed"), rows, x=f"{name} in a step", standalone=standalone)
+
+
+def _ledger(plan: Values) -> str:
+    """Parameters by modes: which gradient owes a sum over which mode, divided by what, done by whom."""
+    modes = list(dict.fromkeys(line["mode"] for line in plan["ledger"] if line["mode"]))
+    numbers = {name: at for at, names in enumerate(_shown(plan)) for name in names.split(", ")}
+    rows: dict[tuple[str, str], dict[str, Values]] = {}
+    for line in plan["ledger"]:
+        rows.setdefault((line["parameters"], line["placement"]), {})[line["mode"]] = line
+    head = "".join(f"<th>{escape(mode)}</th>" for mode in modes)
+    body = []
+    for (name, placement), owed in list(rows.items())[:MOST_ROWS]:
+        any_line = next(iter(owed.values()))
+        cells = "".join(_owed(owed.get(mode), numbers.get(mode, 7)) for mode in modes)
+        shards = placement.strip("{}") or "whole on every rank"
+        body.append(
+            f'<tr><td class="name">{escape(name)}</td><td class="number">{any_line["elements"]:,}</td>'
+            f"<td>{', '.join(map(str, any_line['stages']))}</td><td>{escape(shards)}</td>{cells}</tr>"
+        )
+    left = f"the first {MOST_ROWS} of {len(rows)} kinds of parameters; " * (len(rows) > MOST_ROWS)
+    heads = f'<tr><th>parameters</th><th class="number">elements on a rank</th><th>stages</th><th>lies</th>{head}</tr>'
+    made = f'<div class="scroll" data-hints><table><thead>{heads}</thead><tbody>{"".join(body)}</tbody></table></div>'
+    return card(
+        "Ledger",
+        made,
+        f"{left}a coloured cell is a sum that gradients owe over the ranks of a mode, and its divisor",
+        wide=True,
+    )
+
+
+def _owed(line: Values | None, number: int) -> str:
+    if line is None:
+        return "<td></td>"
+    told = f"summed over {line['ranks']} ranks, divided by {line['divisor']:g}\nby {line['done_by']}"
+    style = f"border-left:4px solid var(--c{number % 8});padding-left:8px"
+    return f'<td class="owed" data-hint="{escape(told)}" style="{style}">Σ {line["ranks"]:,} / {line["divisor"]:g}</td>'
+
+
+def _collectives(plan: Values) -> str:
+    found = [(one["name"], call) for one in plan["classes"] for call in one["collectives"]]
+    found.sort(key=lambda each: -each[1]["seconds"])
+    rows = [
+        (
+            name,
+            call["mode"],
+            call["op"],
+            f"{call['ranks']:,}",
+            size(call["bytes"]),
+            f"{call['count']:,}",
+            call["link"],
+            seconds(call["seconds"]),
+            seconds(call["exposed"]),
+            call["when"],
+            call["what"],
+        )
+        for name, call in found[:MOST_ROWS]
+    ]
+    heads = ("on", "mode", "call", "ranks", "bytes", "times", "link", "time", "exposed", "when", "for")
+    left = f"<p>the longest {MOST_ROWS} of {len(found)}</p>" if len(found) > MOST_ROWS else ""
+    return left + table(heads, rows, (3, 4, 5, 7, 8))
+
+
+def _groups(plan: Values) -> str:
+    rows = [
+        (
+            mode["mode"],
+            f"{mode['size']:,}",
+            f"{mode['count']:,}",
+            mode["data"],
+            "inside a node" if mode["link"] == "node" else "between nodes",
+            "yes" if mode["communicator"] else "no",
+            ", ".join(map(str, mode["groups"][0][:8])) + (" …" if len(mode["groups"][0]) > 8 else "")
+            if mode["groups"]
+            else "",
+        )
+        for mode in plan["modes"]
+    ]
+    return table(("mode", "size", "groups", "data", "link", "communicator", "the first"), rows, (1, 2))
+
+
+def _search(search: Values) -> str:
+    """The layouts that fit, fastest first, and why others were cut."""
+
+    def row(at: int, one: Values) -> Sequence[str]:
+        step, memory = one["step_seconds"], one["peak_memory"]
+        return (
+            str(at),
+            ", ".join(f"{name} {value}" for name, value in one["layout"].items()),
+            seconds(step) if step else "",
+            size(memory) if memory else "",
+            "" if one["bubble"] is None else f"{one['bubble']:.1%}",
+            "" if one["exposed_seconds"] is None else seconds(one["exposed_seconds"]),
+            *("" if one[name] is None else f"{one[name]:.1%}" for name in ("mfu", "hfu")),
+        )
+
+    heads = ("", "layout", "a step", "memory", "bubble", "exposed", "MFU", "HFU")
+    fitting = [row(at, one) for at, one in enumerate(search["fitting"][:MOST_ROWS], 1)]
+    cut = [(row(0, one)[1], one["reason"]) for one in search["cut"][:MOST_ROWS]]
+    parts = [table(heads, fitting, (0, 2, 3, 4, 5, 6, 7)) if fitting else '<p class="empty">no layout fits</p>']
+    if cut:
+        parts.append(
+            f"<details><summary>{len(search['cut'])} layouts were cut</summary>{table(('layout', 'why'), cut)}</details>"
+        )
+    if search["config"]:
+        parts.append(
+            f"<details open><summary>The first as a config</summary><pre>{escape(search['config'])}</pre></details>"
+        )
+    if search["verify"]:
+        parts.append(f"<p>Verify its small twin on this machine:</p><pre>{escape(search['verify'])}</pre>")
+    note = f"{len(search['fitting'])} layouts of {search['world_size']:,} ranks fit, fastest first"
+    return card("Search", "".join(parts), note, wide=True)
+
+
+def _data(plan: Values) -> str:
+    """What the script draws from."""
+    timeline = plan["timeline"]
+    data = {
+        "world_size": plan["totals"]["world_size"],
+        "axes": plan["axes"],
+        "devices_per_node": plan["hardware"]["devices_per_node"],
+        "modes": [_mode(names, mode) for names, mode in _shown(plan).items()],
+        "classes": [{"pipeline_rank": one["pipeline_rank"], "shards": _shards(one)} for one in plan["classes"]],
+        "timeline": None if timeline is None else _compact(timeline),
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script type="application/json" id="plan-data">{text}</script>'
+
+
+def _mode(names: str, mode: Values) -> dict[str, Any]:
+    regular = mode["digits"] is not None
+    return {"mode": names, "digits": mode["digits"], "groups": [] if regular else mode["groups"]}
+
+
+def _shown(plan: Values) -> dict[str, Values]:
+    """The modes that have groups of several ranks, those with the same groups as one; the world is not shown."""
+    alike: dict[str, list[Values]] = {}
+    for mode in plan["modes"]:
+        if mode["size"] > 1 and mode["mode"] != "GLOBAL":
+            alike.setdefault(json.dumps([mode["digits"], mode["groups"]]), []).append(mode)
+    return {", ".join(mode["mode"] for mode in modes): modes[0] for modes in alike.values()}
+
+
+def _shards(one: Values) -> str:
+    stages = ", ".join(map(str, one["stages"]))
+    return f"{one['parameters']:,} parameters of stage {stages}, {size(one['memory']['total'])} at its fullest"
+
+
+def _compact(timeline: Values) -> dict[str, Any]:
+    scale = _PARTS / timeline["makespan"] if timeline["makespan"] else 0.0
+    rows = [
+        [[kind, stage, micro, round(a * scale), round(b * scale)] for kind, stage, micro, a, b in row]
+        for row in timeline["rows"]
+    ]
+    return {"rows": rows, "parts": _PARTS, "makespan": seconds(timeline["makespan"])}
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many, evenly, with the first and the last."""
+    return (
+        list(items) if len(items) <= most else [items[round(at * (len(items) - 1) / (most - 1))] for at in range(most)]
+    )
+
+
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The unit of an axis: the largest one that is not above all values."""
+    return next((each for each in units if largest >= each[0]), units[-1])

@@ -1,0 +1,163 @@
+"""The model of every kind of rank of a world, built on the meta device in one process, with no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.config import Config
+from colonnade.context.layout import Layout
+from colonnade.context.layout_builder import build_layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.engine.schedule.pipeline import PipelineSchedule
+from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.optim.zero.formula import ZeroSettings
+from colonnade.parallel.meta import meta_init, shapes_only
+from colonnade.parallel.placement import Replicate, Shard, Tied, place
+from colonnade.parallel.split import Split, build_schedule, take_stages
+from colonnade.proof.scripts import call_given
+
+BuildModel = Callable[..., Any]
+"""Returns a model or what `colonnade.split` returns. Is given the arguments `config` and `context` if it has them."""
+
+RANKS_LOOKED_AT = 4096
+"""Groups and holders are listed by looking at so many ranks of a stage at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """One kind of rank: `rank` is the first of it, `stage` its place in the pipeline, and `model` what it would train."""
+
+    rank: int
+    stage: int
+    model: nn.Module
+
+
+def roles(config: Config, world_size: int, build: BuildModel | None, context: ParallelContext) -> Iterator[Role]:
+    """Every kind of rank in turn, while `context` is that rank; afterwards it is what it was before.
+
+    Ranks of one pipeline stage have the same parameters, so a stage is one kind, unless some of its ranks are outside
+    of groups that others are in. Without `build`, the model is one parameter of each kind of placement. A model that was
+    split has all stages in it, so it is built once for all ranks that are in the same groups.
+    """
+    layout = build_layout(config, world_size)
+    splits: dict[Any, Split] = {}
+    for rank in first_ranks(layout):
+        context.simulate(config, world_size, rank)
+        try:
+            stage = stage_of(context.layout, rank)
+            yield Role(rank, stage, _one_of_each(layout, rank) if build is None else _model(build, context, splits))
+        finally:
+            context.destroy()
+
+
+def stage_of(layout: Layout, rank: int) -> int:
+    """The pipeline stage of a rank."""
+    return layout.coordinates(rank).get("pipeline", 0)
+
+
+def ranks_of_stage(layout: Layout, stages: tuple[int, ...]) -> list[int]:
+    """The ranks of some stages, at most `RANKS_LOOKED_AT` of each."""
+    stride, size = layout.grid.digits.get("pipeline", (1, 1))
+
+    def ranks(stage: int) -> Iterator[int]:
+        if layout.places is not None:
+            return (rank for rank in range(layout.world_size) if stage_of(layout, rank) == stage)
+        return (rank for rank in range(layout.world_size) if rank // stride % size == stage)
+
+    return sorted(rank for stage in stages for rank in islice(ranks(stage), RANKS_LOOKED_AT))
+
+
+def first_ranks(layout: Layout) -> list[int]:
+    """The first rank of each kind."""
+    if layout.is_regular:
+        return [layout.rank_at(pipeline=stage) for stage in range(layout.grid.sizes.get("pipeline", 1))]
+    kinds: dict[Any, int] = {}
+    for rank in range(layout.world_size):
+        kinds.setdefault((stage_of(layout, rank), _inside(layout, rank)), rank)
+    return list(kinds.values())
+
+
+def _inside(layout: Layout, rank: int) -> tuple[ParallelMode, ...]:
+    return tuple(mode for mode in layout.modes if layout.has(mode, rank))
+
+
+def _model(build: BuildModel, context: ParallelContext, splits: dict[Any, Split]) -> nn.Module:
+    """What a rank would train. `splits`: the split models so far, by the modes of the ranks that they were built for."""
+    inside = _inside(context.layout, context.get_global_rank())
+    model = splits[inside] if inside in splits else built(build, context)
+    whole = isinstance(model, Split) and model.whole is not None
+    if whole and not (model.ties and ZeroSettings.read(context.config.get("zero")).stage == 3):
+        splits[inside] = model  # FSDP2 would cut what stages share a second time
+    return own_stages(model, context)
+
+
+def built(build: BuildModel, context: ParallelContext) -> Any:
+    """The model of the rank that `context` is, or all its stages, on the meta device."""
+    try:
+        given = {"config": context.config, "context": context}
+        try:
+            with shapes_only():
+                model = call_given(build, given, "the model's function")
+        except (RuntimeError, NotImplementedError):  # its code reads values
+            with meta_init():
+                model = call_given(build, given, "the model's function")
+    except ColonnadeError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the model could not be built on the meta device, as rank {context.get_global_rank()} of {context.world_size} "
+            f"with no process group ({type(error).__name__}: {error}). Its function may make layers and cut them, but not "
+            f"communicate or read files into parameters"
+        ) from error
+    if not isinstance(model, (nn.Module, Split)):
+        raise ConfigError(
+            f"the model's function returned a {type(model).__name__}; it returns a torch.nn.Module, or what colonnade.split does"
+        )
+    return model
+
+
+def own_stages(model: nn.Module | Split, context: ParallelContext) -> nn.Module:
+    """What the rank that `context` is has of a model."""
+    if isinstance(model, nn.Module):
+        return model
+    stages, schedule = model, build_schedule(context)
+    if not isinstance(schedule, PipelineSchedule):
+        raise ConfigError(
+            f"the model is split into {len(stages)} stages, but the config has no pipeline; add parallel=dict(pipeline="
+            f"{len(stages)}) and a schedule, or return the whole model"
+        )
+    return take_stages(
+        stages, schedule.stage_ranks(context.pipeline_parallel_size), context.get_local_rank(ParallelMode.PIPELINE)
+    )
+
+
+def _one_of_each(layout: Layout, rank: int) -> nn.Module:
+    """One parameter of each kind of placement that this world knows."""
+    model = nn.Module()
+
+    def add(name: str, modes: dict[ParallelMode, Any]) -> None:
+        parameter = nn.Parameter(torch.empty(4, 4, device="meta"))
+        place(parameter, modes)
+        model.register_parameter(name, parameter)
+
+    add("a plain parameter", {})
+    last = layout.grid.sizes.get("pipeline", 1) - 1
+    if last > 0 and stage_of(layout, rank) in (0, last):
+        add("a weight tied to another stage", {ParallelMode.PIPELINE: Tied((0, last), "tied")})
+    for mode in layout.modes:
+        if not layout.has(mode, rank) or len(layout.group_of(mode, rank)) == 1 or mode in _NEVER_PLACED:
+            continue
+        add(f"cut over {mode.name}", {mode: Shard(0)})
+        if mode.data == "same":
+            add(f"used in parts over {mode.name}", {mode: Replicate(owes="sum")})
+    return model
+
+
+_NEVER_PLACED = (ParallelMode.GLOBAL, ParallelMode.MODEL, ParallelMode.PIPELINE)

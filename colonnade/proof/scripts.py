@@ -1,0 +1,537 @@
+"""`colonnade verify train.py`: the script on its ranks, the script alone, and what follows from both."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colonnade.errors import ConfigError, ParityError, did_you_mean
+from colonnade.launching.outcome import end_with_parent
+from colonnade.proof.compare import Report, assemble, dropped_by, mean_of, whole_shapes, whole_tensors
+from colonnade.proof.diagnose import diagnose
+from colonnade.proof.record import Record, all_same, join, shares
+from colonnade.proof.reference import PERTURBED_RUNS, RoundingSpread, Truth, norm_of
+from colonnade.proof.script_job import JOINED, MASKS, OPTIONS, REFERENCE, START, VARIABLE, ScriptPart
+from colonnade.proof.watch import with_layout
+from colonnade.testing.world import loopback_socket
+
+# --------------------------------------------------------------------------------------------------
+# Processes of a script that are waited for: up to a limit, and none of them is left behind, however the wait ends.
+# --------------------------------------------------------------------------------------------------
+
+
+_SHOWN = 4000
+_DUMP_SECONDS = 1.0
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process whose output goes to a file."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self, until: float) -> int | None:
+        """Its exit status; None if it still runs at that time, by `time.monotonic`. Then its log says where it stands."""
+        try:
+            return self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for pid in self._children() or [self.process.pid]:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGUSR1)  # on which ranks write their stacks; the launcher would die of it
+            time.sleep(_DUMP_SECONDS)
+            return None
+
+    def said(self) -> str:
+        """The end of its output."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _SHOWN))
+            return file.read().decode("utf-8", "replace").strip()
+
+    def _children(self) -> list[int]:
+        pid = self.process.pid
+        with contextlib.suppress(OSError):
+            return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return []
+
+
+@contextlib.contextmanager
+def running(commands: Mapping[Path, tuple[Sequence[str], Mapping[str, str]]]) -> Iterator[list[Running]]:
+    """Start these commands, by log: (words, environment). Those that still run at the end are ended."""
+    started: list[Running] = []
+    try:
+        for log, (command, environment) in commands.items():
+            with log.open("wb") as into:
+                process = subprocess.Popen(
+                    command, env=dict(environment), stdout=into, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
+                )
+            started.append(Running(process, log))
+        yield started
+    finally:
+        for one in started:
+            one.process.terminate()
+        for one in started:
+            try:
+                one.process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                one.process.kill()  # its ranks die with it
+                one.process.wait()
+
+
+TIMEOUT = 1800.0
+
+
+class ScriptError(ParityError):
+    """A script that could not be compared: it failed on its ranks, or alone."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is verified: a script (or module) with its arguments, on so many ranks."""
+
+    target: str
+    arguments: Sequence[str] = ()
+    nproc: int = 2
+    steps: int = 2
+    dtype: str = "fp64"
+    is_module: bool = False
+    mistake: str | None = None
+    off: Mapping[str, str] | None = field(default_factory=dict)
+    """The modules in which nothing is dropped, and why; None: nothing is dropped anywhere."""
+    called: str = ""
+    """What messages call it, if not by its target."""
+    timeout: float = TIMEOUT
+    """Seconds in which it must come to its last step, on its ranks and as one process."""
+
+    def __str__(self) -> str:
+        return self.called or self.target
+
+
+def verify_script(script: Script) -> Report:
+    """Run the script on its ranks and alone, in folders and processes of their own, and compare what they did."""
+    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as name:
+        _, records, alone = run_both(script, Path(name))
+        return alone.judge(records)
+
+
+def run_both(script: Script, folder: Path) -> tuple[Script, list[Record], ScriptAlone]:
+    """Run the script on its ranks and alone; once more without the dropout that one process could not do the same."""
+    while True:
+        inside = Path(tempfile.mkdtemp(dir=folder))
+        records = on_ranks(script, inside)
+        alone = ScriptAlone(script, inside, records)
+        if script.off is None or not alone.not_joined:
+            return script, records, alone
+        script = replace(script, off={**script.off, **alone.not_joined})
+
+
+class ScriptAlone:
+    """The script as one process, with the weights and batches of a run on its ranks: what such runs are judged by."""
+
+    def __init__(self, script: Script, folder: Path, records: Sequence[Record]) -> None:
+        self._script, self._folder, self._records = script, folder, records
+        self._apart: list[Record] | None = None
+        _hand_over(records, folder, script.off or {})
+        whole = [self._part(REFERENCE), *(self._part(f"moved{seed}.pt", noise=seed) for seed in range(PERTURBED_RUNS))]
+        self._truth, *self._moved = _alone(script, folder, whole)
+        self.not_joined: dict[str, str] = self._truth.about["replays"].not_joined
+
+    def judge(self, records: Sequence[Record]) -> Report:
+        """Of a run from the same weights on the same batches. What each share of them gives is found when it is needed."""
+        report = _judged(records, self._truth, self._moved, ())
+        return report if report.ok else _judged(records, self._truth, self._moved, self._shares())
+
+    def was_fed(self, records: Sequence[Record]) -> bool:
+        """Whether a run had the same weights and batches."""
+        return all(same_tensors(_fed(one), _fed(other)) for one, other in zip(records, self._records, strict=True))
+
+    def _shares(self) -> list[Record]:
+        if self._apart is None:
+            count = len(_shares_of(self._records, "", 0))
+            parts = [self._part(f"share{share}.pt", share=share) for share in range(count if count > 1 else 0)]
+            for part in parts:
+                _join(self._records, self._folder / JOINED.format(share=part.share), part.share)
+            self._apart = _alone(self._script, self._folder, parts)
+        return self._apart
+
+    def _part(self, result: str, **more: Any) -> ScriptPart:
+        script = self._script
+        return ScriptPart(
+            "alone", str(self._folder), result, script.steps, script.dtype, off=_plain(script.off), **more
+        )
+
+
+def _fed(record: Record) -> Any:
+    """What a run started from and was given, its random numbers too."""
+    masks = [[mask.kept for each in step.masks.values() for mask in each] for step in record.steps]
+    return record.start, record.about["given"], masks
+
+
+def _plain(off: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if off is None else dict(off)
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """Whether two structures hold the same numbers."""
+    first, second = tree_leaves(one), tree_leaves(other)
+    return len(first) == len(second) and all(map(_is_same, first, second))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+# -- the processes ------------------------------------------------------------------------------------------
+
+
+def on_ranks(script: Script, folder: Path) -> list[Record]:
+    """What each rank of a run noted."""
+    part = ScriptPart(
+        "ranks",
+        str(folder),
+        "rank{rank}.pt",
+        script.steps,
+        script.dtype,
+        mistake=script.mistake,
+        off=_plain(script.off),
+    )
+    environment = _environment(part.write(folder / "ranks.json"))
+    command = [sys.executable, "-m", "colonnade.cli", "run", "--nproc", str(script.nproc), "--no-prefix"]
+    command += [*(["-m"] if script.is_module else []), script.target, *script.arguments]
+    with running({folder / "ranks.log": (command, environment)}) as (job,):
+        status = job.wait(time.monotonic() + script.timeout)
+        if status is None:
+            raise _late(script, job, f"on {script.nproc} ranks")
+    files = [folder / f"rank{rank}.pt" for rank in range(script.nproc)]
+    if status != 0 or not all(file.exists() for file in files):
+        raise ScriptError(f"{script} failed on {script.nproc} ranks (exit status {status}):\n{job.said()}")
+    return with_layout([_record(script, file, f"on {script.nproc} ranks") for file in files])
+
+
+def _record(script: Script, file: Path, how: str) -> Record:
+    """What a process noted, if it came to a step."""
+    found = torch.load(file, weights_only=False)
+    if isinstance(found, Record):
+        return found
+    why = (
+        "what it trains is known, and nobody calls engine.step(), or step() of the optimizer that colonnade.watch was given"
+        if found
+        else "it neither builds an engine by colonnade.initialize nor hands its model to colonnade.watch(model, optimizer, batches). "
+        "Ranks that a script starts by itself are not seen: let this command start them"
+    )
+    raise ScriptError(
+        f"{script} came to its end {how} without a step, so there is nothing to compare: {why}", code="C100"
+    )
+
+
+def _alone(script: Script, folder: Path, parts: Sequence[ScriptPart]) -> list[Record]:
+    """The script as one process, several of them at once."""
+    with ExitStack() as ports:
+        return _alone_at(script, folder, parts, ports)
+
+
+def _alone_at(script: Script, folder: Path, parts: Sequence[ScriptPart], ports: ExitStack) -> list[Record]:
+    commands: dict[Path, tuple[list[str], dict[str, str]]] = {}
+    for part in parts:
+        name = part.result.removesuffix(".pt")
+        environment = _environment(part.write(folder / f"{name}.json"))
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        port = ports.enter_context(loopback_socket(listening=False)).getsockname()[
+            1
+        ]  # held, so that nobody else is given it
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"COLONNADE_LAUNCHER_PID": str(os.getpid()), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"TORCHELASTIC_ERROR_FILE": str(folder / f"{name}.error")}
+        kind = "module" if script.is_module else "script"
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "colonnade.launching.bootstrap",
+            kind,
+            "plain",
+            script.target,
+            *script.arguments,
+        ]
+        commands[folder / f"{name}.log"] = command, environment
+    found, until = [], time.monotonic() + script.timeout
+    with running(commands) as processes:
+        for part, process in zip(parts, processes, strict=True):
+            status, file = process.wait(until), folder / part.result
+            if status is None:
+                raise _late(script, process, "as one process")
+            if status != 0 or not file.exists():
+                raise ScriptError(
+                    f"{script} ran on {script.nproc} ranks and failed as one process, with every parallel size 1 and the "
+                    f"batches of all ranks joined (exit status {status}). Batches that it uses outside its engine, in a loss of its "
+                    f"own, must come from a DataLoader or through colonnade.watch(engine, None, batches):\n{process.said()}"
+                )
+            found.append(_record(script, file, "as one process"))
+    return found
+
+
+def _late(script: Script, process: Running, how: str) -> ScriptError:
+    return ScriptError(
+        f"{script} did not come to the end of step {script.steps} {how} within {script.timeout:g} seconds, and was ended; "
+        f"give it more (--timeout) if it only is slow. What it said last, and where it stood:\n{process.said()}"
+    )
+
+
+def _environment(part: Path) -> dict[str, str]:
+    environment = {**os.environ, VARIABLE: str(part)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return environment
+
+
+# -- what the ranks were given ------------------------------------------------------------------------------
+
+
+def _hand_over(records: Sequence[Record], folder: Path, off: Mapping[str, str]) -> None:
+    """For the script alone: the weights that the ranks started from, their batches, joined, and what they dropped."""
+    torch.save(whole_tensors(records, {}), folder / START)
+    torch.save(dropped_by(records, off), folder / MASKS)
+    dtype = getattr(torch, records[0].about["dtype"])
+    options, config = [step.options for step in records[0].steps], records[0].about.get("config", {})
+    torch.save((options, dtype, config), folder / OPTIONS)
+    _join(records, folder / JOINED.format(share=""), None)
+
+
+def _join(records: Sequence[Record], path: Path, share: int | None) -> None:
+    first = records[0].about["given"]
+    for key in ("call", "batch"):  # first, as those of rank 0 may be the fewer, and all others follow from these
+        _check_counts(records, key)
+    joined: dict[str, list[Any]] = {}
+    for key in first:
+        for at in range(len(first[key])):
+            parts = _shares_of(records, key, at)
+            micro = records[0].about["micro_batches"] if key == "batch" else 1
+            whole = parts[share] if share is not None else join(_by_micro_batch(parts, micro))
+            if whole is None and key.startswith("loader"):
+                break  # only where the engine is given them they must be joined
+            if whole is None:
+                _check_counts(records, key)
+                shapes = [
+                    [tuple(leaf.shape) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in parts
+                ]
+                raise ScriptError(
+                    f"the batches of the ranks cannot be joined along dimension 0 into one: they have the shapes {shapes}"
+                )
+            joined.setdefault(key, []).append(whole)
+    torch.save(joined, path)
+
+
+def _check_counts(records: Sequence[Record], key: str) -> None:
+    """Say so where some ranks took fewer batches than others of their stage: the last passes would have no joined batch."""
+    counts = {record.rank: len(record.about["given"].get(key, ())) for record in records}
+    stages: dict[int, set[int]] = {}
+    for record in records:
+        stages.setdefault(record.about["coordinates"].get("pipeline", 0), set()).add(counts[record.rank])
+    if any(len(found) > 1 for found in stages.values()):
+        steps = len(records[0].steps)
+        told = ", ".join(f"rank {rank} took {count}" for rank, count in counts.items())
+        raise ScriptError(
+            f"the ranks took unequal numbers of batches in {steps} step{'s' * (steps > 1)}, so one process cannot be given "
+            f"those of all ranks, joined: {told} ({key}). Give the ranks equally many for the comparison, or compare only "
+            f"the steps in which all have one (--steps)",
+            code="C100",
+        )
+
+
+def _shares_of(records: Sequence[Record], key: str, at: int) -> list[Any]:
+    """What ranks that see distinct data were given."""
+    given = [record.about["given"] for record in records]
+    values = [each.get(key or next(iter(each), ""), []) for each in given]
+    chosen = [each[at] if at < len(each) else None for each in values]
+    return shares(chosen, records[0].about["axes"], lambda rank: records[rank].about["coordinates"])
+
+
+def _by_micro_batch(parts: Sequence[Any], count: int) -> list[Any]:
+    """Cut so that joining them puts the rows of one micro-batch of all ranks together."""
+    rows = {len(leaf) for part in parts for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.dim()}
+    if count == 1 or len(parts) == 1 or len(rows) != 1 or next(iter(rows)) % count:
+        return list(parts)
+    width = next(iter(rows)) // count
+    return [
+        tree_map_only(Tensor, partial(_rows, first=at * width, stop=(at + 1) * width), part)
+        for at in range(count)
+        for part in parts
+    ]
+
+
+def _rows(leaf: Tensor, first: int, stop: int) -> Tensor:
+    return leaf[first:stop] if leaf.dim() else leaf
+
+
+# -- the comparison -----------------------------------------------------------------------------------------
+
+
+def _judged(records: Sequence[Record], truth: Record, moved: Sequence[Record], apart: Sequence[Record]) -> Report:
+    names = truth.about["names"]
+    _check_names(whole_shapes(records, names), whole_shapes([truth], names))
+    steps = [_truth(truth, at, [one.steps[at] for one in apart]) for at in range(len(truth.steps))]
+    spreads = [RoundingSpread() for _ in steps]
+    for other in moved:
+        for at, (spread, step) in enumerate(zip(spreads, steps, strict=True)):
+            spread.widen(step, _truth(other, at))
+    start = {names.get(name, name): value for name, value in truth.start.items()}
+    masks = truth.about["replays"].apart
+    notes = [*truth.notes, *_repeated(records), *_not_cleared(truth)]
+    return diagnose(assemble(records, steps, spreads, start, names, _terms(records), notes, masks))
+
+
+def _repeated(records: Sequence[Record]) -> list[str]:
+    """A warning where ranks that are to see distinct data were all given the same."""
+    given = records[0].about["given"]
+    parts = [_shares_of(records, key, at) for key in given for at in range(len(given[key])) if key != "criterion"]
+    apart = len(records) if records[0].about.get("data_parallel") else len(parts[0]) if parts else 0
+    if not parts or apart < 2 or not all(all_same(some) for some in parts):
+        return []
+    return [
+        "warning: all data ranks were given the same batches, so they do the same work; is a DistributedSampler missing, or "
+        "does each of them have the place of the same rank?"
+    ]
+
+
+def _not_cleared(truth: Record) -> list[str]:
+    """A warning where, in one process too, a step has the gradients of the one before added to its own."""
+    for before, step in pairwise(truth.steps):
+        left = before.clipped or before.total
+        both = [name for name in step.total if name in left and name in step.raw]
+        own = {name: sum(step.raw[name].values(), torch.zeros(())) for name in both}
+        added = [step.total[name][0].value - own[name] for name in both]
+        kept = [left[name][0].value for name in both]
+        if any(bool(one.any()) for one in kept) and all(map(_nearly, added, kept)):
+            return [
+                "warning: each step has the gradients of the step before in it, in one process too, so this is not a difference; "
+                "is zero_grad missing?"
+            ]
+    return []
+
+
+def _nearly(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) <= 1e-6 * float(other.norm())
+
+
+def _truth(record: Record, at: int, apart: Sequence[Any] = ()) -> Truth:
+    """A step of the script alone."""
+    step = record.steps[at]
+    total = {name: pieces[0].value for name, pieces in step.total.items()}
+    passes = sorted({number for each in step.raw.values() for number in each})
+    loss = mean_of(step.losses)
+    clipped = {name: value / step.divisors.get(name, 1.0) for name, value in total.items()}
+    if step.clipped:
+        clipped = {name: pieces[0].value for name, pieces in step.clipped.items()}
+    norm = None if step.norm is None else norm_of(list(total.values()), record.about["norm_type"])
+    if norm is not None and step.norm is not None and abs(norm - step.norm) > 1e-3 * step.norm:
+        norm = step.norm  # the script clips some of the parameters, or by a norm of its own
+    return Truth(
+        loss=loss[0] if loss is not None else 0.0,  # as on the ranks, nobody has seen it
+        passes=[{name: each[one] for name, each in step.raw.items() if one in each} for one in passes],
+        total=total,
+        clipped=clipped if norm is not None else {},
+        norm=norm,
+        weights=step.weights,
+        buffers=step.buffers,
+        activations=step.activations,
+        shards=[{name: pieces[0].value for name, pieces in one.total.items()} for one in apart],
+    )
+
+
+def _check_names(ranks: dict[str, tuple[int, ...]], alone: dict[str, tuple[int, ...]]) -> None:
+    different = sorted({name for name, shape in [*ranks.items(), *alone.items()] if ranks.get(name) != alone.get(name)})
+    if different:
+        name = different[0]
+        raise ScriptError(
+            f"the model of one process is another: {len(different)} parameters differ, as {name}, which is "
+            f"{ranks.get(name, 'nowhere')} on the ranks and {alone.get(name, 'nowhere')} in one process. With every parallel "
+            f"size 1 the script must build the whole model"
+        )
+
+
+def _terms(records: Sequence[Record]) -> int:
+    given = records[0].about["given"]
+    most = [
+        max((leaf.numel() for leaf in tree_leaves(one) if isinstance(leaf, Tensor)), default=1)
+        for key in given
+        for one in given[key]
+    ]
+    return max(1, sum(most) * len(records))
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions of the user's that a command names: MODULE:FUNCTION or FILE.py:FUNCTION.
+# --------------------------------------------------------------------------------------------------
+
+
+def import_named(name: str, folder: Path) -> Any:
+    """Import a module by name or file; those beside the config (in `folder`) and in the current folder can be named."""
+    for place in (str(folder.resolve()), str(Path.cwd())):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    path = Path(name) if name.endswith(".py") else None
+    if path is not None and not path.exists():
+        path = folder / name
+    try:
+        if path is None:
+            return importlib.import_module(name)
+        sys.path.insert(0, str(path.parent.resolve()))
+        return importlib.import_module(path.stem)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{name!r} cannot be imported ({error}); give a module that is beside the config, in this folder or installed, "
+            f"or the path of a .py file"
+        ) from None
+
+
+def function_named(text: str, folder: Path, option: str) -> Callable[..., Any]:
+    """The function (or class) that an option names."""
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigError(f"{option} {text!r}: write MODULE:FUNCTION, such as model:build or train.py:build")
+    module = import_named(where, folder)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(f"{option} {text!r}: {where} has no function {name!r}.{did_you_mean(name, known)}")
+    return function
+
+
+def call_given(function: Callable[..., Any], offered: Mapping[str, Any], what: str) -> Any:
+    """Call it with those of the offered arguments that it has."""
+    try:
+        wanted: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        wanted = {}
+    missing = [
+        name
+        for name, one in wanted.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name not in offered
+    ]
+    if missing:
+        *others, last = (f"`{name}`" for name in offered)
+        raise ConfigError(
+            f"{what} needs {', '.join(missing)}, which nobody gives it here: write one without arguments, or with "
+            f"{', '.join(others)} and {last} alone"
+        )
+    return function(**{name: value for name, value in offered.items() if name in wanted})

@@ -1,1 +1,0 @@
-"""Why a run differs from one process: hypotheses, tested on the numbers."""

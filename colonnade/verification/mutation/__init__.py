@@ -1,1 +1,0 @@
-"""Known mistakes, planted one at a time, and who notices."""

@@ -1,0 +1,137 @@
+"""Counts of losses that travel with the last gradients: no collective of their own, and the mean of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.comm.torch_versions import noting_collectives
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.engine.stepper import Stepper
+from colonnade.gradients.uneven import Riders
+from colonnade.testing import compare, gather_weights, run_world
+from tests.gradients.scenarios import numbers
+
+STEPS = 7
+CONFIG = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False, "bucket_mb": 1e-4, "first_bucket_mb": 1e-4}}
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def _rows(rank: int, step: int) -> int:
+    """Unequal on the ranks, and none on one of them now and then."""
+    return (step + 3 * rank) % 5
+
+
+def _loss(model: Any, rank: int, step: int) -> tuple[torch.Tensor, int]:
+    rows = _rows(rank, step)
+    return model(numbers(5, 4, seed=10 * step + rank))[:rows].square().sum(), rows
+
+
+@contextmanager
+def _counted_calls(into: list[int]) -> Iterator[None]:
+    seen: list[str] = []
+    with noting_collectives(lambda name, group, given: seen.append(name)):
+        yield
+    into.append(len(seen))
+
+
+def _trains(counted: bool, riders: bool, changes: dict[str, Any]) -> list[int]:
+    """Returns how many collectives each step took."""
+    if riders:
+        Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(torch.device("cpu")))  # type: ignore[method-assign]
+    calls: list[int] = []
+    with launch({**CONFIG, **changes}, context=ParallelContext(), verbose=False) as gpc:
+        rank, model, plain = gpc.get_global_rank(), _net(), _net()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        for step in range(STEPS):
+            with _counted_calls(calls):
+                engine.zero_grad()
+                for at in range(engine.accumulation):
+                    loss = _loss(engine, rank, 2 * step + at)
+                    engine.backward(loss if counted else loss[0] / 7)
+                    engine.step()
+            reference.zero_grad()
+            losses = [_loss(plain, r, 2 * step + at) for r in range(2) for at in range(engine.accumulation)]
+            count = sum(rows for _, rows in losses) if counted else 7 * 2 * engine.accumulation
+            (torch.stack([total for total, _ in losses]).sum() / count).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            reference.step()
+        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        engine.close()
+    return calls
+
+
+def _both_forms(riders: bool, changes: dict[str, Any]) -> None:
+    counted, mean = (_trains(form, riders, changes) for form in (True, False))
+    assert counted[4:] == mean[4:]
+
+
+@pytest.mark.parametrize("riders", [False, True], ids=["agree", "ride"])
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation": 2}], ids=str)
+def test_a_counted_loss_costs_no_collective_more_than_a_mean(riders, changes):
+    run_world(2, _both_forms, riders, changes)
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+def _gives_up_and_runs_out() -> None:
+    """Rank 1 fails in the first of two passes, and later runs out of batches; one process knows of neither."""
+    config = {"gradient_accumulation": 2, "sync": CONFIG["sync"]}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        rank, model, plain = gpc.get_global_rank(), _net(), _net()
+        engine = initialize(model, lambda p: torch.optim.SGD(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(5):
+            engine.zero_grad()
+            for at in (0, 1) if rank == 0 or step != 3 else (0,):
+                total, rows = _loss(engine, rank, 2 * step + at)
+                if step == 3 and rank == 1:
+                    total.register_hook(_fail)
+                    with pytest.raises(RuntimeError, match="on purpose"):
+                        engine.backward((total, rows))
+                    engine.zero_grad()
+                else:
+                    engine.backward((total, rows))
+                    engine.step()
+            if step != 3:
+                _reference_step(plain, reference, [(r, 2 * step + at) for r in range(2) for at in (0, 1)])
+        places = [(r, 20 + at) for r in range(2) for at in range(4 - 2 * r)]
+        for r, at in engine.batches([place for place in places if place[0] == rank]):
+            engine.zero_grad()
+            engine.backward(_loss(engine, r, at))
+            engine.step()
+        for first in (20, 22):
+            _reference_step(plain, reference, [(r, at) for r, at in places if first <= at < first + 2])
+        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        assert engine.skipped_steps == 1
+        engine.close()
+
+
+def _reference_step(plain: nn.Module, optimizer: torch.optim.Optimizer, places: list[tuple[int, int]]) -> None:
+    optimizer.zero_grad()
+    losses = [_loss(plain, *place) for place in places]
+    (torch.stack([total for total, _ in losses]).sum() / sum(rows for _, rows in losses)).backward()
+    optimizer.step()
+
+
+def test_ranks_that_give_up_a_step_or_run_out_of_batches_do_not_keep_the_others_waiting():
+    run_world(2, _gives_up_and_runs_out)
+
+
+@pytest.mark.parametrize("changes", [{"zero": 1}, {"sync": {"shared_memory": False, "fixed_order": True}}], ids=str)
+def test_where_no_bucket_can_carry_them_counts_go_by_themselves(changes):
+    run_world(2, _trains, True, False, changes)

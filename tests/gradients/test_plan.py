@@ -1,0 +1,204 @@
+"""From plans to sums, and the options of sums, in one process: which parameters go together, over which ranks, divided by what."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.config import load_config
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import ConfigError, LedgerError
+from colonnade.gradients.bucket import Bucket, BucketStorage
+from colonnade.gradients.sums import (
+    Reduction,
+    Sharding,
+    Shards,
+    Sum,
+    SumPlan,
+    SyncOptions,
+    choose,
+    group_plans,
+    make_sums,
+    read_demands,
+)
+from colonnade.gradients.transport import TRANSPORTS
+from colonnade.parallel.placement import Replicate, place
+from colonnade.proof.planner.ranks import fake_rank
+
+M = ParallelMode
+
+
+@pytest.fixture
+def context() -> Any:
+    """Rank 5 of data 2 x pipeline 2 x tensor 2: (1, 0, 1)."""
+    gpc = ParallelContext()
+    config = {"parallel": {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}}
+    with fake_rank(load_config(config), 8, 5, gpc):
+        yield gpc
+
+
+def reduction(mode: ParallelMode, ranks: tuple[int, ...], divisor: float, **parameters: nn.Parameter) -> Reduction:
+    return Reduction(tuple(parameters), tuple(parameters.values()), mode, ranks, divisor)
+
+
+def test_one_sum_for_all_that_a_parameter_owes(context):
+    a, b, c, d = (nn.Parameter(torch.ones(size)) for size in range(1, 5))
+    place(b, {M.TENSOR: Replicate(owes="sum")})
+    plans = [
+        SumPlan("Data", [reduction(M.DATA, (1, 5), 2, a=a, b=b)]),
+        SumPlan("Tensor", [reduction(M.TENSOR, (4, 5), 1, b=b)]),
+        SumPlan("Stages", [reduction(M.PIPELINE, (5, 7), 3, c=c)], {"overlap": False}),
+    ]
+    sums = make_sums(group_plans(plans, context, {"bucket_mb": 2}, [("d", d), ("a", a)]), context)
+    found = {
+        one.names: (one.ranks, one.divisor, one.between_stages, one.options.overlap, one.group is None) for one in sums
+    }
+    assert found == {
+        ("a",): ((1, 5), 2.0, False, "auto", False),
+        ("b",): ((0, 1, 4, 5), 2.0, False, "auto", False),
+        ("c",): ((5, 7), 3.0, True, False, False),
+        ("d",): ((5,), 1.0, False, "auto", True),
+    }
+    assert all(one.options.bucket_mb == 2 for one in sums)
+    assert all((one.sharding, one.labels) == (None, ()) for one in sums)
+
+
+def test_a_single_reduction_goes_over_the_ranks_that_it_names_and_only_groups_are_asked_for(context, monkeypatch):
+    a, b = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    asked: list[Any] = []
+    monkeypatch.setattr(context, "ensure_groups", lambda ranks: asked.extend(ranks))
+    grouped = group_plans([SumPlan("Own", [reduction(M.DATA, (2, 5), 2, a=a)])], context, {}, [("b", b)])
+    assert [one.ranks for one in make_sums(grouped, context)] == [(2, 5), (5,)]
+    assert asked == [(2, 5)]
+
+
+def test_what_is_sharded_is_summed_apart_in_buckets_of_its_own_size(context):
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    plans = [SumPlan("Data", [reduction(M.DATA, (1, 5), 2, a=a, b=b, c=c)])]
+    for size in (None, 7.0):
+        shards = Shards(Sharding(wide=True), {id(b): "second", id(c): "third"}, size)
+        plain, sharded = make_sums(group_plans(plans, context, {"bucket_mb": 2}, (), shards), context, shards)
+        assert (plain.names, plain.sharding, plain.labels, plain.options.bucket_mb) == (("a",), None, (), 2)
+        assert (sharded.names, sharded.labels) == (("b", "c"), ("second", "third"))
+        assert sharded.sharding is shards.sharding
+        assert sharded.options.bucket_mb == (2 if size is None else size)
+
+
+def test_two_handlers_of_one_sum_agree_on_its_options(context):
+    a = nn.Parameter(torch.ones(1))
+    parts = [reduction(M.DATA, (1, 5), 2, a=a)], [reduction(M.TENSOR, (4, 5), 1, a=a)]
+    group_plans([SumPlan("A", parts[0], {"overlap": True}), SumPlan("B", parts[1], {"overlap": True})], context, {})
+    with pytest.raises(ConfigError) as error:
+        group_plans(
+            [SumPlan("A", parts[0], {"overlap": True}), SumPlan("B", parts[1], {"overlap": False})], context, {}
+        )
+    assert str(error.value).startswith(
+        "gradient_handler: A has overlap=True and B overlap=False, and both sum 'a', which is one sum; give both the same overlap"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bucket": 1}, "unknown option 'bucket' of a gradient handler; allowed: bucket_mb, "),
+        ({"bucket_mb": 0}, "bucket_mb must be more than 0, not 0"),
+        ({"first_bucket_mb": -1}, "first_bucket_mb must be more than 0, not -1"),
+        ({"first_bucket_mb": -0.5}, "first_bucket_mb must be more than 0, not -0.5"),
+        ({"overlap": "yes"}, "overlap is True, False or \"auto\", not 'yes'"),
+        ({"shared_memory": 2}, 'shared_memory is True, False or "auto", not 2'),
+        ({"reduce_dtype": torch.int32}, "reduce_dtype is a floating point dtype, not torch.int32"),
+        ({"reduce_dtype": 3}, "reduce_dtype is a floating point dtype, not 3"),
+        ({"reduce_dtype": "fp23"}, "reduce_dtype='fp23'; allowed: "),
+        ({"compress": torch.float32}, 'compress is "bf16", "fp16" or None, not torch.float32'),
+        ({"compress": "fp32"}, "compress='fp32'; allowed: "),
+        (
+            {"compress": "bf16", "reduce_dtype": "fp16"},
+            "compress=torch.bfloat16 and reduce_dtype=torch.float16 are two",
+        ),
+    ],
+)
+def test_options_that_are_none(settings, message):
+    with pytest.raises(ConfigError) as error:
+        SyncOptions.read(settings)
+    assert str(error.value).startswith(message)
+
+
+F16, B16, F32, F64, C64 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "added", "sent"),
+    [
+        ({}, F32, F32, F32),
+        ({}, B16, B16, B16),
+        ({}, F16, F32, F16),
+        ({}, C64, F32, F32),
+        ({"reduce_dtype": "fp32"}, B16, F32, B16),
+        ({"reduce_dtype": "fp64"}, F32, F64, F32),
+        ({"reduce_dtype": "fp64"}, C64, F32, F32),
+        ({"reduce_dtype": "bf16"}, F32, F32, B16),
+        ({"reduce_dtype": "bf16"}, F16, F32, F16),
+        ({"compress": "bf16"}, F32, F32, B16),
+        ({"compress": "fp16", "reduce_dtype": "fp64"}, F32, F64, F16),
+        ({"compress": "bf16", "reduce_dtype": "bf16"}, F64, F64, B16),
+        ({"compress": None, "overlap": None}, F32, F32, F32),
+    ],
+)
+def test_in_which_type_gradients_are_added_and_sent(settings, dtype, added, sent):
+    options = SyncOptions.read(settings)
+    assert (options.sum_dtype(dtype), options.wire_dtype(dtype)) == (added, sent)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "flags"),
+    [
+        (None, (False, True, False)),
+        (Sharding(), (True, True, False)),
+        (Sharding(keep_whole=False), (True, False, False)),
+        (Sharding(keep_whole=False, every_pass=True), (True, False, True)),
+    ],
+)
+def test_what_a_bucket_keeps(sharding, flags):
+    parameter = nn.Parameter(torch.zeros(5))
+    bucket = Bucket(Sum(("a",), (parameter,), (0, 1), None, 2.0, sharding=sharding), [0], 0)
+    assert (bucket.is_sharded, bucket.keeps_gradients, bucket.every_pass) == flags
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "chosen"),
+    [
+        ("auto", True, "SharedMemoryTransport"),
+        ("auto", False, "CollectiveTransport"),
+        (False, True, "CollectiveTransport"),
+        (True, True, "SharedMemoryTransport"),
+    ],
+)
+def test_which_transport_serves(monkeypatch, asked, there, chosen):
+    for one in TRANSPORTS:
+        fits = one.__name__ in ("SharedMemoryTransport", "CollectiveTransport")
+        monkeypatch.setattr(one, "serves", classmethod(lambda cls, group, device, fits=fits: fits))
+    parameter = nn.Parameter(torch.zeros(5))
+    one_sum = Sum(("a",), (parameter,), (0, 1), None, 2.0, SyncOptions(shared_memory=asked))
+    group: Any = SimpleNamespace(under_way=None)
+    found = BucketStorage(one_sum, group, torch.float32, torch.device("cpu"))._transport(shared=there)
+    assert found.__name__ == chosen
+
+
+def test_parameters_are_chosen_by_name_or_by_a_function(context):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    demands = read_demands(model, context.layout, 5)
+    assert [(demand.name, [owed.mode for owed in demand.owed]) for demand in demands[:1]] == [("0.weight", [M.DATA])]
+    for which, names in (
+        (None, ["0.weight", "0.bias", "1.weight", "1.bias"]),
+        ("*.bias", ["0.bias", "1.bias"]),
+        (["0.*", "*.bias"], ["0.weight", "0.bias", "1.bias"]),
+        (lambda name, parameter: parameter.dim() == 2, ["0.weight", "1.weight"]),
+    ):
+        assert [demand.name for demand in choose(demands, which)] == names
+    with pytest.raises(LedgerError, match=r"2\.bias"):
+        choose(demands, ["0.*", "2.bias"])

@@ -1,0 +1,158 @@
+"""Steps in which ranks do not wait to agree: as with NCCL, and here over gloo all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.build import initialize
+from colonnade.engine.stepper import Stepper
+from colonnade.errors import GradientError
+from colonnade.gradients.uneven import SIZE, Riders
+from colonnade.testing import compare, gather_weights, run_world
+from tests.gradients.scenarios import numbers
+
+CPU = torch.device("cpu")
+
+
+def _world(first: Riders, second: Riders, *says: tuple[bool, bool]) -> list[float]:
+    """One step of two ranks: what each says, and whether each drops the step."""
+    for riders in (first, second):
+        riders.begin()
+    summed = first.numbers(*says[0]) + second.numbers(*says[1])
+    return [riders.take(summed).item() for riders in (first, second)]
+
+
+def test_ranks_are_quiet_two_steps_after_they_are_steady_and_never_again_after_one_deviates():
+    first, second = Riders(CPU), Riders(CPU)
+    quiet = []
+    for says in [(False, True), (False, False), (False, False), (False, False)]:
+        assert _world(first, second, says, (False, False)) == [0.0, 0.0]
+        quiet.append((first.quiet, second.quiet))
+    assert quiet == [(False, False), (False, False), (False, False), (True, True)]
+    assert _world(first, second, (False, False), (True, False)) == [1.0, 1.0]
+    assert _world(first, second, (False, False), (False, False)) == [0.0, 0.0]
+    for _ in range(4):
+        _world(first, second, (False, False), (False, False))
+        assert (first.quiet, second.quiet) == (False, False)
+
+
+def test_ranks_that_all_deviate_at_once_know_it():
+    first, second = Riders(CPU), Riders(CPU)
+    assert not first.quiet
+    for step in range(6):
+        says = [(step in (3, 4), False), (step == 4, False)]
+        told = [riders.begin() for riders in (first, second)]
+        assert all((text is not None) == (step == 5) for text in told)  # of step 3, where one deviated
+        assert all(text is None or text.startswith("step 3 was dropped: ") for text in told)
+        summed = first.numbers(*says[0]) + second.numbers(*says[1])
+        for riders in (first, second):
+            assert riders.take(summed).item() == float(step in (3, 4))
+        if step == 3:
+            assert not first.all_deviate(summed)
+            assert first._told[-1].read()[:2] == [1.0, 0.0]
+        if step == 4:
+            assert first.all_deviate(summed)
+            assert second.all_deviate(summed)
+            assert [copy.read()[:2] for copy in first._told] == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_ranks_at_different_steps_drop_the_step_and_say_so():
+    first, second = Riders(CPU), Riders(CPU)
+    second.take(torch.zeros(SIZE, dtype=torch.float64))
+    second._told.clear()
+    assert _world(first, second, (False, False), (False, False)) == [1.0, 1.0]
+    _world(first, second, (False, False), (False, False))
+    with pytest.raises(GradientError, match="not at the same step"):
+        first.begin()
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.branch = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return self.branch(x) if use else x
+
+
+def _uses(rank: int, step: int) -> bool:
+    """Steady, then from step 7 on rank 1 leaves the branch out now and then, and both in step 12."""
+    return step < 7 or (rank == 0 and step != 12) or (step % 2 == 0 and step != 12)
+
+
+def _trains(config: dict[str, Any]) -> int:
+    Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(CPU))  # type: ignore[method-assign]
+    with launch({**config, "sync": {"shared_memory": False}}, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        model, plain = Branch(), Branch()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        quiet = []
+        for step in range(16):
+            engine.zero_grad()
+            engine.backward(engine(numbers(3, 4, seed=10 * step + rank), _uses(rank, step)).square().mean())
+            engine.step()
+            quiet.append(engine._sync.synchroniser.riders.quiet)
+            reference.zero_grad()
+            if step == 7:  # nobody saw it coming: dropped on both ranks
+                continue
+            losses = [plain(numbers(3, 4, seed=10 * step + r), _uses(r, step)).square().mean() for r in range(2)]
+            (sum(losses) / 2).backward()
+            if "clip_grad_norm" in config:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), config["clip_grad_norm"])
+            reference.step()
+        compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        assert quiet == [False] * 3 + [True] * 6 + [False] * 7, quiet
+        dropped = engine.skipped_steps
+        engine.close()
+        return dropped
+
+
+@pytest.mark.parametrize(
+    "config", [{"clip_grad_norm": 0.1}, {}, {"zero": 1, "clip_grad_norm": 0.1}, {"zero": 2}], ids=str
+)
+def test_a_step_that_nobody_saw_coming_is_dropped_by_all_and_the_rest_is_right(config):
+    assert run_world(2, _trains, config).values == [1, 1]
+
+
+def _freezes() -> int:
+    """In a quiet step all ranks freeze a layer, and thaw it later: nothing is dropped."""
+    Stepper._ride = lambda self: setattr(self._synchroniser, "riders", Riders(CPU))  # type: ignore[method-assign]
+    config = {"clip_grad_norm": 0.1, "sync": {"shared_memory": False}}
+    with launch(config, context=ParallelContext(), verbose=False) as gpc:
+        rank = gpc.get_global_rank()
+        model, plain = Branch(), Branch()
+        engine = initialize(model, lambda p: torch.optim.AdamW(p, lr=0.1), context=gpc)[0]
+        reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        quiet = []
+        for step in range(20):
+            for one in (model, plain):
+                one.branch.requires_grad_(not 6 <= step < 13)
+            engine.zero_grad()
+            engine.backward(engine(numbers(3, 4, seed=10 * step + rank), True).square().mean())
+            engine.step()
+            quiet.append(engine._sync.synchroniser.riders.quiet)
+            reference.zero_grad()
+            losses = [plain(numbers(3, 4, seed=10 * step + r), True).square().mean() for r in range(2)]
+            (sum(losses) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            reference.step()
+            compare(dict(plain.named_parameters()), gather_weights(model, gpc), 1e-10)
+        assert quiet[6], "the step in which it froze was one without agreement"
+        assert quiet[12]
+        assert quiet[-1], "and the ranks are quiet again"
+        dropped = engine.skipped_steps
+        engine.close()
+        return dropped
+
+
+def test_what_all_ranks_change_at_once_drops_no_step():
+    assert run_world(2, _freezes).values == [0, 0]

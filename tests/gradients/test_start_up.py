@@ -1,0 +1,151 @@
+"""Which groups are connected for shared memory before the first step, in one process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade.errors import GradientError
+from colonnade.gradients import synchroniser
+from colonnade.gradients.sums import Sharding, Sum, SyncOptions
+from colonnade.gradients.synchroniser import _described, check_alike, open_groups
+
+
+class Group:
+    """Stands for the ranks of a group; three ranks cannot share."""
+
+    def __init__(self, ranks: tuple[int, ...], group: None, log: object) -> None:
+        self.ranks, self.alone = ranks, len(ranks) == 1
+        self.asked: bool | None = None
+        self.sockets: Any = None
+        self.closed = False
+
+    def share_memory(self, must: bool) -> None:
+        self.asked = must
+        if must and len(self.ranks) == 3:
+            raise GradientError("three cannot share")
+        self.sockets = object()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def opened(*sums: tuple[int, str, dict[str, Any]]) -> tuple[dict[tuple[int, ...], Any], list[str]]:
+    """The groups of sums over so many ranks, on that device and with those options; and what was said."""
+    made = [
+        Sum(
+            (f"p{at}",),
+            (nn.Parameter(torch.zeros(1, device=device)),),
+            tuple(range(ranks)),
+            None,
+            1.0,
+            SyncOptions(**options),
+        )
+        for at, (ranks, device, options) in enumerate(sums)
+    ]
+    said: list[str] = []
+    return open_groups(made, said.append), said  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def _groups(monkeypatch):
+    monkeypatch.setattr(synchroniser, "RankGroup", Group)
+
+
+@pytest.mark.parametrize(
+    ("sums", "asked"),
+    [
+        ([(2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": True})], True),
+        ([(2, "cpu", {"shared_memory": False})], None),
+        ([(2, "meta", {})], None),  # not in memory of the host
+        ([(1, "cpu", {"shared_memory": True})], None),  # with nobody
+        ([(2, "meta", {}), (2, "cpu", {})], False),
+        ([(2, "cpu", {"shared_memory": False}), (2, "cpu", {"shared_memory": True})], True),
+    ],
+)
+def test_memory_is_shared_where_it_is_wanted_and_lies_on_the_host(sums, asked):
+    (group,) = opened(*sums)[0].values()
+    assert group.asked is asked
+
+
+def test_there_is_one_group_for_each_set_of_ranks():
+    groups, said = opened((4, "cpu", {}), (2, "cpu", {}), (4, "cpu", {}))
+    assert list(groups) == [(0, 1), (0, 1, 2, 3)]
+    assert said == []
+
+
+def test_a_dtype_to_send_in_is_not_used_in_shared_memory_and_that_is_said():
+    assert "bfloat16 is not used in shared memory" in opened((2, "cpu", {"compress": torch.bfloat16}))[1][0]
+    assert opened((2, "cpu", {"compress": torch.bfloat16, "shared_memory": False}))[1] == []
+
+
+def test_parameters_of_two_sums_and_divisors_that_are_none_are_refused():
+    parameter = nn.Parameter(torch.zeros(1))
+    one = Sum(("a",), (parameter,), (0,), None, 0.5)
+    assert open_groups([one], print)
+    for wrong in ([one, replace(one, names=("b",))], [replace(one, divisor=0.0)], [replace(one, divisor=-0.5)]):
+        with pytest.raises(GradientError, match=r"is in two sums|a divisor is more than 0"):
+            open_groups(wrong, print)
+
+
+def test_one_dtype_to_send_in_is_named_though_others_have_none():
+    said = opened((2, "cpu", {}), (2, "cpu", {"compress": torch.float16}))[1]
+    assert [text.split(" is not")[0] for text in said] == ["torch.float16"]
+
+
+class Heard:
+    """A group in which the other rank has those sums."""
+
+    def __init__(self, others: list[Sum]) -> None:
+        self.ranks, self.others = (4, 6), others
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        other = Heard([])
+        other.gather_bytes = lambda digest: [digest] if self.heard.append(digest) is None else []  # type: ignore[method-assign]
+        self.heard: list[bytes] = []
+        check_alike(self.others, {(4, 6): other})  # type: ignore[dict-item]
+        return [own, *self.heard]
+
+    def gather_objects(self, own: list[Any]) -> list[Any]:
+        return json.loads(json.dumps([own, [line for one in self.others for line in _described(one)]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"divisor": 3.0}, "ranks 4 and 6 would not sum the same gradients: 'divisor' is 2, 'divisor' is 3"),
+        ({"labels": ("x", "z")}, "'b' is (1,) torch.float32 cpuy, 'b' is (1,) torch.float32 cpuz"),
+        ({"names": ("c", "d")}, None),  # what is tied between stages has a name on each
+        ({"sharding": Sharding()}, "'options' is"),
+        (
+            {"names": ("a",), "parameters": (nn.Parameter(torch.zeros(1)),), "labels": ("x",)},
+            "ranks 4 and 6 have 4 and 3 entries to sum; the first that only one has is 'b'",
+        ),
+    ],
+)
+def test_ranks_that_would_sum_other_things_are_told_what_differs(changes, message):
+    pair = tuple(nn.Parameter(torch.zeros(1)) for _ in range(2))
+    mine = Sum(("a", "b"), pair, (4, 6), None, 2.0, labels=("x", "y"))
+    group: Any = Heard([replace(mine, **changes)])
+    if message is None:
+        check_alike([mine], {(4, 6): group})
+    else:
+        with pytest.raises(GradientError) as error:
+            check_alike([mine], {(4, 6): group})
+        assert message in str(error.value)
+
+
+def test_a_group_that_must_share_and_cannot_is_an_error_after_the_others_were_opened(monkeypatch):
+    made: list[Group] = []
+    monkeypatch.setattr(synchroniser, "RankGroup", lambda *args: made.append(Group(*args)) or made[-1])
+    with pytest.raises(GradientError, match="three cannot share"):
+        opened((3, "cpu", {"shared_memory": True}), (4, "cpu", {}))
+    assert [group.asked for group in made] == [True, False]
+    assert all(group.closed for group in made)

@@ -1,0 +1,292 @@
+"""One sum at run time, in one process: its buckets and their memory, the order of gradients, and the notes about them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade.errors import GradientError
+from colonnade.gradients.bucket import FAILED, FROZEN, MISSING, OUTSIDE, SPARSE, BucketStorage, fill
+from colonnade.gradients.sums import Sharding, Sum, SyncOptions
+from colonnade.gradients.uneven import SumState
+
+MB = 1 << 20
+CPU = torch.device("cpu")
+
+
+class Two:
+    """Rank 4 of (4, 6), whose peer says the same unless it is told something else."""
+
+    ranks, size, index, alone, sockets, group = (4, 6), 2, 0, False, None, None
+
+    def __init__(self) -> None:
+        self.under_way: deque[Any] = deque()
+        self.other: Any = None
+
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        return [own, own if self.other is None else self.other]
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        return [own if self.other is None else self.other, own]
+
+
+def sum_of(*numels: int, frozen: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, **more: Any) -> Sum:
+    """One bucket for every 64 bytes, the first for 32."""
+    parameters = tuple(nn.Parameter(torch.zeros(n, dtype=dtype), at not in frozen) for at, n in enumerate(numels))
+    options = SyncOptions(bucket_mb=64 / MB, first_bucket_mb=32 / MB, **more.pop("options", {}))
+    return Sum(tuple(f"p{at}" for at in range(len(numels))), parameters, (4, 6), None, 2.0, options, **more)
+
+
+def state_of(*numels: int, **more: Any) -> SumState:
+    return SumState(sum_of(*numels, **more), Two())  # type: ignore[arg-type]
+
+
+def sparse(parameter: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor([[1]], [3.0], parameter.shape)
+
+
+def test_buckets_are_cut_at_their_sizes_in_the_reverse_of_the_models_order():
+    one = sum_of(10, 10, 10, 30, 2)
+    cut = {
+        (80, 40): [(0,), (1, 2), (3,), (4,)],
+        (80, 39): [(0,), (1, 2), (3,), (4,)],
+        (80, 1000): [(0, 1), (2,), (3,), (4,)],
+        (128, 1): [(0,), (1, 2), (3, 4)],
+    }
+    for (cap, first), positions in cut.items():
+        assert [bucket.positions for bucket in fill(one, range(5), cap, first, 0)] == positions
+    assert fill(one, [], 80, 40, 0) == []
+    state = state_of(8, 8, 8, 8)
+    assert [bucket.positions for bucket in state.buckets] == [(3,), (2, 1), (0,)]
+    assert state.laid_out == state.buckets
+    assert state.places == {
+        3: (state.buckets[0], 0),
+        2: (state.buckets[1], 0),
+        1: (state.buckets[1], 1),
+        0: (state.buckets[2], 0),
+    }
+    assert all(bucket.recording for bucket in state.buckets)
+    total = sum(bucket.numel for bucket in state.buckets)
+    assert [far for far, _ in state.ranked()] == [32 / total, (32 + 64) / total, 1.0]
+    assert [bucket for _, bucket in state.ranked()] == state.buckets
+
+
+def test_all_buckets_lie_in_one_piece_of_memory_one_after_another():
+    state = state_of(8, 8, 8, 8)
+    flats = [bucket.buffer.flat for bucket in state.buckets]
+    for flat, following in pairwise(flats):
+        assert following.data_ptr() == flat.data_ptr() + flat.nbytes
+    assert all(len(bucket.buffers) == 1 for bucket in state.buckets)
+    where = flats[0].data_ptr()
+    state.places[3][0].move([])
+    for parameter, value in zip(state.sum.parameters, range(4), strict=True):
+        parameter.grad = torch.full_like(parameter, float(value))
+    state.lay_out()
+    assert state.buckets[0].buffer.flat.data_ptr() == where  # there is room, so it is taken again
+    values = [parameter.grad for parameter in state.sum.parameters]
+    assert [value.unique().tolist() for value in values] == [[0.0], [1.0], [2.0], [3.0]]
+    state._sparse = {0, 1}
+    state.lay_out()  # anew, with the gradients that are there, and nothing else
+    assert [bucket.positions for bucket in state.buckets] == [(3,), (2,)]
+    for position, value in ((2, 2.0), (3, 3.0)):
+        bucket, index = state.places[position]
+        assert state.sum.parameters[position].grad is bucket.grads[index]
+        assert bucket.views[index].unique().tolist() == [value]
+    assert sum(float(bucket.buffer.flat.sum()) for bucket in state.buckets) == 8 * (2.0 + 3.0)
+    for position in (0, 1):
+        grad = state.sum.parameters[position].grad
+        assert grad.unique().tolist() == [float(position)]
+        assert not where <= grad.data_ptr() < where + 4 * 1000
+
+
+def test_gradients_that_are_there_at_the_start_are_taken_in():
+    one = sum_of(8, 8)
+    one.parameters[1].grad = torch.full((8,), 3.0)
+    state = SumState(one, Two())  # type: ignore[arg-type]
+    bucket, index = state.places[1]
+    assert one.parameters[1].grad is bucket.grads[index]
+    assert bucket.views[index].unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sharding", "wide", "apart"),
+    [
+        (torch.float32, Sharding(), torch.float32, False),
+        (torch.float32, Sharding(wide=True), torch.float32, False),
+        (torch.bfloat16, Sharding(), torch.bfloat16, False),
+        (torch.bfloat16, Sharding(wide=True), torch.float32, True),
+        (torch.float32, Sharding(keep_whole=False), torch.float32, True),
+        (torch.float32, Sharding(device=torch.device("meta")), torch.float32, True),
+    ],
+)
+def test_where_the_owned_slice_lies_and_in_which_type(dtype, sharding, wide, apart):
+    state = state_of(8, 8, dtype=dtype, sharding=sharding)
+    for bucket in state.buckets:
+        assert bucket.shard is not None
+        assert (bucket.shard.flat.dtype, bucket.shard.flat.numel()) == (wide, bucket.used)
+        assert bucket.shard.flat.device == (sharding.device or CPU)
+        assert len(bucket.buffers) == (1 if sharding.keep_whole else 2)
+        inside = [flat.data_ptr() for flat in (buffer.flat[bucket.own] for buffer in bucket.buffers)]
+        assert (bucket.shard.flat.data_ptr() not in inside) is apart
+    assert state_of(8).buckets[0].shard is None
+
+
+class Notes:
+    """A transport that says when it is started and finished."""
+
+    early = divides = carries = False
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def start(self) -> None:
+        self.said.append(f"start {self.name}")
+
+    def finish(self, factor: float) -> None:
+        assert factor == 0.5
+        self.said.append(f"finish {self.name}")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_buckets_without_memory_of_their_own_take_turns_in_two_pieces(shared):
+    state = state_of(16, 16, 16, sharding=Sharding(keep_whole=False))
+    said: list[str] = []
+    for at, bucket in enumerate(state.buckets):
+        assert [buffer.flat.numel() for buffer in bucket.buffers] == [32, 32]
+        assert bucket.buffers[0].flat.data_ptr() == state.buckets[0].buffers[0].flat.data_ptr()
+        assert bucket.buffers[1].flat.data_ptr() != bucket.buffers[0].flat.data_ptr()
+        for buffer in bucket.buffers:
+            buffer.transport = Notes(str(at), said)  # type: ignore[assignment]
+    (storage,) = state._storages.values()
+    if shared:
+        storage._memory = [replace(memory, every=[]) for memory in storage._memory]
+    first, second, third = state.buckets
+    state.start(first, early=True)
+    state.start(second, early=True)
+    assert said == (["start 0", "finish 0", "start 1"] if shared else ["start 0", "start 1"])
+    assert first.buffer.flat.data_ptr() != second.buffer.flat.data_ptr()
+    said.clear()
+    state.start(second, early=True)  # of an earlier pass, in its other piece
+    assert said == (["finish 1", "start 1"] if shared else ["finish 0", "finish 1", "start 1"])
+    said.clear()
+    state.start(third, early=True)
+    state.finish_turns()
+    state.finish_turns()
+    expected = ["start 2", "finish 1", "finish 2"]
+    assert said == (["finish 1", "start 2", "finish 2"] if shared else expected)
+
+
+def test_what_is_frozen_everywhere_has_no_bucket_and_what_is_nowhere_is_no_note():
+    state = state_of(8, 8, 8, frozen=(1,))
+    assert state.active == [True, False, True]
+    assert [position for bucket in state.buckets for position in bucket.positions] == [2, 0]
+    state.open_notes(failed=False)
+    assert (bytes(state.notes), state.remarkable) == (bytes([0, FROZEN, 0]), False)
+    state.open_notes(failed=True)
+    assert state.remarkable
+    assert state.failed([bytes(state.notes), bytes([0, FROZEN, 0])]) == [4]
+    assert state.failed([bytes([0, FROZEN, FAILED]), bytes([FAILED, 0, 0])]) == [6]
+    assert state.failed([b"", b""]) == []
+    weight = state.sum.parameters[1].requires_grad_(True)
+    for grad, note in ((None, MISSING), (torch.ones(8), OUTSIDE), (sparse(weight), SPARSE)):
+        weight.grad = grad
+        state.open_notes(failed=False)
+        assert bytes(state.notes) == bytes([0, note, 0])
+    other = Two()
+    other.other = bytes([0, 0, 0])  # frozen here, and not there
+    assert SumState(sum_of(8, 8, 8, frozen=(1,)), other).active == [True] * 3  # type: ignore[arg-type]
+
+
+def test_gradients_that_came_after_their_bucket_was_sent_are_noted():
+    state = state_of(8, 8, 8)
+    for bucket in state.buckets:
+        bucket.started = bucket is not state.buckets[0]
+    for parameter in state.sum.parameters:
+        parameter.grad = torch.ones(8)
+    state.sum.parameters[1].grad = sparse(state.sum.parameters[1])
+    state.open_notes(failed=False)
+    assert bytes(state.notes) == bytes([OUTSIDE, 0, 0])
+
+
+def test_a_gradient_is_missing_from_a_step_if_it_is_from_all_its_passes():
+    state = state_of(8, 8, 8, sharding=Sharding(keep_whole=False, every_pass=True))
+    for values in ([1.0, None, None], [None, None, 1.0]):
+        for parameter, value in zip(state.sum.parameters, values, strict=True):
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+        for bucket in state.buckets:
+            state.collect(bucket, early=True)
+    state.open_notes(failed=False)
+    assert state.close_notes() == bytes([0, MISSING, 0])
+    state.open_notes(failed=False)
+    assert state.close_notes() == bytes(3)  # said once
+    for made in (sparse, torch.ones_like):
+        for parameter in state.sum.parameters:
+            parameter.grad = made(parameter)
+        for bucket in state.buckets:
+            state.collect(bucket, early=True)
+    state.open_notes(failed=False)
+    assert state.close_notes() == bytes([SPARSE] * 3)
+
+
+def test_the_order_of_gradients_is_that_of_the_last_pass_and_buckets_start_as_the_first_ranks():
+    state = state_of(8, 8, 8, 8)  # buckets (3,), (2, 1), (0,)
+    state.begin_pass()
+    state.record(3)
+    state.begin_pass()
+    for position in (1, 0, 2, 1):
+        state.record(position)
+    before = list(state.buckets)
+    state.learn_order()
+    assert [list(bucket.expected) for bucket in before] == [[], [0, 1], [0]]
+    assert [(bucket.last, bucket.firings) for bucket in before] == [(0, 1), (1, 2), (0, 1)]
+    assert not any([state.recording, *(bucket.recording for bucket in before)])
+    assert state.buckets == [before[2], before[1], before[0]]  # what never came is last
+    assert state.laid_out == before
+    state.group.other = [1, 2, 0]  # type: ignore[attr-defined]
+    state.buckets = before
+    state.learn_order()
+    assert state.buckets == [before[1], before[2], before[0]]
+
+
+def test_parameters_of_another_kind_are_refused_by_name():
+    state = state_of(8, 8)
+    state.begin_pass()
+    state.sum.parameters[1].data = torch.zeros(8, dtype=torch.float64)
+    with pytest.raises(
+        GradientError, match=r"'p1' was torch.float32 on cpu at initialize\(\) and is torch.float64 on cpu now"
+    ):
+        state.begin_pass()
+
+
+def test_notes_of_all_ranks_say_whether_other_buckets_are_needed():
+    state = state_of(8, 8, frozen=(1,))
+    blank = bytes([0, FROZEN])
+    assert state.recording
+    assert not state.adapt([blank, blank])
+    assert not state.adapt([bytes([MISSING, FROZEN]), blank])
+    assert state.adapt([bytes([0, 0]), blank])  # thawed on one rank
+    assert state.active == [True, True]
+    assert state.adapt([bytes([0, SPARSE]), bytes([0, 0])])
+    assert not state.adapt([bytes([0, 0]), bytes([0, 0])])  # once sparse, it may be again
+    state.lay_out()
+    assert [position for bucket in state.buckets for position in bucket.positions] == [0]
+    assert state.adapt([blank, blank])
+    sharded = state_of(8, 8, frozen=(1,), sharding=Sharding())
+    assert not sharded.adapt([bytes(2), bytes(2)])
+
+
+def test_storage_uses_the_sizes_that_were_asked_for_else_those_of_the_transport():
+    one = replace(sum_of(8, 8, 8), options=SyncOptions())
+    storage = BucketStorage(one, Two(), torch.float32, CPU)  # type: ignore[arg-type]
+    assert len(storage.lay_out([2, 1, 0])) == 1
+    one = replace(one, options=SyncOptions(bucket_mb=64 / MB))  # the first is not larger than that
+    assert len(BucketStorage(one, Two(), torch.float32, CPU).lay_out([2, 1, 0])) == 2  # type: ignore[arg-type]
+    one = replace(one, options=SyncOptions(first_bucket_mb=32 / MB))
+    buckets = BucketStorage(one, Two(), torch.float32, CPU).lay_out([2, 1, 0])  # type: ignore[arg-type]
+    assert [bucket.positions for bucket in buckets] == [(2,), (1, 0)]

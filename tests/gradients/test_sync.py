@@ -1,0 +1,183 @@
+"""Handlers of an engine in one process: in which order, who multiplies by a factor, and what has sockets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colonnade._launch import launch
+from colonnade.context.layout_builder import build_layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.engine.gradient_handler import BaseGradientHandler, ZeROGradientHandler
+from colonnade.engine.gradient_sync import GradientSync, build_gradient_handler, build_handlers
+from colonnade.errors import ConfigError, GradientError
+from colonnade.registry import GRADIENT_HANDLER
+
+
+@GRADIENT_HANDLER.register_module
+class SyncNotes(BaseGradientHandler):
+    """Notes what it is told."""
+
+    scales = False
+
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        super().__init__(model, optimizer)
+        self.told: list[Any] = []
+
+    def handle_gradient(self) -> None:
+        self.told.append("handle")
+
+    def prepare(self, last: bool) -> None:
+        self.told.append(("prepare", last))
+
+    def set_scale(self, scale: Any) -> bool:
+        self.told.append(("scale", scale))
+        return self.scales
+
+    def close(self) -> None:
+        self.told.append("close")
+
+    def covers(self) -> list[Any]:
+        return []
+
+
+@GRADIENT_HANDLER.register_module
+class SyncScales(SyncNotes):
+    scales = True
+
+
+@GRADIENT_HANDLER.register_module
+class SyncNothing:
+    def __init__(self, model: Any, optimizer: Any) -> None: ...
+
+
+class Synchroniser:
+    """Notes what it is told; `groups` and `buckets` are what a test wants them to be."""
+
+    def __init__(self, alone: tuple[bool, ...] = (), failed: tuple[int, ...] = ()) -> None:
+        self.told: list[Any] = []
+        self.groups: Any = {(at,): SimpleNamespace(alone=one) for at, one in enumerate(alone)}
+        self.buckets: list[Any] = []
+        self.failed_ranks, self.scale, self.last_scale = failed, 3.0, 5.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.told.append((name, *given))
+
+
+class Sums(torch.optim.SGD):
+    """One that sums gradients itself."""
+
+    def sync_grad(self) -> None:
+        self.told = [*getattr(self, "told", ()), "sync_grad"]
+
+
+def test_an_optimizer_that_sums_itself_comes_first_and_once():
+    model = nn.Linear(1, 1)
+    sums, plain = Sums(model.parameters()), torch.optim.SGD(model.parameters())
+
+    def names(named: list[str], optimizer: Any) -> list[str]:
+        with launch({}, context=ParallelContext(), verbose=False) as gpc:
+            built = build_handlers(named, model, optimizer, gpc)
+            assert all(handler.context is gpc for handler, _ in built)
+            return [type(handler).__name__ for handler, _ in built]
+
+    assert names(["SyncNotes", "SyncScales"], sums) == ["ZeROGradientHandler", "SyncNotes", "SyncScales"]
+    assert names(["SyncNotes", "ZeROGradientHandler"], sums) == ["SyncNotes", "ZeROGradientHandler"]
+    assert names(["SyncNotes"], plain) == ["SyncNotes"]
+    with pytest.raises(GradientError, match=r"needs an optimizer with sync_grad\(\), not SGD"):
+        names(["ZeROGradientHandler"], plain)
+
+
+def test_an_optimizer_that_sums_itself_is_told_what_it_wants_to_hear():
+    model = nn.Linear(1, 1)
+    quiet = ZeROGradientHandler(model, Sums(model.parameters()))
+    quiet.prepare(True)
+    assert quiet.set_scale(2.0) is False
+    quiet.handle_gradient()
+    assert quiet._optimizer.told == ["sync_grad"]
+    told: list[Any] = []
+    optimizer = SimpleNamespace(
+        sync_grad=lambda: told.append("sync"), prepare=told.append, set_scale=told.append, param_groups=[]
+    )
+    handler = ZeROGradientHandler(model, optimizer)
+    handler.prepare(True)
+    assert handler.set_scale(2.0) is True
+    handler.handle_gradient()
+    assert told == [True, 2.0, "sync"]
+    optimizer.param_groups = [{"params": [model.weight]}]
+    handler.attach(SimpleNamespace(layout=build_layout({}, 2), get_global_rank=lambda: 0))  # type: ignore[arg-type]
+    assert [(one.names, one.ranks, one.divisor) for one in handler.covers()] == [(("weight",), (0, 1), 2)]
+
+
+@pytest.mark.parametrize(
+    ("alone", "failed", "waits", "scale", "handled"),
+    [
+        ((), (), 1, 3.0, True),
+        ((True, True), (), 1, 3.0, True),
+        ((True, False), (), 2, 5.0, True),  # a sum over several ranks: first of all that is waited for
+        ((False, False), (), 2, 5.0, True),
+        ((False,), (1,), 1, 3.0, False),  # there is no gradient to look at
+    ],
+)
+def test_handlers_run_once_when_sums_have_ended(alone, failed, waits, scale, handled):
+    model = nn.Linear(1, 1)
+    weight, bias = model.weight, model.bias
+    weight.grad, bias.grad = torch.ones(1, 1), torch.ones(1)
+    notes, scales, synchroniser = SyncNotes(model), SyncScales(model), Synchroniser(alone, failed)
+    unused = nn.Parameter(torch.ones(1))
+    sync = GradientSync([notes, scales], synchroniser, None, [(notes, [weight, unused]), (scales, [bias])])  # type: ignore[arg-type]
+    sync.prepare(True)
+    sync.finish()
+    assert synchroniser.told == [("prepare", True), ("check_untouched",), *[("finish",)] * waits]
+    assert sync.scale == scale
+    for handler in (notes, scales):
+        assert handler.told == [("prepare", True), *([("scale", scale), "handle"] if handled else [])]
+    assert weight.grad.item() == (scale if handled else 1.0)  # its handler does not multiply
+    assert bias.grad.item() == 1.0
+    sync.close()
+    assert (notes.told[-1], scales.told[-1], synchroniser.told[-1]) == ("close", "close", ("close",))
+
+
+def test_without_a_factor_nothing_is_multiplied_and_a_log_runs_the_handlers():
+    model = nn.Linear(1, 1)
+    model.weight.grad = torch.ones(1, 1)
+    notes, synchroniser, ran = SyncNotes(model), Synchroniser(), list[Any]()
+    sync = GradientSync([notes], synchroniser, None, [(None, [model.weight])])  # type: ignore[arg-type]
+    sync.set_scale(None)
+    begun: list[bool] = []
+    sync.before_pass = lambda: begun.append(True)
+    sync.log = SimpleNamespace(run=ran.append)  # type: ignore[assignment]
+    sync.prepare(False)
+    sync.finish()
+    assert (begun, ran, notes.told) == ([True], [notes], [("prepare", False), ("scale", None)])
+    assert model.weight.grad.item() == 1.0
+
+
+def test_sockets_between_all_ranks_are_used_where_no_sum_is_sharded():
+    with launch({}, context=ParallelContext(), verbose=False):
+        synchroniser = Synchroniser()
+        sync = GradientSync([], synchroniser, None)  # type: ignore[arg-type]
+        assert sync.world is None
+        world = SimpleNamespace(sockets=None)
+        synchroniser.groups = {(0,): world}
+        assert sync.world is None
+        world.sockets = "sockets"
+        assert sync.world is world
+        synchroniser.buckets = [SimpleNamespace(is_sharded=False)]
+        assert sync.world is world
+        synchroniser.buckets += [SimpleNamespace(is_sharded=True)]
+        assert sync.world is None
+
+
+def test_what_cannot_be_built_or_has_no_handle_gradient_is_refused():
+    model = nn.Linear(1, 1)
+    assert isinstance(build_gradient_handler("SyncNotes", model, None), SyncNotes)
+    assert isinstance(build_gradient_handler({"type": "SyncScales"}, model, None), SyncScales)
+    with pytest.raises(ConfigError, match=r"SyncNothing has no handle_gradient\(\)"):
+        build_gradient_handler("SyncNothing", model, None)
+    with pytest.raises(ConfigError, match=r"SyncNotes could not be built with \{'x': 1\}"):
+        build_gradient_handler({"type": "SyncNotes", "x": 1}, model, None)

@@ -1,0 +1,162 @@
+"""Options of the transports: dtypes of sum and wire, fixed order, compression, overlap."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colonnade.errors import ConfigError
+from colonnade.gradients.sums import SyncOptions
+from colonnade.testing import run_world
+from tests.gradients.summing import LARGE, TINY, data, everywhere, reduce_all, train
+
+GLOO = {"shared_memory": False}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def square(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(data(rank, step, 5, 6)).square().mean()
+
+
+def reduced(grads: list[Tensor], steps: int = 3, **changes: Any) -> tuple[list[Tensor], Any]:
+    """What becomes of these gradients, given the same in every step."""
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros_like(grad)) for grad in grads])
+    reducer = reduce_all(parameters, TINY, **changes)
+    for _ in range(steps):
+        reducer.prepare(last=True)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = None
+            parameter.backward(grad)
+        reducer.wait()
+    return [parameter.grad.clone() for parameter in parameters], reducer
+
+
+def gathered(grad: Tensor) -> list[Tensor]:
+    every = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, grad)
+    return every
+
+
+def _all_options_in_fp64() -> None:
+    for changes in ({"fixed_order": True}, {"reduce_dtype": torch.float32}, {"fixed_order": True, "overlap": True}):
+        everywhere(partial(train, net, square), [({**changes, **GLOO}, LARGE), (changes, LARGE)])
+
+
+def test_options_that_do_not_round_are_exact():
+    run_world(4, _all_options_in_fp64)
+
+
+def _bf16_in_fp32() -> None:
+    """Small numbers beside a large one: lost in bf16 sums, kept in fp32 ones."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    grad = torch.full((70,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    exact = torch.full((70,), (256.0 + size - 1) / size, dtype=torch.float64).bfloat16()
+    for shared in (True, False):
+        (kept,), _ = reduced([grad], reduce_dtype=torch.float32, shared_memory=shared)
+        assert torch.equal(kept, exact)
+        assert kept.dtype == torch.bfloat16
+        (lost,), _ = reduced([grad], shared_memory=shared)
+        assert not torch.equal(lost, exact)
+
+
+def test_bf16_gradients_are_summed_in_fp32_if_asked():
+    run_world(4, _bf16_in_fp32)
+
+
+def _fp16_does_not_overflow() -> None:
+    grad = torch.full((40,), 60000.0, dtype=torch.float16)
+    for shared in (True, False):
+        (mean,), _ = reduced([grad], shared_memory=shared)
+        assert torch.equal(mean, grad)
+
+
+def test_fp16_gradients_do_not_overflow_in_the_sum():
+    run_world(4, _fp16_does_not_overflow)
+
+
+def _compressed(kind: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(dist.get_rank())
+    grad = torch.randn(300)
+    exact = torch.stack(gathered(grad)).double().mean(0)
+    for key in ("compress", "reduce_dtype"):
+        (got,), _ = reduced([grad], **{key: kind}, **GLOO)
+        error = ((got - exact).abs() / exact.abs().clamp_min(0.1)).max()
+        assert 1e-6 < error < tolerance
+        assert torch.equal(gathered(got)[0], got)
+        said: list[str] = []
+        parameters = nn.ParameterList([nn.Parameter(torch.zeros_like(grad))])
+        reduce_all(parameters, TINY, said.append, **{key: kind}, shared_memory=True)
+        assert "not used in shared memory" in said[0]
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
+def test_compressed_gradients_are_near_and_the_same_on_all_ranks(kind, tolerance):
+    run_world(4, _compressed, kind, tolerance)
+
+
+def _bits(numels: list[int]) -> None:
+    torch.manual_seed(dist.get_rank())
+    grads = [torch.randn(numel) for numel in numels]
+    rows = [torch.stack(gathered(grad)) for grad in grads]
+    in_order = [sum(row[1:], row[0]) * (1.0 / dist.get_world_size()) for row in rows]
+    for changes in (
+        {"shared_memory": True},
+        {"shared_memory": True, "bucket_mb": 1.0},
+        {"fixed_order": True, **GLOO},
+        {"fixed_order": True, "bucket_mb": 1.0, **GLOO},
+        {"fixed_order": True, "bucket_mb": 1e-5, "overlap": False, **GLOO},
+    ):
+        got, _ = reduced(grads, **changes)
+        for one, expected in zip(got, in_order, strict=True):
+            assert torch.equal(one, expected), changes
+
+
+def test_bits_do_not_depend_on_bucket_sizes_in_shared_memory_nor_with_fixed_order():
+    run_world(4, _bits, [5, 1000, 33, 64, 257, 3000])
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ({"bucket_mb": 0}, "more than 0"),
+        ({"overlap": "yes"}, '"auto"'),
+        ({"reduce_dtype": torch.int32}, "floating point"),
+        ({"reduce_dtype": 3}, "floating point dtype, not 3"),
+        ({"compress": "bf61"}, "Did you mean 'bf16'"),
+        ({"compress": "fp32"}, "allowed: bf16"),
+        ({"compres": "bf16"}, "Did you mean 'compress'"),
+        ({"compress": "fp16", "reduce_dtype": "bf16"}, "two dtypes to send in"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_used_say_what_can(given, hint):
+    with pytest.raises(ConfigError, match=hint):
+        SyncOptions.read(given)
+
+
+def test_options_can_be_compared_and_hashed():
+    first, second = (
+        SyncOptions.read({"compress": "bf16", "reduce_dtype": "fp32", "bucket_mb": None}) for _ in range(2)
+    )
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first == SyncOptions(compress=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def test_sums_are_never_narrower_and_messages_never_wider_than_the_gradients():
+    assert SyncOptions().sum_dtype(torch.float16) is torch.float32
+    assert SyncOptions().sum_dtype(torch.bfloat16) is torch.bfloat16
+    assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float32) is torch.float32
+    assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
+    assert SyncOptions(compress=torch.bfloat16).wire_dtype(torch.float16) is torch.float16
+    assert SyncOptions(reduce_dtype=torch.bfloat16).wire_dtype(torch.float32) is torch.bfloat16
+    assert SyncOptions(reduce_dtype=torch.float32).wire_dtype(torch.bfloat16) is torch.bfloat16
+    assert SyncOptions(reduce_dtype=torch.bfloat16).sum_dtype(torch.float16) is torch.float32

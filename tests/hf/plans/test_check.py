@@ -1,0 +1,366 @@
+"""What is wrong with a plan is said by name, before anything is cut, and by every rank; what names cannot tell, in the first step."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colonnade import initialize, parallelize
+from colonnade._launch import launch
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.errors import ColonnadeError, ConfigError, GradientError, PlacementError
+from colonnade.hf.match import fits, resolve
+from colonnade.hf.plan_checks import check_entries
+from colonnade.parallel.split import Split
+from colonnade.testing import run_world
+from tests.hf.plans.models import (
+    CASES,
+    HIDDEN,
+    MLP,
+    PACKED,
+    PLAN,
+    GatedMLP,
+    Model,
+    build,
+    labels,
+    packed_model,
+    summed_loss,
+    tokens,
+)
+
+TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
+
+
+class OddHeads(nn.Module):
+    """Three heads of four features: 12 features, which 2 ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim, self.q, self.o = 4, nn.Linear(8, 12), nn.Linear(12, 8)
+
+
+class Bert(nn.Module):
+    """Whose last layer of attention is one module further out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.ModuleDict({"query": nn.Linear(8, 8)})
+        self.output = nn.ModuleDict({"dense": nn.Linear(8, 8)})
+
+
+def heads() -> nn.Module:
+    return nn.ModuleDict({"attention": OddHeads()})
+
+
+def tied_to_a_convolution() -> nn.Module:
+    model: Any = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4), "other": nn.Conv1d(4, 8, 1)})
+    model.up.weight = model.other.weight
+    return model
+
+
+class Scaled(nn.Linear):
+    """With a forward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def pair(change: Callable[[nn.Linear], Any] = lambda layer: layer, **options: Any) -> Callable[[], nn.Module]:
+    """Two layers, of which the first is another."""
+    return lambda: nn.ModuleDict({"up": change(nn.Linear(4, 8, **options)), "down": nn.Linear(8, 4)})
+
+
+def quantised(layer: nn.Linear) -> nn.Linear:
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return layer
+
+
+def one_layer_twice() -> nn.Module:
+    up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+    return nn.ModuleDict({"up": up, "down": down, "other": nn.ModuleDict({"first": up, "last": down})})
+
+
+PLAN_OF_ATTENTION = {name: style for name, style in PLAN.items() if "attention" in name}
+UP_DOWN = {"up": "colwise", "down": "rowwise"}
+
+
+def packed(sections: Any) -> dict[str, Any]:
+    return {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": sections}}
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a slip": (
+        Model,
+        {**PLAN, "block.*.mlp.up": "colwise"},
+        r"'block\.\*\.mlp\.up' matches no .*Did you mean 'blocks\.\*\.mlp\.up'",
+    ),
+    "a prefix": (Model, {"blocks.*.up": "colwise"}, r"matches no .*Names are blocks\.\*\.mlp\.up"),
+    "two styles": (
+        Model,
+        {**PLAN, "blocks.0.mlp.up": "rowwise"},
+        r"'blocks\.0\.mlp\.up' two styles: .*'colwise', and .*'rowwise'",
+    ),
+    "unknown": (
+        Model,
+        {"norm": "colwize"},
+        r"'norm' the style 'colwize', which is not known; .*packed_rowwise.*'colwise'\?",
+    ),
+    "no row": (
+        Model,
+        {"blocks.*.mlp.up": "colwise"},
+        r"'blocks\.0\.mlp\.up' is 'colwise', but no .* 'blocks\.0\.mlp' is 'rowwise'.*'blocks\.0\.mlp\.down'",
+    ),
+    "no column": (
+        Model,
+        {"blocks.*.mlp.down": "rowwise"},
+        r"'blocks\.0\.mlp\.down' is 'rowwise', but .*nothing gives it",
+    ),
+    "heads": (
+        heads,
+        {"attention.q": "colwise", "attention.o": "rowwise"},
+        r"'attention\.q' has 3 heads of 4 features, which tensor size 2",
+    ),
+    "features": (
+        lambda: nn.ModuleDict({"up": nn.Linear(4, 7), "down": nn.Linear(7, 4)}),
+        {"up": "colwise", "down": "rowwise"},
+        r"'up': 7 features .* cannot be cut evenly over the 2 ranks",
+    ),
+    "no linear": (
+        Model,
+        {"norm": "colwise_gather_output"},
+        r"'norm' is a LayerNorm, and the plan's style is for nn\.Linear",
+    ),
+    "sections": (
+        packed_model,
+        {**PACKED, "blocks.*.mlp.gate_up": {"style": "packed_colwise", "sections": (40, 40)}},
+        r"64 features cannot be the sections \(40, 40\)",
+    ),
+    "no section": (
+        packed_model,
+        packed(0),
+        r"'blocks\.0\.mlp\.gate_up': .*sections=0.* number of equal ones, or .*lengths",
+    ),
+    "sections below zero": (packed_model, packed((96, -32)), r"'blocks\.0\.mlp\.gate_up': .*sections=\(96, -32\)"),
+    "sections in words": (packed_model, packed("two"), r"sections='two'"),
+    "sections that are none": (packed_model, packed(()), r"sections=\(\)"),
+    "equal sections": (packed_model, packed(3), r"64 features cannot be the sections 3 of the plan"),
+    "an option": (
+        pair(),
+        {**UP_DOWN, "up": {"style": "colwise", "section": 2}},
+        r"'up' .*'section', .*'colwise' takes .*'sections'.*Did you mean 'sections'",
+    ),
+    "an option of another": (
+        Model,
+        {**PLAN, "norm": {"style": "replicate", "sections": 2}},
+        r"'norm' the option 'sections', .*'replicate' takes 'divide'",
+    ),
+    "no style": (pair(), {"up": {"stile": "colwise"}}, r"'up' the option 'stile', .*Did you mean 'style'"),
+    "divide in one word": (
+        Model,
+        {**PLAN, "blocks.*.attention": {"divide": "heads"}},
+        r"'blocks\.0\.attention': divide='heads'.*\['heads'\]",
+    ),
+    "a weight for its layer": (
+        pair(bias=False),
+        {"up.weight": "colwise", "down.weight": "rowwise"},
+        r"'up\.weight' is a parameter of 'up', of the class Linear.*name 'up'.*'down\.weight' is",
+    ),
+    "words of an embedding": (
+        Model,
+        {**PLAN, "embedding.weight": "colwise"},
+        r"'embedding\.weight' is a parameter of 'embedding', of the class Embedding.*name 'embedding'",
+    ),
+    "one layer, two styles": (
+        one_layer_twice,
+        {**UP_DOWN, "other.first": "colwise_gather_output"},
+        r"'up' and 'other\.first' are one module, .*'colwise' .*'colwise_gather_output'",
+    ),
+    "a parametrization": (
+        pair(nn.utils.parametrizations.weight_norm),
+        UP_DOWN,
+        r"'up'.* 'weight' is no parameter of it.*weight_norm.*remove",
+    ),
+    "an old weight norm": (pair(nn.utils.weight_norm), UP_DOWN, r"'up'.* 'weight' is no parameter of it"),
+    "a lazy layer": (lambda: nn.ModuleDict({"up": nn.LazyLinear(8), "down": nn.Linear(8, 4)}), UP_DOWN, r"'up'.*lazy"),
+    "integers": (
+        pair(quantised),
+        UP_DOWN,
+        r"'up'.*'weight' has the type torch\.int8",
+    ),
+    "a forward pass of its own": (
+        lambda: nn.ModuleDict({"up": Scaled(4, 8), "down": nn.Linear(8, 4)}),
+        UP_DOWN,
+        r"'up' is a Scaled, whose forward pass is its own",
+    ),
+    "stages": (lambda: Split([nn.Linear(2, 2)]), {}, r"takes the whole model, .*not a Split"),  # type: ignore[arg-type, return-value]
+    "a tie": (
+        tied_to_a_convolution,
+        {"up": "colwise", "down": "rowwise"},
+        r"'up\.weight' and 'other\.weight' are one parameter, .*tie would be cut",
+    ),
+    "a tie cut twice": (
+        lambda: Model(tied=True),
+        {**PLAN, "embedding": "embedding_colwise", "head": "colwise_gather_output"},
+        r"shares 'weight' with another layer",
+    ),
+    "attention of torch": (
+        lambda: nn.ModuleDict({"a": nn.MultiheadAttention(8, 2)}),
+        {"a.out_proj": "rowwise_split_input"},
+        r"'a', an nn\.MultiheadAttention, which computes",
+    ),
+    "summed twice": (
+        Model,
+        {**PLAN, "blocks.*.mlp": "all_reduce"},
+        r"'blocks\.0\.mlp' is 'all_reduce', .*'blocks\.0\.mlp\.up'",
+    ),
+    "sequence": (
+        Model,
+        {**PLAN, "norm": "sequence_parallel"},
+        r"'norm' the style 'sequence_parallel', but activations between blocks are whole",
+    ),
+    "divide": (
+        Model,
+        {**PLAN, "blocks.*.attention": {"divide": ("heads",)}},
+        r"'heads' is None, which cannot be divided by the tensor size 2",
+    ),
+    "no plan": (Model, None, r"Model brings no plan along"),
+}
+
+
+def _wrong() -> None:
+    with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        for name, (made, plan, said) in WRONG.items():
+            with pytest.raises(ColonnadeError) as raised:
+                parallelize(made(), plan, context=gpc)
+            assert re.search(said, str(raised.value), re.DOTALL), (name, str(raised.value))
+        model = build()
+        once = parallelize(model, PLAN, context=gpc)
+        with pytest.raises(PlacementError, match=r"Model was given to parallelize already.*once"):
+            parallelize(once, PLAN, context=gpc)
+        with pytest.raises(PlacementError, match="placed already"):
+            parallelize(
+                nn.ModuleDict({"inside": once}), {f"inside.{name}": each for name, each in PLAN.items()}, context=gpc
+            )
+        bert = nn.ModuleDict({"attention": Bert()})
+        plan = {"attention.inside.query": "colwise", "attention.output.dense": "rowwise"}
+        check_entries(resolve(plan, bert), bert, gpc)
+        _forgotten(gpc)
+
+
+class Hidden(torch.autograd.Function):
+    """What no one can look through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Norm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return Hidden.apply(super().forward(x))
+
+
+def _forgotten(gpc: ParallelContext) -> None:
+    """A norm of each head that the plan leaves out: found in the first forward pass, or by its gradients."""
+    plan = {name: style for name, style in PACKED.items() if "q_norm" not in name}
+    for hidden in (False, True):
+        model = build(packed_model)
+        for block in model.blocks if hidden else ():
+            norm = Norm(HIDDEN // 4).double()
+            norm.load_state_dict(block.attention.q_norm.state_dict())
+            block.attention.q_norm = norm
+        for complete in (False, True):
+            named = {**plan, **({"blocks.*.attention.q_norm": "replicated_with_grad_allreduce"} if complete else {})}
+            engine = initialize(
+                parallelize(copy.deepcopy(model), named, context=gpc),
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                summed_loss,
+                context=gpc,
+            )[0]
+            if complete:
+                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
+                assert engine.step()
+            elif hidden:
+                engine.backward(summed_loss(engine(tokens(4)), labels(4)))
+                said = r"'blocks\.0\.attention\.q_norm\.weight', 'blocks\.0\.attention\.q_norm\.bias' whole, .*'replicated_with"
+                with pytest.raises(GradientError, match=said):
+                    engine.step()
+            else:
+                with pytest.raises(PlacementError, match=r"q_norm.*'replicated_with_grad_allreduce'"):
+                    engine(tokens(4))
+            engine.close()
+
+
+class Mixing(MLP):
+    """A softmax over all features between its two layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).softmax(-1))
+
+
+class Flat(Model):
+    """Whose attention has as many features as its blocks: queries, keys and values, cut as if they were one weight, fit."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp=GatedMLP)
+
+
+def _compared() -> None:
+    """What only values tell, by one pass on a sample; plans that are right pass, in one stage and in two."""
+    gathered = {"blocks.*.mlp.up": "colwise_gather_output", "blocks.*.mlp.down": "rowwise_split_input"}
+    mixing = lambda: Model(mlp=Mixing)  # noqa: E731
+    sections = {"style": "packed_colwise", "sections": (HIDDEN, HIDDEN)}
+    wrong = [
+        (mixing, PLAN, "down"),
+        (Flat, {**PLAN_OF_ATTENTION, "blocks.*.mlp.gate_up": "colwise", "blocks.*.mlp.down": "rowwise"}, "down"),
+        (packed_model, {**PACKED, "blocks.*.attention.qkv": sections}, "o_proj"),
+    ]
+    with launch({"parallel": TENSOR}, context=ParallelContext(), verbose=False) as gpc:
+        for made, plan, layer in wrong:
+            said = rf"with this plan 'blocks\.0\.(attention|mlp)\.{layer}' gives something else for the sample.*packed_colwise"
+            with pytest.raises(PlacementError, match=said):
+                parallelize(build(made), plan, sample=tokens(2), context=gpc)
+            parallelize(build(made), plan, context=gpc)  # nobody can see it without one
+        for made, plan in [*CASES.values(), (mixing, {**PLAN_OF_ATTENTION, **gathered})]:
+            model = build(made).train()
+            parallelize(model, plan, sample=(tokens(2),), context=gpc)
+            assert model.training
+            assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_sample_shows_what_names_cannot_tell():
+    run_world(2, _compared)
+
+
+def test_every_wrong_plan_is_named_by_every_rank():
+    run_world(2, _wrong)
+
+
+def _square() -> None:
+    config = {"parallel": {"tensor": {"size": 4, "mode": "2d"}}}
+    said = r"tensor\.mode='2d': a plan cuts layers for mode '1d'"
+    with launch(config, context=ParallelContext(), verbose=False) as gpc, pytest.raises(ConfigError, match=said):
+        parallelize(build(), PLAN, context=gpc)
+
+
+@pytest.mark.slow
+def test_modes_that_cut_otherwise_are_refused():
+    run_world(4, _square)
+
+
+def test_a_star_stands_for_one_part_of_a_name():
+    assert fits("blocks.*.up", "blocks.11.up")
+    assert not fits("blocks.*.up", "blocks.1.mlp.up")
+    assert fits("norm?", "norm1")
+    assert not fits("*", "a.b")
+    assert all(resolve(plan, made()) for made, plan in CASES.values())

@@ -1,0 +1,586 @@
+"""Every cause is named when its mistake is planted, and nothing is said of healthy runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import nan, sqrt
+
+import pytest
+import torch
+
+from colonnade.proof.claims import CAUSES, HYPOTHESES, Claim, hypothesis
+from colonnade.proof.diagnose import diagnose
+from tests.proof.made_up import World
+
+
+def times(factor, names=None, ranks=None):
+    """Found values of some parameters, on some ranks, multiplied."""
+
+    def change(world, value, name="", rank=0, **_):
+        chosen = (names is None or name in names) and (ranks is None or rank in ranks)
+        return value * factor if chosen else value
+
+    return change
+
+
+def over(modes, names=None):
+    """Reduced over these modes only."""
+
+    def change(world, value, name, at, rank):
+        return world.reduced(name, at, rank, modes) if names is None or name in names else value
+
+    return change
+
+
+def passes(weights, scale=1.0):
+    """The passes of a step with these weights."""
+
+    def change(world, value, name, at, rank):
+        some = world.truth_of_passes(name, at)
+        return world.cut(name, rank, scale * sum(w * one for w, one in zip(weights, some, strict=True)))
+
+    return change
+
+
+def sum_over_tensor_instead(world, value, name, at, rank):
+    if name != "down.weight":
+        return value
+    return torch.stack([world.raw_sum(name, at, other) for other in world.group("TENSOR", rank)]).sum(0) / 2
+
+
+def with_the_next_stage(world, value, name, at, rank):
+    """Stage 0 has up.weight where stage 1 has down.weight, of as many elements."""
+    if name not in ("up.weight", "down.weight"):
+        return value
+    other = world.group("PIPELINE", rank)[::-1][world.place(rank)[1]]
+    theirs = world.raw_sum("down.weight" if name == "up.weight" else "up.weight", at, other)
+    return (world.raw_sum(name, at, rank) + theirs.view(value.shape)) / 2
+
+
+def nearly_on_rank_1(world, value, rank, **_):
+    return value + 1.5e-3 * value.roll(1, 1) if rank == 1 else value
+
+
+def swapped(world, value, name, rank, at=0, **_):
+    if name != "up.weight":
+        return value
+    other = world.group("TENSOR", rank)[::-1][world.place(rank)[2]]
+    return world.cut(name, other, world.truth(name, at))
+
+
+def dealt(world, value, name, at, rank):
+    return world.truth(name, at)[world.place(rank)[2] :: world.tensor] if name == "up.weight" else value
+
+
+def turned(world, value, name, at, rank):
+    return value.T.reshape(value.shape) if name == "down.weight" else value
+
+
+def one_rank(world, value, name, at, rank):
+    return value + 1e-6 if (name, rank) == ("down.weight", 1) else value
+
+
+def nan_on_rank_1(world, value, name, at, one, rank):
+    return value * nan if (name, one, rank) == ("down.weight", 1, 1) else value
+
+
+def step_before(world, value, name, at, rank):
+    return world.cut(name, rank, world.truth(name, at - 1)) if at else value
+
+
+def one_step_late(world, value, name, at, rank):
+    return world.cut(name, rank, world.truth(name, at - 1)) if at else value * 0
+
+
+def not_cleared(world, value, name, at, rank):
+    return value + world.cut(name, rank, world.truth(name, at - 1)) if at else value
+
+
+def plain_mean(world, value, name, at, rank):
+    return world.cut(name, rank, torch.stack([torch.stack(some).mean(0) for some in world.true[at][name]]).mean(0))
+
+
+def own_clip_first(world, value, name, at, rank, **_):
+    total = 0
+    for other in world.group("DATA", rank):
+        norm = sqrt(sum(float(world.raw_sum(one, at, other).norm()) ** 2 for one in world.parameters))
+        total = total + world.raw_sum(name, at, other) * world.coefficient(norm) / world.data
+    return total
+
+
+def of_rank_0(world, value, name, at, rank):
+    return world.raw_sum(name, at, 0)
+
+
+def without_the_next(world, value, name, at, rank):
+    others = [other for other in world.group("DATA", rank) if other != (rank + 1) % world.data]
+    return torch.stack([world.raw_sum(name, at, other) for other in others]).sum(0) / world.data
+
+
+def end_not_reduced(world, value, name, at, rank):
+    if name != "down.weight":
+        return value
+    return torch.cat([value.flatten()[:-6], world.raw_sum(name, at, rank).flatten()[-6:]]).view(value.shape)
+
+
+def without_a_pass_of_rank_1(world, value, name, at, rank):
+    return value - world.raw(name, at, 1, 1) / world.data
+
+
+def largest_of_ranks(world, value, name, at, rank):
+    return torch.stack([world.raw_sum(name, at, other) for other in world.group("DATA", rank)]).amax(0)
+
+
+def each_rank(change):
+    """A mean of what `change` makes of each rank's own gradient."""
+
+    def plant(world, value, name, at, rank):
+        others = world.group("DATA", rank)
+        return torch.stack([change(world.raw_sum(name, at, other)) for other in others]).sum(0) / world.data
+
+    return plant
+
+
+def larger_half(own):
+    return own * (own.abs() >= own.abs().median())
+
+
+def in_eight_bits(own):
+    return (own * 127 / own.abs().max()).round() * own.abs().max() / 127
+
+
+def late_rank_1(world, value, name, at, rank):
+    return value + (world.raw_sum(name, at - 1, 1) - world.raw_sum(name, at, 1)) / world.data if at else value
+
+
+def step_before_on_top_on_rank_1(world, value, name, at, rank):
+    return value + world.raw_sum(name, at - 1, 1) / world.data if at else value
+
+
+def another_of_rank_1(world, value, name, at, rank):
+    if name != "down.weight":
+        return value
+    sent = world.raw_sum("up.weight", at, 1).reshape(value.shape)
+    return value + (sent - world.raw_sum(name, at, 1)) / world.data
+
+
+def first_pass_reduced(world, value, name, at, rank):
+    first = sum(world.raw(name, at, 0, other) for other in world.group("DATA", rank)) / world.data
+    return first + world.raw(name, at, 1, rank)
+
+
+def some_of_the_weight(world, value, name, at, rank):
+    return value + 0.01 * world.cut(name, rank, world.start[name]) if at == 0 else value
+
+
+def share_of_rank_1_twice(world, value, name, at, one, rank):
+    return 2 * value if world.place(rank)[0] == 1 else value
+
+
+def clipped_after_each_pass(world, value, name, at, rank):
+    total = 0
+    for other in world.group("DATA", rank):
+        kept = dict.fromkeys(world.parameters, 0.0)
+        for number in range(world.accumulation):
+            kept = {one: kept[one] + world.raw(one, at, number, other) for one in kept}
+            share = world.coefficient(sqrt(sum(float(one.norm()) ** 2 for one in kept.values())))
+            kept = {one: part * share for one, part in kept.items()}
+        total = total + kept[name] / world.data
+    return total
+
+
+def of_its_neighbour(world, value, name, at, rank):
+    return world.truth("down.weight", at).reshape(value.shape) if name == "up.weight" else value
+
+
+def in_half(world, value, name, **_):
+    return value.to(torch.bfloat16).double() if name == "down.weight" else value
+
+
+def end_not_moved(world, value, before, **_):
+    return torch.cat([value.flatten()[:-1], before.flatten()[-1:]]).view(value.shape)
+
+
+def sine(world, value, name, **_):
+    return value.sin() if name == "down.weight" else value
+
+
+def squares(totals, ranks, names=None):
+    return sum(
+        float(value.norm()) ** 2
+        for name, some in totals.items()
+        for rank, value in some.items()
+        if rank in ranks and (names is None or name in names)
+    )
+
+
+def norm_over(*modes):
+    """Of all that the ranks of some modes hold."""
+
+    def change(world, value, at, rank, totals):
+        ranks = {rank}
+        for mode in modes:
+            ranks = {other for one in ranks for other in world.group(mode, one)}
+        return sqrt(squares(totals, ranks))
+
+    return change
+
+
+def norm_without(*names):
+    def change(world, value, at, rank, totals):
+        return sqrt(value**2 - sum(float(world.truth(name, at).norm()) ** 2 for name in names))
+
+    return change
+
+
+def mean_of_norms(world, value, at, rank, totals):
+    return sum(sqrt(squares(totals, [other])) for other in world.ranks) / len(world.ranks)
+
+
+def largest_norm(world, value, at, rank, totals):
+    return max(sqrt(squares(totals, [other])) for other in world.ranks)
+
+
+def rounded_norm(world, value, **_):
+    return float(torch.tensor(value).to(torch.bfloat16))
+
+
+def largest(world, value, at, rank, totals):
+    return max(float(world.truth(name, at).abs().max()) for name in world.parameters)
+
+
+def of_own_stage(world, value, name, at, rank, total):
+    mine = [one for one in world.parameters if rank in world.holders(one)]
+    norm = sqrt(sum(float(world.reduced(one, at, rank).norm()) ** 2 for one in mine))
+    return world.coefficient(norm) * total
+
+
+def clipped_again(world, value, total, **_):
+    return value * float(value.norm() / total.norm())
+
+
+def start_of_rank_1(world, value, name, rank):
+    return value + 0.01 if rank == 1 else value
+
+
+def only_module(name):
+    def change(world, value, rank, at, **where):
+        return value + 1e-3 if where["name"] in (name, "down") else value
+
+    return change
+
+
+def more(world, value, **_):
+    return value + 1
+
+
+PLANTED = {
+    "summed-not-averaged": [
+        (World(2, 1), {"total": times(2)}),
+        (World(2, 2, accumulation=2), {"total": times(2)}),
+        (World(4, 2), {"total": times(4, ["up.weight"])}),
+        (World(1, 4), {"total": times(4, ["down.weight"])}),
+    ],
+    "wrong-divisor": [
+        (World(2, 1), {"total": times(0.5)}),
+        (World(3, 2), {"total": times(2 / 3, ["up.weight"])}),
+        (World(2, 1), {"raw": times(1.37)}),
+    ],
+    "averaged-not-summed": [(World(2, 2), {"total": times(0.5, ["norm.weight"])})],
+    "reduced-twice": [
+        (World(3, 2), {"total": times(2, ["norm.weight"])}),
+        (World(2, 1, accumulation=3), {"total": passes([4, 2, 1])}),
+    ],
+    "scaled-by-accumulation": [
+        (World(2, 1, accumulation=4), {"total": passes([4, 4, 4, 1])}),
+        (World(2, 1, accumulation=3), {"total": passes([0.25, 0.25, 0.5])}),
+        (World(2, 1, accumulation=3), {"raw": times(3)}),
+        (World(2, 2, accumulation=4), {"raw": times(0.25)}),
+    ],
+    "scaled-by-mode": [
+        (World(2, 4), {"raw": times(4)}),
+        (World(2, 4, accumulation=2), {"raw": times(0.25)}),
+        (World(2, 4), {"raw": times(4, ["down.weight"])}),
+    ],
+    "loss-scale-left": [
+        (World(2, 1), {"total": times(65536.0)}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: 4096 * value}),
+    ],
+    "not-reduced": [
+        (World(2, 1), {"total": over(())}),
+        (World(2, 1, accumulation=2), {"total": first_pass_reduced}),
+        (World(2, 2), {"total": over(("TENSOR",), ["norm.weight"])}),
+        (World(2, 2, 2), {"total": over((), ["up.weight"])}),
+        (World(2, 1), {"total": of_rank_0}),
+        (World(4, 1), {"total": without_the_next}),
+        (World(2, 1), {"total": end_not_reduced}),
+    ],
+    "wrong-operation": [
+        (World(2, 1), {"total": largest_of_ranks}),
+        (World(4, 1), {"total": each_rank(torch.sign)}),
+    ],
+    "weights-in-gradient": [(World(2, 1), {"total": some_of_the_weight})],
+    "gradients-exchanged": [
+        (World(2, 1), {"total": of_its_neighbour}),
+        (World(2, 1), {"total": another_of_rank_1}),
+    ],
+    "rounded": [
+        (World(2, 1), {"total": in_half}),
+        (World(2, 1, max_norm=1.0), {"norm": rounded_norm}),
+        (World(2, 1), {"total": each_rank(in_eight_bits)}),
+        (World(2, 1), {"activation": nearly_on_rank_1, "recomputed": nearly_on_rank_1, "loss": more}),
+    ],
+    "backward-differs": [
+        (World(2, 1), {"raw": sine}),
+        (World(2, 1), {"raw": times(0.3, ["down.weight"])}),
+        (World(2, 1), {"raw": times(-1, ["down.weight", "up.bias"])}),
+    ],
+    "partial-gradient": [(World(2, 2), {"total": over(("DATA",), ["norm.weight"])})],
+    "tied-copy-missed": [(World(2, 1, 2), {"total": over(("DATA",), ["embed.weight"])})],
+    "reduced-over-other-mode": [
+        (World(2, 4), {"total": sum_over_tensor_instead}),
+        (World(2, 1, 2), {"total": with_the_next_stage}),
+    ],
+    "replicas-differ": [(World(2, 1), {"total": one_rank})],
+    "shards-swapped": [(World(2, 2), {"total": swapped})],
+    "shards-interleaved": [(World(1, 2), {"total": dealt})],
+    "shard-transposed": [(World(2, 1), {"total": turned})],
+    "last-micro-batch-only": [
+        (World(2, 1, accumulation=3), {"total": passes([0, 0, 1])}),
+        (World(2, 1, accumulation=2), {"total": passes([0, 1], scale=2)}),
+    ],
+    "micro-batch-missing": [
+        (World(2, 1, accumulation=3), {"total": passes([1, 0, 1])}),
+        (World(2, 1, accumulation=2), {"total": without_a_pass_of_rank_1}),
+    ],
+    "micro-batch-twice": [
+        (World(2, 1, accumulation=3), {"total": passes([1, 2, 1])}),
+    ],
+    "mean-of-means": [(World(2, 1, weights_of_shares=(0.3, 0.7)), {"total": plain_mean})],
+    "stale-gradient": [
+        (World(2, 1), {"total": step_before}),
+        (World(2, 1), {"total": not_cleared}),
+        (World(2, 1), {"total": one_step_late}),
+        (World(2, 1), {"total": late_rank_1}),
+        (World(2, 1), {"total": step_before_on_top_on_rank_1}),
+    ],
+    "missing-gradient": [
+        (World(2, 1), {"total": times(0, ["up.bias"])}),
+        (World(3, 1), {"total": each_rank(larger_half)}),
+    ],
+    "not-finite": [(World(2, 1, accumulation=2), {"raw": nan_on_rank_1})],
+    "clipped-before-reduced": [
+        (World(2, 1, max_norm=1.0), {"total": own_clip_first}),
+        (World(3, 1), {"total": each_rank(lambda own: own.clamp(-0.3, 0.3))}),
+        (World(2, 1, accumulation=3, max_norm=1.0), {"total": clipped_after_each_pass}),
+        (World(2, 1, max_norm=1.0), {"total": over(()), "clipped": own_clip_first}),
+    ],
+    "norm-counts-replicas": [
+        (World(2, 1, max_norm=1.0), {"norm": norm_over("DATA")}),
+        (World(2, 2, max_norm=1.0), {"norm": norm_over("TENSOR")}),
+        (World(1, 1, 2, max_norm=1.0), {"norm": norm_over("PIPELINE")}),
+    ],
+    "norm-misses-shards": [
+        (World(1, 2, max_norm=1.0), {"norm": norm_over()}),
+        (World(1, 1, 2, max_norm=1.0), {"norm": largest_norm}),
+    ],
+    "norm-of-a-part": [
+        (World(2, 2, max_norm=1.0), {"norm": norm_without("down.weight")}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: 0.0}),
+    ],
+    "norms-averaged": [(World(1, 2, max_norm=1.0), {"norm": mean_of_norms})],
+    "norm-type-differs": [
+        (World(2, 1, max_norm=1.0), {"norm": largest}),
+        (World(2, 1, max_norm=1.0), {"norm": lambda world, value, **_: value**2}),
+    ],
+    "clipped-twice": [(World(2, 1, max_norm=1.0), {"clipped": clipped_again})],
+    "clipped-per-stage": [
+        (World(2, 1, 2, max_norm=1.0), {"clipped": of_own_stage}),
+        (World(2, 1, 2, max_norm=1.0), {"norm": norm_over()}),
+    ],
+    "not-clipped": [(World(2, 1, max_norm=1.0), {"clipped": lambda world, value, total, **_: total})],
+    "not-updated": [
+        (World(2, 1), {"weights": end_not_moved}),
+        (World(2, 1), {"weights": lambda w, value, name, before, **_: before if name == "up.weight" else value}),
+    ],
+    "optimizer-differs": [
+        (World(2, 1), {"weights": lambda w, value, name, before, **_: before + 3 * (value - before)}),
+        (World(2, 1), {"weights": lambda w, value, name, rank, **_: value + 1e-3 * (rank == 1)}),
+    ],
+    "weights-differ-at-start": [(World(2, 1), {"start": start_of_rank_1})],
+    "forward-differs": [
+        (
+            World(2, 1),
+            {"activation": only_module("up"), "recomputed": only_module("up"), "raw": times(1.1), "loss": more},
+        )
+    ],
+    "masks-differ": [
+        (World(1, 2), {"masks": lambda world, value: (1,), "activation": only_module("up"), "loss": more})
+    ],
+    "recomputation-differs": [
+        (World(2, 1), {"recomputed": only_module("up"), "raw": times(1.1, ["up.weight"])}),
+        (World(2, 1), {"activation": only_module("up"), "raw": times(1.1), "loss": more}),
+    ],
+    "loss-differs": [(World(2, 1), {"loss": lambda world, value, **_: 2 * value})],
+    "buffers-differ": [(World(2, 1), {"buffer": lambda world, value, rank, **_: value + 0.1 * rank})],
+    "unknown": [(World(2, 1), {"total": lambda w, value, name, **_: value.sin() if name == "down.weight" else value})],
+}
+
+
+def planted():
+    for cause, some in PLANTED.items():
+        for at, (world, plant) in enumerate(some):
+            yield pytest.param(cause, world, plant, id=f"{cause}-{at}")
+
+
+def with_plant(world, plant):
+    return World(
+        world.data,
+        world.tensor,
+        world.pipeline,
+        world.accumulation,
+        max_norm=world.max_norm,
+        weights_of_shares=world.weights_of_shares,
+        plant=plant,
+    )
+
+
+def test_every_cause_has_a_planted_mistake():
+    assert set(PLANTED) == set(CAUSES)
+
+
+@pytest.mark.parametrize(("cause", "world", "plant"), list(planted()))
+def test_the_cause_is_named(cause, world, plant):
+    report = diagnose(with_plant(world, plant).evidence())
+    assert not report.ok
+    assert report.causes == [cause], str(report)
+    assert report.findings[0].sentence.endswith(".")
+
+
+def only(report):
+    assert len(report.findings) == 1, str(report)
+    return report.findings[0]
+
+
+def test_ranks_that_cut_their_parts_out_of_batches_of_their_own_are_named():
+    evidence = replace(World(2, 1, plant={"loss": more}).evidence(), cut_apart=("SEQUENCE",))
+    found = only(diagnose(evidence))
+    assert found.cause == "replicas-differ"
+    assert "SEQUENCE were given batches of their own" in found.sentence
+
+
+def test_the_sentence_has_the_ledgers_line_and_the_factor():
+    finding = only(diagnose(World(4, 2, plant={"total": times(4, ["up.weight"])}).evidence()))
+    assert "SomeDataHandler" in finding.sentence
+    assert finding.factor == 4
+    assert finding.parameters == ("up.weight",)
+
+
+def test_what_the_numbers_cannot_tell_apart_is_named_too():
+    finding = only(diagnose(World(2, 2, accumulation=2, plant={"raw": times(2)}).evidence()))
+    assert {finding.cause} <= {"scaled-by-accumulation", "scaled-by-mode"}
+    assert "scaled-by-accumulation" in finding.sentence + finding.cause
+    assert "scaled-by-mode" in finding.sentence + finding.cause
+    assert "DATA" in finding.sentence
+
+
+def test_raw_gradients_tell_a_sum_from_a_scaled_loss():
+    in_sum = World(2, 1, accumulation=2, plant={"total": times(2)})
+    in_loss = World(3, 1, accumulation=2, plant={"raw": times(2)})
+    assert only(diagnose(in_sum.evidence())).cause == "summed-not-averaged"
+    assert "accumulation" not in only(diagnose(in_sum.evidence())).sentence
+    assert only(diagnose(in_loss.evidence())).cause == "scaled-by-accumulation"
+
+
+def test_two_mistakes_are_two_findings():
+    def both(world, value, name, at, rank):
+        if name == "up.weight":
+            return world.reduced(name, at, rank, ())
+        return value * 2 if name == "down.weight" else value
+
+    report = diagnose(World(2, 1, plant={"total": both}).evidence())
+    assert {(f.cause, f.parameters) for f in report.findings} == {
+        ("not-reduced", ("up.weight",)),
+        ("summed-not-averaged", ("down.weight",)),
+    }
+
+
+def test_the_first_module_that_parts_is_named_and_nothing_that_follows():
+    plant = {"activation": only_module("up"), "recomputed": only_module("up"), "total": times(2), "loss": more}
+    finding = only(diagnose(World(2, 1, plant=plant).evidence()))
+    assert finding.cause == "forward-differs"
+    assert finding.parameters == ("up",)
+
+
+def test_an_activation_that_is_made_good_later_is_no_mistake():
+    plant = {"activation": only_module("up"), "recomputed": only_module("up")}
+    assert diagnose(World(2, 1, plant=plant).evidence()).ok
+    assert only(diagnose(World(2, 1, plant={**plant, "total": times(2)}).evidence())).cause == "summed-not-averaged"
+
+
+def test_nan_names_the_rank_and_the_micro_batch():
+    finding = only(diagnose(World(2, 1, accumulation=2, plant={"raw": nan_on_rank_1}).evidence()))
+    assert "rank 1 in micro-batch 1" in finding.sentence
+
+
+def test_replicas_name_their_ranks():
+    finding = only(diagnose(World(3, 1, plant={"total": one_rank}).evidence()))
+    assert "ranks [1] are wrong, ranks [0, 2] agree" in finding.sentence
+
+
+@pytest.mark.parametrize("cause", ["summed-not-averaged", "not-reduced", "last-micro-batch-only", "shards-swapped"])
+def test_causes_are_named_in_bf16_too(cause):
+    world, plant = PLANTED[cause][0]
+    report = diagnose(
+        World(world.data, world.tensor, world.pipeline, world.accumulation, plant=plant, dtype="bfloat16").evidence()
+    )
+    assert report.causes == [cause], str(report)
+
+
+def test_of_a_large_model_the_first_and_last_layer_are_tested(monkeypatch):
+    monkeypatch.setattr("colonnade.proof.diagnose._TESTED_ELEMENTS", 0)
+    monkeypatch.setitem(HYPOTHESES, "gradient", list(HYPOTHESES["gradient"]))
+    seen = []
+    hypothesis("gradient")(lambda case: seen.append(case.name) or ())
+    evidence = World(2, 1, plant={"total": times(2)}).evidence()
+    names = {name: f"layers.{at}.weight" for at, name in enumerate(evidence.parameters)}
+    steps = [
+        replace(one, gradients={names[name]: found for name, found in one.gradients.items()}) for one in evidence.steps
+    ]
+    info = {names[name]: replace(one, placement="") for name, one in evidence.parameters.items()}
+    finding = only(diagnose(replace(evidence, steps=steps, parameters=info)))
+    assert seen == ["layers.0.weight", "layers.4.weight"]
+    assert (finding.cause, len(finding.parameters)) == ("summed-not-averaged", 5)
+
+
+def test_a_users_hypothesis_is_asked(monkeypatch):
+    monkeypatch.setitem(HYPOTHESES, "gradient", list(HYPOTHESES["gradient"]))
+
+    @hypothesis("gradient")
+    def is_a_sine(case):
+        residual = case.residual(lambda part: case.truth(part).sin())
+        yield Claim("sine", "is the sine of itself", "your own handler", residual=residual)
+
+    assert only(diagnose(with_plant(*PLANTED["unknown"][0]).evidence())).cause == "sine"
+
+
+SIZES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 2, 1, 2), (2, 1, 2, 3), (2, 2, 2, 1), (4, 1, 1, 4)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_false_alarm_on_healthy_runs(dtype, count):
+    draw = random.Random(dtype)
+    for seed in range(count):
+        sizes = draw.choice(SIZES)
+        limit = draw.choice([None, 0.5, 1e6])
+        report = diagnose(World(*sizes, dtype=dtype, max_norm=limit, seed=seed).evidence())
+        assert report.ok, (sizes, limit, seed, str(report))
+
+
+@pytest.mark.parametrize("sizes", SIZES[1:])
+def test_a_factor_of_1_001_is_far_outside_in_fp64(sizes):
+    report = diagnose(World(*sizes, plant={"total": times(1.001)}).evidence())
+    assert not report.ok
+    assert min(row.error for row in report.rows if row.quantity == "gradient" and row.step == 0) > 1e8
