@@ -19,6 +19,7 @@ from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager, save, verify
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode as M
+from colonnade.errors import CheckpointError
 from colonnade.parallel.flat import FlatShard
 from colonnade.parallel.placement import Shard, place
 from colonnade.testing import run_world
@@ -174,3 +175,15 @@ def test_what_was_written_before_is_read(tmp_path, background):
                 assert all(torch.as_tensor(found[key]).equal(shard.state[key]) for key in ("moment", "square", "step"))
             assert [group["lr"] for group in optimizer.loaded["param_groups"]] == [0.5, 0.25]
             manager.save(4, model, optimizer, {key: info.extra[key] for key in ("plain", "tensors")})
+
+
+@pytest.mark.parametrize("form", [1, 3])
+def test_another_format_is_no_damage_that_a_load_passes_over(tmp_path, form):
+    with CheckpointManager(tmp_path, ParallelContext()) as manager:
+        for step in (1, 2):
+            manager.save(step, nn.Linear(1, 1))
+        manifest = tmp_path / "step-00000002/manifest.json"
+        manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', f'"format":{form}'.encode()))
+        with pytest.raises(CheckpointError, match=f"step-00000002 cannot be loaded: it has format {form}, written by"):
+            manager.load(nn.Linear(1, 1))
+        assert manager.load(nn.Linear(1, 1), step=1).step == 1
