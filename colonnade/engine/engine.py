@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colonnade.checkpoint.agreement import gather_json
-from colonnade.checkpoint.export import WholeTensors
+from colonnade.checkpoint.full_weights import WholeTensors
 from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import error_of, note_of
 from colonnade.comm.rank_group import RankGroup
@@ -122,7 +122,7 @@ class WholeWeights:
         self.wait_for_weights()
         whole = WholeTensors(self.model, self.context)
         if to not in ("all", "first"):
-            from colonnade.checkpoint.export import save_full
+            from colonnade.checkpoint.full_weights import save_full
 
             save_full(whole, to, self.context, dtype)
             return {}
@@ -144,7 +144,7 @@ class WholeWeights:
         `max_shard_size` ("5GB") is the size of a file; without it there is one for each rank, of 64 MiB to 5 GB.
         Of a model with LoRA adapters it is the folder that peft loads: the adapters and their config alone.
         """
-        from colonnade.checkpoint.export import save_pretrained
+        from colonnade.checkpoint.full_weights import save_pretrained
 
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()

@@ -1,4 +1,4 @@
-"""Which tensors of a folder of weights each parameter of a model of transformers is made of, in today's form or an older one."""
+"""Sources of the parameters of a model of transformers: the tensors of a folder that each is made of, today's form or an older."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colonnade.checkpoint.manifest import Box, whole_box
-from colonnade.checkpoint.tensor_files import AnyTensor
+from colonnade.checkpoint.weights_folder import AnyTensor
 from colonnade.errors import CheckpointError, listed
+from colonnade.parallel.boxes import Box, whole_box
 
 _COMPARED = 1 << 25
 """Bytes that are compared at a time."""
@@ -133,7 +133,7 @@ def are_same(one: Source, other: Source, dtype: torch.dtype) -> bool:
 
 
 def _converted(name: str, converter: Any, stored: dict[str, list[AnyTensor]], model: Any) -> dict[str, Source]:
-    """What a converter makes of stored tensors: their shapes from a run on the meta device, where nothing is read."""
+    """The parameters that a converter makes of stored tensors: shapes come from a run on the meta device, which reads nothing."""
     empty = {
         pattern: [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors]
         for pattern, tensors in stored.items()
@@ -161,7 +161,7 @@ def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: 
 
 
 def _side_by_side(converter: Any, stored: dict[str, list[AnyTensor]]) -> StoredParts | None:
-    """The stored parts of a parameter that a converter only stacks and joins; None of others."""
+    """The stored parts of a parameter that a converter only stacks and joins; None for other converters."""
     operations = {type(operation).__name__: getattr(operation, "dim", 0) for operation in converter.operations}
     stacks, joined = operations.get("MergeModulelist"), operations.get("Concatenate")
     if (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.checkpoint.tensor_files import tensors_in
+from colonnade.checkpoint.weights_folder import tensors_in
 from colonnade.comm.messages import agreed_errors
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.core import given_or_global
@@ -155,14 +155,14 @@ def _keep_wide(model: Any, dtype: torch.dtype | None) -> None:
 
 @torch.no_grad()
 def _compute_buffers(model: Any) -> None:
-    """What is in no folder, as transformers' own from_pretrained computes it: in torch's default type, not the model's."""
+    """Compute the buffers that are in no folder, as transformers does it: in torch's default type, not the model's."""
     for module in model.modules():
         if module._non_persistent_buffers_set and not module._parameters:
             model._init_weights(module)
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each tensor of the model's state."""
+    """The names of each tensor of the model's state, by its id."""
     found: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), []).append(name)
@@ -172,7 +172,7 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 def _matched(
     model: Any, path: Path, trust: bool, missing: list[str], unexpected: list[str], context: ParallelContext
 ) -> dict[str, Source]:
-    """What each name of the model's state is read from; refuses a folder that does not fit."""
+    """The source of each name of the model's state; refuses a folder that does not fit."""
     sources, strange = sources_for(model, tensors_in(path, trust))
     state = model.state_dict(keep_vars=True)
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), _NEVER_STORED]

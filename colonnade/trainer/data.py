@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, default_collate
 
 from colonnade.checkpoint.agreement import gather_json
-from colonnade.checkpoint.tensor_files import is_stateful
+from colonnade.checkpoint.values import is_stateful
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.context.random_state import random_state, set_random_state

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from colonnade.checkpoint.manifest import Box, whole_box
-from colonnade.checkpoint.save import RankNote, SavePlan, plan_weight
-from colonnade.checkpoint.tensors import LocalTensor
+from colonnade.checkpoint.save_plan import SavePlan, plan_weight
 from colonnade.context.parallel_mode import ParallelMode
+from colonnade.parallel.boxes import Box, whole_box
 from colonnade.parallel.placement import Placement, Tied
+from colonnade.parallel.whole import LocalTensor
 
 
 def weight(shape: Sequence[int], offset: Sequence[int], holders: Sequence[int], tied: bool = False) -> LocalTensor:
@@ -51,16 +51,15 @@ def weight(shape: Sequence[int], offset: Sequence[int], holders: Sequence[int], 
     ],
 )
 def test_who_writes_a_weight_and_who_knows_of_it(rank, tensor, spans, written):
-    plan = SavePlan(RankNote(rank, None))
+    plan = SavePlan(rank)
     plan_weight(plan, tensor, tensor.local)
-    plan.close()
-    assert (plan.note.spans, len(plan.entries)) == (spans, written)
+    assert (plan.note(None).spans, len(plan.entries)) == (spans, written)
     assert plan.size == written * tensor.local.nbytes
 
 
 def test_copies_on_the_host_stay_what_they_were():
     tensor = weight((2, 3), (0, 0), (0,))
-    plan = SavePlan(RankNote(0, None))
+    plan = SavePlan(0)
     plan_weight(plan, tensor, tensor.local)
     plan.copy_to_host()
     tensor.local.zero_()

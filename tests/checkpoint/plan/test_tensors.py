@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from colonnade.checkpoint import CheckpointManager
-from colonnade.checkpoint.manifest import Box, FileRecord, tiles, whole_box
-from colonnade.checkpoint.save import RankNote, SavePlan, merge_tensors, plan_shard
-from colonnade.checkpoint.tensors import (
+from colonnade.checkpoint.manifest import FileRecord
+from colonnade.checkpoint.save_plan import SavePlan, _plan_shard, merge_tensors
+from colonnade.context import build_layout
+from colonnade.context.parallel_context import ParallelContext
+from colonnade.context.parallel_mode import ParallelMode
+from colonnade.errors import CheckpointError
+from colonnade.parallel.boxes import Box, tiles, whole_box
+from colonnade.parallel.flat import FlatShard, section_runs
+from colonnade.parallel.placement import Placement, Shard, Tied, place
+from colonnade.parallel.whole import (
     LocalTensor,
     _alone,
     _in_sections,
@@ -27,12 +34,6 @@ from colonnade.checkpoint.tensors import (
     extra_states,
     locate_tensors,
 )
-from colonnade.context import build_layout
-from colonnade.context.parallel_context import ParallelContext
-from colonnade.context.parallel_mode import ParallelMode
-from colonnade.errors import CheckpointError
-from colonnade.parallel.flat import FlatShard, section_runs
-from colonnade.parallel.placement import Placement, Shard, Tied, place
 from colonnade.testing import run_world
 from tests.checkpoint.models import WAYS, Way, launched
 
@@ -183,9 +184,7 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
     whole, dim, sections, ranks = case
     order = data.draw(st.permutations(range(whole.dim())))
     by_pieces, by_ranges = torch.full_like(whole, -1), torch.full_like(whole, -1)
-    plans = [
-        SavePlan(RankNote(rank, None, file=FileRecord(f"rank-{rank}.safetensors", 0, ""))) for rank in range(ranks)
-    ]
+    plans = [SavePlan(rank) for rank in range(ranks)]
     for at, tensor in enumerate(local_tensors(whole, dim, sections, ranks, order)):
         assert tiles([here for _, here in tensor.places], tuple(tensor.local.shape))
         for box, view in tensor.pieces(tensor.local):
@@ -195,11 +194,10 @@ def test_sections_cut_and_joined_are_the_whole(case, data):
         for start, stop in pairwise(cuts):
             for box, view in boxes_in_memory(tensor, start, stop, flat[start:stop]):
                 by_ranges[box.slices_in(whole_box(whole.shape))] = view
-            plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
-        plans[at].close()
+            _plan_shard(plans[at], tensor, FlatShard(start, stop, (0,), {}), "moment", flat[start:stop])
     assert torch.equal(by_pieces, whole)
     assert torch.equal(by_ranges, whole)
-    (record,), _ = merge_tensors([plan.note for plan in plans])  # refuses what does not tile
+    (record,), _ = merge_tensors([plan.note(FileRecord("", 0, "")) for plan in plans])  # refuses what does not tile
     assert record.shape == tuple(whole.shape)
     assert all(entry.read().shape == entry.shape for plan in plans for entry in plan.entries)
     written = torch.cat([entry.read() for plan in plans for entry in plan.entries])

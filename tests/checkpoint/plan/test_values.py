@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from colonnade.checkpoint.manifest import ItemRecord, LayoutRecord, Manifest
-from colonnade.checkpoint.state import SavedValues
+from colonnade.checkpoint.values import SavedValues
 from colonnade.context import build_layout
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.random_state import random_state
@@ -33,8 +33,8 @@ def values(*items: ItemRecord, rank: int = 0, here: int = 2, step: int = 7) -> S
     context: Any = SimpleNamespace(
         layout=build_layout({}, here), get_global_rank=lambda: rank, device=torch.device("cpu"), set_seed=seeds.append
     )
-    reader: Any = SimpleNamespace(entry=lambda file, key: TENSORS[file, key])
-    found = SavedValues(manifest, reader, context)
+    reader: Any = SimpleNamespace(manifest=manifest, entry=lambda file, key: TENSORS[file, key])
+    found = SavedValues(reader, context)
     found.seeds = seeds  # type: ignore[attr-defined]
     return found
 
@@ -86,9 +86,9 @@ def test_random_streams_are_put_back_on_the_same_layout_alone():
     context = ParallelContext()
     context.set_seed(3)
     state = random_state(context)
-    reader: Any = SimpleNamespace(entry=lambda file, key: state)
     manifest = Manifest(1, 0.0, LayoutRecord.of(context.layout), (), (), (), None, (item("random", (0,)),))
-    saved = SavedValues(manifest, reader, context)
+    reader: Any = SimpleNamespace(manifest=manifest, entry=lambda file, key: state)
+    saved = SavedValues(reader, context)
     found, why = saved.random_state()
     assert (found, why) == (state, "")
     drawn = torch.rand(3)
