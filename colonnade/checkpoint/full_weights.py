@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed, gather_json
+from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.manifest import WIDTHS, FileRecord, LayoutRecord, Manifest, TensorRecord, tensors_file
 from colonnade.checkpoint.save_plan import RankNote, SavePlan, merge_tensors, plan_weight
 from colonnade.checkpoint.storage import discard, make_room, no_space_errors, place_file, staging_path
 from colonnade.checkpoint.tensor_files import FileEntry, dtype_of, in_file_order, memory_for, name_of, write_tensors
 from colonnade.checkpoint.weights_folder import LARGEST, files_of, publish_folder
-from colonnade.comm.messages import message_device
+from colonnade.comm.messages import gather_from_all, message_device
 from colonnade.comm.rank_group import own_gloo
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, listed
@@ -59,7 +59,7 @@ class WholeTensors:
                 plan_weight(plan, tensor, read(tensor))
             # No file is written: the name of a rank's file only says whose a piece is.
             note = plan.note(FileRecord(tensors_file(self._rank), 0, ""))
-        notes = [RankNote.parse(text, "a rank's note") for text in gather_json(note.dump(), context)]
+        notes = [RankNote.parse(text, "a rank's note") for text in gather_from_all(note.dump(), context)]
         with agreed(context, doing):
             self.records, cuts = merge_tensors(notes)
         files = tuple(note.file for note in notes if note.file is not None)
@@ -288,7 +288,7 @@ def _staging(target: Path, content: Content, dtype: torch.dtype | None, context:
         if first:
             staged = staging_path(target)
             make_room(staged, needed)
-    staged = Path(gather_json(str(staged), context)[0])
+    staged = Path(gather_from_all(str(staged), context)[0])
     try:
         with no_space_errors(staged.parent, needed):
             yield staged

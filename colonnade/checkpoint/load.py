@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import agreed, gather_json
+from colonnade.checkpoint.agreement import agreed
 from colonnade.checkpoint.manifest import Damaged, Manifest, TensorRecord
 from colonnade.checkpoint.optimizer_state import OptimizerLoader, load_optimizer
 from colonnade.checkpoint.storage import Found, check_files, published, read_manifest
 from colonnade.checkpoint.tensor_files import TensorReader, type_name
 from colonnade.checkpoint.values import RandomSource, SavedValues
+from colonnade.comm.messages import gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
 from colonnade.logging import get_dist_logger
@@ -75,7 +76,7 @@ def load_checkpoint(
     # the model.
     with _all_or_nothing(context, path):
         match = TensorMatch(tensors, manifest)
-    notes = gather_json(match.note(), context)
+    notes = gather_from_all(match.note(), context)
 
     # Everything is read before the first object of any rank changes: reading is what may fail, for reasons of one rank alone.
     with _all_or_nothing(context, path):
@@ -152,7 +153,7 @@ def _newest_good(
     with agreed(context, f"listing {folder}"):
         if context.get_global_rank() == 0:
             listing += [[found.step, found.revision, found.path.name] for found in reversed(published(folder))]
-    there = [Found(number, revision, folder / name) for number, revision, name in gather_json(listing, context)[0]]
+    there = [Found(number, revision, folder / name) for number, revision, name in gather_from_all(listing, context)[0]]
     wanted = [found for found in there if step in (None, found.step)]
     if not wanted:
         steps = listed(sorted({found.step for found in there}))
@@ -171,7 +172,7 @@ def _newest_good(
             note["damaged"] = str(error)
         except Exception as error:  # another format is no damage, and an older checkpoint no answer to it
             note["unreadable"] = str(error)
-        notes = gather_json(note, context)
+        notes = gather_from_all(note, context)
         for other in notes:
             if other["unreadable"]:
                 raise CheckpointError(f"{found.path} cannot be loaded: {other['unreadable']}")

@@ -6,7 +6,6 @@ A save is told in `save.save_checkpoint`, a load in `load.load_checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ class CheckpointManager:
         self.read_only = read_only
         self._pending: BackgroundSave | None = None
         self._lock: RunLock | None = None
-        with self._together("()"), agreed(context, f"opening {folder}"):
+        with self.context.waits.together("CheckpointManager()"), agreed(context, f"opening {folder}"):
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
@@ -76,7 +75,7 @@ class CheckpointManager:
         `extra` maps names to objects with `state_dict()` and `load_state_dict()`, or to plain JSON values. A step
         that was saved before is replaced once the new checkpoint is in place.
         """
-        with self._together(".save()"):
+        with self.context.waits.together("CheckpointManager.save()"):
             self.wait()
             with agreed(self.context, f"saving step {step}"):
                 self._check_save(step)
@@ -126,7 +125,7 @@ class CheckpointManager:
         Objects in `extra` get their state; plain values come back in the result. `rest`, an object with `state_dict` and
         `load_state_dict`, gets all plain values as one dict, and may refuse them.
         """
-        with self._together(".load()"):
+        with self.context.waits.together("CheckpointManager.load()"):
             self.wait()
             return load_checkpoint(self.folder, self.context, model, optimizer, extra or {}, step, self.verify, rest)
 
@@ -145,10 +144,6 @@ class CheckpointManager:
                 f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the latest "
                 f"step, so delete them if this run has left them behind."
             )
-
-    def _together(self, call: str) -> AbstractContextManager[None]:
-        launched = self.context.is_launched
-        return self.context.waits.together(f"CheckpointManager{call}") if launched else nullcontext()
 
     def _release(self) -> None:
         if self._lock is not None:

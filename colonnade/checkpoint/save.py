@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.checkpoint.agreement import agreed, before_save, gather_json
+from colonnade.checkpoint.agreement import agreed, before_save
 from colonnade.checkpoint.manifest import LayoutRecord, Manifest, tensors_file
 from colonnade.checkpoint.save_plan import LocalState, RankNote, SavePlan, merge_groups, merge_tensors, plan_save
 from colonnade.checkpoint.storage import (
@@ -46,6 +46,7 @@ from colonnade.checkpoint.storage import (
     write_manifest,
 )
 from colonnade.checkpoint.tensor_files import write_tensors
+from colonnade.comm.messages import gather_from_all
 from colonnade.constants import SAVED
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
@@ -90,12 +91,12 @@ def save_checkpoint(
 
     # Who writes what. Replicas hold the same blocks, and each distinct block is written once. Every rank says what it has, and
     # makes the same choice from what all have said, so nothing has to be agreed on after that.
-    notes = gather_json(state.note(), context)
+    notes = gather_from_all(state.note(), context)
     with agreed(context, doing):
         plan = plan_save(state, notes, rank)
 
     # One staged folder for all ranks. Its name is made up by rank 0; the sizes decide whether there is room.
-    offers = gather_json({"step": step, "size": plan.size, "name": staging_name(step)}, context)
+    offers = gather_from_all({"step": step, "size": plan.size, "name": staging_name(step)}, context)
     steps = {offer["step"] for offer in offers}
     if len(steps) > 1:
         raise CheckpointError(
@@ -294,7 +295,7 @@ class BackgroundSave:
             if self._writer.rank != 0:
                 self._thread.join()
                 error = None if self._error is None else str(self._error)
-            for rank, text in enumerate(gather_json(error, context)):
+            for rank, text in enumerate(gather_from_all(error, context)):
                 if text:
                     self._give_up(f"on rank {rank}: {text}")
         except BaseException:

@@ -8,14 +8,13 @@ device, and the proof packages work with these alone, and so know nothing of mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colonnade.comm.messages import agreed_errors, gather_json
+from colonnade.comm.messages import agree, gather_from_all
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.errors import CheckpointError, as_checkpoint_errors, listed
@@ -81,17 +80,12 @@ def locate_tensors(
     one rank is a CheckpointError on all of them that says what was being done (`doing`).
     """
 
-    with _agreed(context), as_checkpoint_errors(doing):
+    with agree(context), as_checkpoint_errors(doing):
         found = _tensors_of(model, context, "" if own_names else prefix_of(model))
     # The sizes of uneven parts are known only to the ranks that hold them, and a part begins where those before it end.
-    sizes = _uneven_sizes(found)
-    everyone = gather_json(sizes, context.device) if context.is_launched else [sizes]
-    with _agreed(context), as_checkpoint_errors(doing):
+    everyone = gather_from_all(_uneven_sizes(found), context)
+    with agree(context), as_checkpoint_errors(doing):
         return [_located(tensor, everyone, context) for tensor in found]
-
-
-def _agreed(context: ParallelContext) -> AbstractContextManager[Any]:
-    return agreed_errors(context.device) if context.is_launched else nullcontext()
 
 
 def prefix_of(model: nn.Module) -> str:

@@ -73,7 +73,7 @@ def test_a_save_whose_other_ranks_are_gone_is_given_up(tmp_path, monkeypatch):
 
     plan = SavePlan(0, entries=[FileEntry.of("a", torch.ones(2))])
     pending = BackgroundSave(writer_of(tmp_path), plan)
-    monkeypatch.setattr(module, "gather_json", gone)
+    monkeypatch.setattr(module, "gather_from_all", gone)
     with pytest.raises(RuntimeError, match="connection closed"):
         pending.finish(ParallelContext())
     monkeypatch.undo()
