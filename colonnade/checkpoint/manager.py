@@ -78,7 +78,16 @@ class CheckpointManager:
         with self.context.waits.together("CheckpointManager.save()"):
             self.wait()
             with agreed(self.context, f"saving step {step}"):
-                self._check_save(step)
+                if self.read_only:
+                    raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
+                if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                    raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+                later = [other for other in self.steps() if other > step] if self._is_first else []
+                if later:
+                    get_dist_logger().warning(
+                        f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the "
+                        f"latest step, so delete them if this run has left them behind."
+                    )
             self._pending = save_checkpoint(
                 self.folder, self.context, step, model, optimizer, extra, self.keep, self.background
             )
@@ -132,18 +141,6 @@ class CheckpointManager:
     @property
     def _is_first(self) -> bool:
         return self.context.get_global_rank() == 0
-
-    def _check_save(self, step: int) -> None:
-        if self.read_only:
-            raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
-        later = [other for other in self.steps() if other > step] if self._is_first else []
-        if later:
-            get_dist_logger().warning(
-                f"step {step} is saved although {self.folder} has later steps: {listed(later)}. load() takes the latest "
-                f"step, so delete them if this run has left them behind."
-            )
 
     def _release(self) -> None:
         if self._lock is not None:

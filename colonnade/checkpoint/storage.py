@@ -106,10 +106,16 @@ def clean(folder: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is not there yet; its content is on disk when the block ends."""
+    """A file that is not there yet, without a buffer; its content is on disk when the block ends."""
     with open(path, "xb", buffering=0) as file:
         yield file
         os.fsync(file.fileno())
+
+
+def write_all(file: BinaryIO, content: memoryview) -> None:
+    """Write to a file without a buffer, which may take less than all of it at a time."""
+    while len(content):
+        content = content[file.write(content) :]
 
 
 def write_at_once(path: Path, text: str) -> None:
@@ -122,9 +128,7 @@ def write_at_once(path: Path, text: str) -> None:
 def write_manifest(staged: Path, manifest: Manifest) -> None:
     """Write the manifest beside the files of tensors, and see it on disk."""
     with new_file(staged / MANIFEST) as file:
-        content = memoryview(manifest.dump())
-        while len(content):
-            content = content[file.write(content) :]
+        write_all(file, memoryview(manifest.dump()))
     fault_point("manifest written")
 
 
@@ -227,10 +231,10 @@ _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 class RunLock:
-    """Holds `run.lock` in a folder, which it makes, until `release` or until this process is gone, however it ends.
+    """The lock of a run's folder, which it makes, held until `release` or until this process is gone, however it ends.
 
-    The kernel's lock on the file decides; its text only says who holds it. A file whose writer has died is
-    taken over.
+    The kernel's lock on `run.lock` decides; the text of the file only says who holds it. A file whose writer has died is taken
+    over.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -238,47 +242,41 @@ class RunLock:
         self.path = folder / LOCK_FILE
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._close = weakref.finalize(self, os.close, self._descriptor)
-        before = self._lock()
-        if before:
-            get_dist_logger().info(f"took over {self.path} from {_who(before)}, which ended without closing it")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        text = json.dumps(holder).encode()
+        refused = None
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            refused = error
+
+        # The text says who has the lock or, where it was free, who ended without giving it back.
+        try:
+            found = json.loads(os.pread(self._descriptor, 4096, 0))
+        except ValueError:
+            found = None
+        holder = found if isinstance(found, dict) else {}
+        if refused is not None and refused.errno not in _NO_LOCKS:
+            self._close()
+            raise CheckpointError(_refusal(self.path, holder, refused), code="C084")
+        if refused is not None:
+            last = f" (the last to write its name there: {_who(holder)})" if holder else ""
+            get_dist_logger().warning(
+                f"the file system of {self.path} locks no files ({refused.strerror}): see to it that no other run writes "
+                f"here{last}"
+            )
+        elif holder:
+            get_dist_logger().info(f"took over {self.path} from {_who(holder)}, which ended without closing it")
+
+        own = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        text = json.dumps(own).encode()
         os.pwrite(self._descriptor, text, 0)
         os.ftruncate(self._descriptor, len(text))
         _closed_in_children().add(self)
-
-    def _lock(self) -> dict[str, Any] | None:
-        """Take the lock, or refuse; returns who had it and never gave it back, as far as is known."""
-        error = None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as failed:
-            error = failed
-        holder = self._read()
-        if error is None:
-            return holder
-        if error.errno not in _NO_LOCKS:
-            self._close()
-            raise CheckpointError(_refusal(self.path, holder, error), code="C084")
-        last = f" (the last to write its name there: {_who(holder)})" if holder else ""
-        get_dist_logger().warning(
-            f"the file system of {self.path} locks no files ({error.strerror}): see to it that no other run writes "
-            f"here{last}"
-        )
-        return None
 
     def release(self) -> None:
         """Let another run have the folder. Safe to call twice."""
         if self._close.alive:
             os.ftruncate(self._descriptor, 0)
             self._close()
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found = json.loads(os.pread(self._descriptor, 4096, 0))
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
 
 
 @cache

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from colonnade.checkpoint.manifest import WIDTHS, Damaged, FileRecord, Manifest, StoredBox, TensorRecord
-from colonnade.checkpoint.storage import fault_point, new_file
+from colonnade.checkpoint.storage import fault_point, new_file, write_all
 from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.boxes import Box, moved, places_of, whole_box
 from colonnade.parallel.whole import LocalTensor
@@ -252,8 +252,7 @@ def write_tensors(path: Path, entries: Iterable[FileEntry], rest: Callable[[], N
             for start in range(0, len(content), _CHUNK):
                 chunk = content[start : start + _CHUNK]
                 digest.update(chunk)
-                while len(chunk):
-                    chunk = chunk[file.write(chunk) :]
+                write_all(file, chunk)
                 rest()
             size += len(content)
             fault_point("tensor written")

@@ -114,19 +114,19 @@ def sources_for(model: Any, stored: Mapping[str, AnyTensor]) -> tuple[dict[str, 
     return found, strange
 
 
-def are_same(one: Source, other: Source, dtype: torch.dtype) -> bool:
+def are_same(left: Source, right: Source, dtype: torch.dtype) -> bool:
     """Whether two sources give a parameter of this type the same values; some rows of each are read at a time."""
-    if one.shape != other.shape:
+    if left.shape != right.shape:
         return False
-    length, *rest = one.shape or (1,)
+    length, *rest = left.shape or (1,)
     rows = max(1, _COMPARED // max(1, prod(rest) * dtype.itemsize))
-    if isinstance(one, Converted) or isinstance(other, Converted):
-        rows = length  # which makes the whole for any part
+    if isinstance(left, Converted) or isinstance(right, Converted):
+        rows = length  # a converter makes the whole for any part of it
     for first in range(0, length, rows):
-        box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if one.shape else Box((), ())
+        box = Box((first, *[0] * len(rest)), (min(rows, length - first), *rest)) if left.shape else Box((), ())
         parts = [torch.empty(box.shape, dtype=dtype, device="cpu") for _ in range(2)]
-        one.read_into(parts[0], box.offset)
-        other.read_into(parts[1], box.offset)
+        left.read_into(parts[0], box.offset)
+        right.read_into(parts[1], box.offset)
         if not torch.equal(*parts):
             return False
     return True
