@@ -164,6 +164,7 @@ def _optimizer(folder: _Folder, weights: Iterable[str]) -> tuple[dict[str, dict[
         elif kind == "param_groups" and text.partition(".")[0].isdigit():
             index, _, option = text.partition(".")
             _set(numbered.setdefault(int(index), {}), option.split("."), _plain(folder, key))
+    # Options lie flattened under their group's number, or, as `get_optimizer_state_dict` gives them, under each weight's name.
     if numbered:
         groups = [
             (

@@ -67,6 +67,7 @@ def write_checkpoint(state: ForeignState, folder: Path, step: int) -> Path:
         item = plan.add_item(f"optimizer/options/{index}", (0,), encode(options, f"param_groups[{index}]"))
         assert plan.groups is not None
         plan.groups.append((str(index), GroupRecord(index, tuple(names), item, None)))
+    # The same writer as that of a run, as its only rank; `keep` is so large that nothing is deleted.
     lock = RunLock(folder)
     try:
         staged = folder / staging_name(step)

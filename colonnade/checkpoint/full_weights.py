@@ -95,6 +95,7 @@ class WholeTensors:
             if owner == self._rank:
                 for key, here in parts:
                     here.copy_(self._mine[key].read())
+            # One message of each rank: many small broadcasts cost more than the bytes in them.
             if self._context.world_size > 1:
                 sent = torch.cat([_raw(here) for _, here in parts]).to(message_device(self._context.device))
                 dist.broadcast(sent, src=owner)
@@ -308,6 +309,7 @@ def _write(
     turns: list[list[TensorRecord]] = [[] for _ in range(ranks)]
     own: list[tuple[Path, list[FileEntry]]] = []
     arriving: Iterator[Tensor] = iter(())
+    # File n is written by rank n modulo the number of ranks. In turn t every rank receives the t-th tensor of its files.
     for number, (path, content) in enumerate(files):
         known = dict(content)
         entries = in_file_order(

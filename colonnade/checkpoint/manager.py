@@ -57,6 +57,7 @@ class CheckpointManager:
             self.folder = local_path(folder, "the folder of a CheckpointManager", CheckpointError)
             if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
                 raise CheckpointError(f"keep is how many checkpoints stay, a whole number from 1 on, not {keep!r}")
+            # One lock for all ranks: they are of one run.
             if not read_only and self._is_first:
                 self._lock = RunLock(self.folder)
 
@@ -82,6 +83,7 @@ class CheckpointManager:
                     raise CheckpointError(f"this manager was opened read_only; open {self.folder} without it to save")
                 if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                     raise CheckpointError(f"a step is a whole number from 0 on, not {step!r}")
+                # Only said: a run may go back to an earlier step on purpose.
                 later = [other for other in self.steps() if other > step] if self._is_first else []
                 if later:
                     get_dist_logger().warning(

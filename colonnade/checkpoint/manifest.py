@@ -253,6 +253,7 @@ def parse(raw: bytes) -> Manifest:
     """Read a manifest; raises Damaged where it is not what `dump` wrote, CheckpointError for another format."""
     try:
         _check_format(raw)
+        # The digest covers the bytes as they are, so it is taken before the JSON is read.
         tail = _TAIL.fullmatch(raw, raw.rfind(b","))
         if tail is None:
             raise Damaged(f"{MANIFEST} was changed: it is not the text that was written")
@@ -303,6 +304,7 @@ def _digest(body: bytes) -> str:
 
 def _check(manifest: Manifest) -> None:
     """Refuse what contradicts itself; what passes can be read without asking again. In time linear in the text."""
+    # Names of files: a manifest must not lead out of its folder.
     files = {file.name for file in manifest.files}
     for name in files:
         if not _FILE.fullmatch(name):
@@ -312,6 +314,7 @@ def _check(manifest: Manifest) -> None:
             )
     if len(files) != len(manifest.files):
         raise Damaged(f"{MANIFEST} names a file twice")
+    # Cuts and tensors: every element of a whole is in exactly one piece, so that a load leaves no memory unset.
     places = set(range(len(files)))
     for cut in manifest.cuts:
         ends = (0, *cut.stops)
@@ -322,6 +325,7 @@ def _check(manifest: Manifest) -> None:
     for tensor in manifest.tensors:
         check_tiled(tensor, manifest.cuts)
     _check_entries(manifest, files)
+    # A tensor takes no more memory than the files have bytes, so a small manifest cannot ask for terabytes.
     stored = sum(tensor.size for tensor in manifest.tensors)
     if stored > manifest.size:
         raise Damaged(f"{MANIFEST} speaks of {stored} bytes of tensors in files of {manifest.size} bytes")

@@ -110,6 +110,7 @@ def _whole_state(parameter: LocalTensor, name: str, value: Any) -> ParameterStat
                 f"{state} is a {type(value).__name__} of tensors, which has no place in a layout", code="C083"
             )
         return state
+    # Where a tensor of the parameter's shape lies is known from the parameter. All else must be one value for the whole.
     lies = getattr(value, "placements", None)
     if is_dtensor(value) and (not like or lies != getattr(parameter.tensor, "placements", None)):
         raise CheckpointError(f"{state} is a DTensor that does not lie as the parameter does", code="C083")
@@ -176,6 +177,7 @@ class OptimizerLoader:
         members = _members(optimizer, self._tensors)
         for index, (group, parameters) in enumerate(zip(optimizer.param_groups, members, strict=True)):
             labels = {self._record_of(parameter).label for parameter in parameters}
+            # Groups are matched by the parameters in them: their order and number may differ between layouts.
             options = self._saved_options(index, group, labels, _lineage(optimizer))
             kept = {key: group[key] for key in (*_NOT_OPTIONS, *_IMPLEMENTATION) if key in group}
             groups.append({**options, **kept, "params": list(range(number, number + len(parameters)))})
@@ -225,6 +227,7 @@ class OptimizerLoader:
                 f"{records[0].names[0]} and {records[1].names[0]}. Make the groups as they were.",
                 code="C083",
             )
+        # The options of this optimizer must be among the saved ones: it would else step with a value that nobody chose.
         options = next(iter(found), _options(group))
         unknown = [key for key in _options(group) if key not in options and key not in _IMPLEMENTATION]
         if unknown:
@@ -240,6 +243,7 @@ class OptimizerLoader:
                     f"of that kind. Was the checkpoint changed? Load another one, or with optimizer=None.",
                     code="C083",
                 )
+        # A subclass may take the state of its base, if it is seen to keep no more (`_check_inherited`).
         kind, *_ = lineage
         saved = next((record.optimizer for record in records if record.optimizer not in (None, kind)), None)
         if saved is not None and saved not in lineage:
@@ -275,6 +279,7 @@ class OptimizerLoader:
         records = self._records.get(weight.label, ())
         has_master = any(record.state_name == MASTER for record in records)
         for record in records:
+            # One value for the whole parameter; `step` is one even where the parameter has no dimensions either.
             if record.shape != weight.shape or record.state_name == "step":
                 state[record.state_name] = self._reader.whole(record)
             elif shard is not None:

@@ -64,6 +64,7 @@ class Found:
 
 def published(folder: Path) -> list[Found]:
     """Every checkpoint of the folder, oldest step first. Links are not followed."""
+    # The names alone say what there is: no file points to the newest, so none can be left pointing to one that is gone.
     found = []
     for entry in _entries(folder):
         match = _PUBLISHED.fullmatch(entry.name)
@@ -151,6 +152,7 @@ def publish(staged: Path, step: int) -> Path:
 
 def retire(folder: Path, newest: Path, keep: int) -> None:
     """Delete all but the `keep` newest steps; `newest` is kept whatever its step. A failure is only logged."""
+    # The step that was just saved may be older than others: a run that began anew in its folder must not delete its own.
     there = published(folder)
     kept = {found.step for found in there if found.path == newest}
     for found in reversed(there):
@@ -387,6 +389,7 @@ def place_folder(staged: Path, target: Path, is_old: Callable[[str], bool], head
                 f"{folder / name} is a folder, where a file is to be written; move it, or choose another one",
                 code="C084",
             )
+    # The heads go first and come last: a reader finds none while old and new files lie side by side.
     aside = folder / f".old-{secrets.token_hex(_TOKEN)}"
     aside.mkdir()
     moved: list[tuple[Path, Path]] = []
@@ -460,6 +463,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if step_of(checkpoint) not in (None, manifest.step):
         raise Damaged(f"{checkpoint.name} holds the checkpoint of step {manifest.step}: it was renamed, or swapped")
     expected = {MANIFEST, *(record.name for record in manifest.files)}
+    # A file that the manifest does not name has no hash; it may be there to be opened by mistake.
     strange = sorted({entry.name for entry in checkpoint.iterdir()} - expected)
     if strange:
         raise Damaged(f"{strange[0]!r} was not there when it was saved (unknown files are never opened); remove it")

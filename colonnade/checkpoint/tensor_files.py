@@ -29,7 +29,7 @@ from colonnade.errors import CheckpointError, listed
 from colonnade.parallel.boxes import Box, moved, places_of, whole_box
 from colonnade.parallel.whole import LocalTensor
 
-# --- A tensor on its way into a file, its bytes, and what the format calls its type. Needs no safetensors ---
+# --- Types, entries and bytes ---
 
 
 _NAMES = {
@@ -156,6 +156,7 @@ class StoredTensor:
         """Give `target` the elements of the box. No more is held than these and, at times, 8 MiB or a tensor's bytes."""
         if not target.numel():
             return
+        # Bytes go straight into memory that is laid out as they are; all other targets get a copy.
         if target.device.type != "cpu" or target.dtype != self.dtype or not target.is_contiguous():
             with torch.no_grad():
                 target.copy_(self.read(box))
@@ -257,7 +258,8 @@ def write_tensors(path: Path, entries: Iterable[FileEntry], rest: Callable[[], N
             size += len(content)
             fault_point("tensor written")
         fault_point("file written")
-    with safe_open(str(path), framework="pt") as opened:  # refuses a table that does not match the bytes
+    # Opened by the package that everybody reads such files with: it refuses a table that does not match the bytes.
+    with safe_open(str(path), framework="pt") as opened:
         if len(opened.keys()) != len(ordered):
             raise CheckpointError(
                 f"{path} has {len(opened.keys())} tensors, not the {len(ordered)} that were written", code="C081"
@@ -309,6 +311,7 @@ class TensorReader:
         """Give `target` the elements of `box`, which is inside the stored one."""
         with _damaged_if_broken(stored.file):
             found = self._stored(stored.file, stored.key)
+            # The table of a file is not covered by the manifest's digest where hashes were not asked for.
             if (found.shape, name_of(found.dtype)) != (stored.shape, dtype):
                 raise Damaged(
                     f"{stored.file}: {stored.key} is {name_of(found.dtype)} of shape {list(found.shape)}, expected {dtype} of "
@@ -318,6 +321,7 @@ class TensorReader:
                 found.read_into(target, moved(box, stored.box, whole_box(stored.shape)))
                 return
             flat = found.read(Box((stored.first,), (stored.box.numel,)))
+        # The elements of a range lie in the order of the memory that they were saved from (channels last, say).
         ordered = flat.view([stored.box.shape[dim] for dim in stored.order])
         with torch.no_grad():
             target.copy_(ordered.permute(places_of(stored.order))[box.slices_in(stored.box)])

@@ -206,6 +206,7 @@ class SavedValues:
                 f"the first had. (Statistics of BatchNorm drift apart; SyncBatchNorm keeps them together.)",
                 ranks=[0],
             )
+        # A rank without a record of its own had the value of the first holder, which is the tensor itself.
         mine = self._mine(f"{BUFFER}{label}") if found else None
         return None if mine is None else self.decoded(mine)
 
@@ -234,6 +235,7 @@ class SavedValues:
         return "re-derived"
 
     def _mine(self, name: str) -> ItemRecord | None:
+        # A value that was equal on all ranks has one record. Random streams and drifted buffers are a rank's own even so.
         found = self._items[name]
         first, *others = found
         if not others and name != RANDOM and not name.startswith(BUFFER):

@@ -68,6 +68,7 @@ def tensors_in(path: Path, trust: bool = False) -> dict[str, AnyTensor]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
+        # Whole safetensors first: a folder may have several kinds, and pickles are the last resort.
         kinds = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
         found = next((path / kind for kind in kinds if (path / kind).is_file()), None)
         if found is None:
@@ -107,6 +108,7 @@ def _indexed(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error}", code="C081") from error
+    # An index must not lead out of its folder.
     for name in names:
         if Path(name).name != name or not (index.parent / name).is_file():
             raise CheckpointError(

@@ -146,6 +146,7 @@ def _converted(name: str, converter: Any, stored: dict[str, list[AnyTensor]], mo
 
 
 def _convert(converter: Any, name: str, values: dict[str, list[Tensor]], model: Any) -> dict[str, Tensor]:
+    # A converter collects tensors, so each parameter needs one of its own.
     own = copy.deepcopy(converter)
     for pattern, tensors in values.items():
         for tensor in tensors:

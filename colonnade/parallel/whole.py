@@ -147,6 +147,7 @@ def _is_extra_state(key: str) -> bool:
 def _alone(names: tuple[str, ...], tensor: Tensor, context: ParallelContext) -> LocalTensor:
     layout, rank = context.layout, context.get_global_rank()
     placement = effective_placement(tensor, layout, rank)
+    # Tied weights have other names on other stages; the key of the tie is their common label.
     tied = placement.tied
     anywhere = Placement({ParallelMode.PIPELINE: tied} if tied is not None else {})
     box = whole_box(local_part(tensor).shape)
