@@ -18,7 +18,6 @@ from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.export import WholeTensors
 from colonnade.comm.host_copy import HostCopy
 from colonnade.comm.messages import error_of, note_of
-from colonnade.comm.rank_group import RankGroup
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
@@ -30,7 +29,7 @@ from colonnade.engine.schedule.loss import Count, DivisionWatch, LossForm, MeanW
 from colonnade.engine.stepper import Stepper
 from colonnade.errors import CheckpointError, GradientError, ScheduleError, listed
 from colonnade.gradients.ledger import Ledger
-from colonnade.gradients.synchroniser import Synchroniser
+from colonnade.gradients.synchroniser import StepOutcome, Synchroniser
 from colonnade.gradients.uneven import USE_ONE_FORM
 from colonnade.hf.lora import lora_layers, save_adapters
 from colonnade.hf.model_loss import ModelLoss
@@ -241,37 +240,37 @@ class LossBook:
         if self.takes_part:
             self._carried = synchroniser.carry(self._numbers(), lambda totals: self.factor(totals, scaler))
 
-    def set_scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> None:
-        """After the last pass: have gradients multiplied by their factor, if they need one. Collective then.
+    def scale(self, sync: GradientSync, scaler: LossScaler | None = None) -> Tensor | None:
+        """After the last pass: what gradients must be multiplied by; None for nothing, or if `carry` has seen to it.
 
-        Counts that could not travel with the gradients are added up by themselves: over the sockets between ranks of one
-        host, in a tenth of the time of a collective, or in a collective of their own.
+        Collective over the world where this rank takes part.
         """
-        if not self._carried:
-            sync.set_scale(self.factor(self._added(self._numbers(), sync.world), scaler) if self.takes_part else None)
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank tells the others what its losses of this step count."""
-        return self._joins or self.uneven
-
-    def _numbers(self) -> Tensor:
-        """What this rank has: (its count, how many means)."""
-        device = self._context.device
-        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
-
-    def _added(self, mine: Tensor, world: RankGroup | None) -> Tensor:
+        if self._carried or not self.takes_part:
+            return None
+        mine, world = self._numbers(), sync.world
         with self._context.waits.during("adding up the counts of the losses"):
             if world is None:
                 dist.all_reduce(mine, group=self._context.get_group(ParallelMode.GLOBAL))
-                return mine
-            told = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
-            others = [rank for rank, (count, _) in zip(world.ranks, told, strict=True) if 0 < count < _LEAST]
-            if others:  # they sum gradients already, and told the number of their step
+                return self.factor(mine, scaler)
+            # Between ranks of one host sockets take a tenth of the time of a collective. On the same sockets a rank that gave
+            # a mean sends the number of its step already, to sum gradients: as a count that is far too small to be one.
+            numbers = [_NUMBERS.unpack(each) for each in world.exchange(_NUMBERS.pack(*mine.tolist()))]
+            others = [rank for rank, (count, _) in zip(world.ranks, numbers, strict=True) if 0 < count < _LEAST]
+            if others:
                 raise GradientError(
                     f"rank {listed(others)} gave a mean, others their loss as (sum, count); {USE_ONE_FORM}", code="C045"
                 )
-            return torch.tensor(told, dtype=torch.float64, device="cpu").sum(0)
+            return self.factor(torch.tensor(numbers, dtype=torch.float64, device="cpu").sum(0), scaler)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank sends the counts of its losses of this step to the others."""
+        return self._joins or self.uneven
+
+    def _numbers(self) -> Tensor:
+        """(count, number of means) of this rank."""
+        device = self._context.device
+        return torch.stack([count_on(value, device) for value in (self._count, self._means)]) * self._share
 
     def factor(self, totals: Tensor, scaler: LossScaler | None = None) -> Tensor:
         """What this step's summed gradients are still multiplied by, from the sums of all ranks' numbers."""
@@ -456,6 +455,7 @@ class Engine(LastStep, WholeWeights):
 
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
+        # An error in the order of the calls is this rank's own, so the others must be told: they would wait for its sums.
         if self._passes == 0:
             with self._raise_on_all_ranks():
                 raise GradientError(
@@ -466,16 +466,62 @@ class Engine(LastStep, WholeWeights):
         self._check_not_failed()
         if self._passes < self.accumulation:
             return False
-        self._reduce()
+        self._finish_step(self._sum_gradients())
+        return True
+
+    def _sum_gradients(self) -> StepOutcome:
+        """The first half of a step, the same on all ranks, also on one that gives the step up and has no gradients: check, sum,
+        learn whether the step is dropped. Gradients are final and not clipped afterwards."""
+        gave_up = self._failed
+
+        # Ranks that see the same data compare what they were given, before sums mix gradients of different batches.
+        self.same_batch.end_step(self._book.counted, whole=not gave_up)
+
+        # Sum gradients. Sums of losses are divided by the count of all ranks, which no rank knew when it went backward: it was
+        # sent with the first bucket, or is added up here, and is a factor on the summed gradients.
+        scale = self._book.scale(self._sync, self._stepper.scaler)
+        with self.context.waits.during("summing the gradients", "communication"):
+            outcome = self._sync.finish(scale, counts=self._book.takes_part)
+
+        # A rank that gave the step up with a reason has raised an error, which all ranks raise: the mistake of one is likely
+        # to be that of all, and no rank goes on alone. Without a reason (a failed backward pass) the step is dropped.
+        if outcome.reasons:
+            first = next(iter(outcome.reasons.values()))
+            self._watch.unsummed = False
+            self._stepper.note_failed(outcome.failed_ranks)
+            self._forget_passes()
+            raise error_of(
+                first, [one for one, why in outcome.reasons.items() if why == first], self.context.get_global_rank()
+            )
+        self._book.refuse_two_forms()
+        self.observers.reduced(outcome.scale)
+        self._watch.end_sums(complete=not gave_up)
+        self._stepper.note_failed(outcome.failed_ranks)
+        return outcome
+
+    def _finish_step(self, outcome: StepOutcome) -> None:
+        """The second half of a step: norm, clipping, optimizer, scale of fp16, observers.
+
+        Where ranks do not agree on the host (NCCL), nobody knows yet whether a rank has given up, and all step: the flag of the
+        world drops it on the device.
+        """
         try:
-            if not self._sync.synchroniser.failed_ranks:
-                self._stepper.step()
-                self.observers.stepped()
-        except BaseException:  # that the caller may catch, and go on with the next step
+            if not outcome.failed_ranks:
+                self._stepper.step(outcome)
+                if not self._failed:
+                    self.observers.stepped()
+        except (
+            BaseException
+        ):  # a norm that is not finite, say: the loop may catch it, and the next step begins as any other
             self._forget_passes()
             raise
         self._end_step()
-        return True
+
+    def _end_step(self) -> None:
+        """Count from the start, look at the whole step, and tell ranks that wait that this one has ended it."""
+        self._forget_passes()
+        self._watch.end_step()
+        self.context.waits.end_step()
 
     def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or with False into evaluation mode."""
@@ -667,10 +713,7 @@ class Engine(LastStep, WholeWeights):
         self._total_passes = total
         self._sync.synchroniser.fail(why)
         self._sync.synchroniser.end_backward()
-        self._reduce()
-        if not self._sync.synchroniser.failed_ranks:  # a steady step: the others drop it on the device
-            self._stepper.step()
-        self._end_step()
+        self._finish_step(self._sum_gradients())
 
     def _check_not_failed(self) -> None:
         if self._failed:
@@ -725,30 +768,6 @@ class Engine(LastStep, WholeWeights):
                 f"ranks lose count of each other",
                 code="C046",
             )
-
-    def _reduce(self) -> None:
-        self.same_batch.end_step(self._book.counted, whole=not self._failed)
-        self._sync.synchroniser.counts = self._book.takes_part
-        self._book.set_scale(self._sync, self._stepper.scaler)
-        with self.context.waits.during("summing the gradients", "communication"):
-            self._sync.finish()
-        told = self._sync.synchroniser.failure_reasons
-        if told:
-            first, *_ = told
-            self._watch.unsummed = False
-            self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-            self._forget_passes()
-            ranks = [rank for rank in told if told[rank] == told[first]]
-            raise error_of(told[first], ranks, self.context.get_global_rank())
-        self._book.refuse_two_forms()
-        self.observers.reduced(self._sync.scale)
-        self._watch.end_sums(complete=not self._failed)
-        self._stepper.note_failed(self._sync.synchroniser.failed_ranks)
-
-    def _end_step(self) -> None:
-        self._forget_passes()
-        self._watch.end_step()
-        self.context.waits.end_step()
 
     def _forget_passes(self) -> None:
         self._passes, self._failed = 0, False

@@ -175,10 +175,9 @@ def _step(engine: Any, architecture: Architecture, gpc: ParallelContext, step: i
         total += torch.tensor([labels * loss.item(), labels], dtype=torch.float64)
     dist.all_reduce(total)
     _close("loss", total[0].item() / total[1].item(), truth["losses"][step], step)
-    engine._reduce()
+    outcome = engine._sum_gradients()
     _compare_gradients(truth["gradients"][step], gather_gradients(engine.model, gpc), truth["norms"][step])
-    engine._stepper.step()  # what engine.step() does after _reduce()
-    engine._end_step()
+    engine._finish_step(outcome)
     _close("norm", engine.grad_norm.item(), truth["norms"][step], step)
 
 
