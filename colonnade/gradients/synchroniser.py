@@ -435,11 +435,11 @@ class Synchroniser:
                 bucket.move([index])
 
     def _on_large(self, at: int, index: int) -> None:
-        """A gradient that is moved by itself has come."""
+        """A gradient that is moved by itself, while it is in the cache, has come."""
         bucket = self._gradient_arrived(at)
         if not bucket.started:
             with torch.no_grad():
-                bucket.move_large(index, self._last)
+                bucket.move([index])
 
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
