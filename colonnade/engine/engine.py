@@ -389,6 +389,8 @@ class Engine(LastStep, WholeWeights):
         self._passes, self._total_passes, self._failed = 0, 0, False
         self._watch = LoopWatch(model, optimizer, context, sync)
         self.context, self.accumulation, self.training = context, accumulation, True
+        self.loss_count: Count | None = None
+        """What the loss of the last pass is a mean over, where it was given as (sum, count) and this rank knows."""
         self.gives_loss = criterion is not None or own_loss is not None  # or the model has been trained on its own
         schedule.pre_processing(self)
         context.waits.end_step()
@@ -426,7 +428,7 @@ class Engine(LastStep, WholeWeights):
         """
         self._check_not_failed()
         with self._raise_on_all_ranks():
-            value, count, self._schedule.loss_count = self._book.read(loss)
+            value, count, self.loss_count = self._book.read(loss)
             self._book.add(count)
             self._begin_pass()
         self.observers.loss(loss)
@@ -448,10 +450,12 @@ class Engine(LastStep, WholeWeights):
         self._sync.prepare(ends)
         torch.autograd.backward(tensors, grads, retain_graph=inputs is not None, inputs=inputs)
 
-    def note_loss(self, count: Count | None, here: bool) -> None:
-        """Said once a step by a schedule that runs its backward passes itself: the count of a loss given as
-        (sum, count), or None for a mean; `here` on the one rank of the pipeline that knows it."""
-        self._book.add(count, here=here)
+    def note_loss(self, count: Count | None, here: bool = True, *, trains: bool = True) -> None:
+        """Take the count of a loss given as (sum, count), or None for a mean, from a schedule that does not call `backward`: one
+        that runs its backward passes itself, or with `trains=False` only forward. `here`: this rank of a pipeline reports it."""
+        self.loss_count = count
+        if trains:
+            self._book.add(count, here=here)
 
     def step(self) -> bool:
         """Reduce, clip and step, if this was the last pass of the step; returns whether it was."""
@@ -535,7 +539,7 @@ class Engine(LastStep, WholeWeights):
     def execute_schedule(self, data_iter: Iterator[Any], **kwargs: Any) -> StepResult:
         """Run one step's passes by the schedule; returns (output, label, loss)."""
         before = self._total_passes
-        self._schedule.loss_count = None
+        self.loss_count = None
         with self.context.waits.during("in the passes of the schedule", "forward"):
             result = checked_result(self._schedule, self._schedule.forward_back_step(self, data_iter, **kwargs))
         if not kwargs.get("forward_only", False):
