@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colonnade.checkpoint.agreement import gather_json
 from colonnade.checkpoint.export import WholeTensors
 from colonnade.comm.host_copy import HostCopy
-from colonnade.comm.messages import error_of, note_of
+from colonnade.comm.messages import error_of, gather_from_all, note_of
 from colonnade.context.parallel_context import ParallelContext
 from colonnade.context.parallel_mode import ParallelMode
 from colonnade.engine.checks import LoopWatch, SameBatch, refuse_batch
@@ -148,7 +147,7 @@ class WholeWeights:
         with self.context.waits.together("engine.save_pretrained()"):
             self.wait_for_weights()
             # Asked of all: some stages of a pipeline may have no adapters.
-            if any(gather_json(any(True for _ in lora_layers(self.model)), self.context)):
+            if any(gather_from_all(any(True for _ in lora_layers(self.model)), self.context)):
                 return save_adapters(self.model, folder, self.context, dtype)
             return save_pretrained(self.model, folder, self.context, max_shard_size, dtype)
 

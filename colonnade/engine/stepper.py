@@ -141,9 +141,9 @@ class OwnNorms:
                     code="C131",
                 )
         common = any(entry.tensor.requires_grad and entry.name not in waived for entry in held)
-        told = gather_numbers(2 * bool(waived) + common, context.device)
-        own.mixed = any(number & 1 for number in told)
-        return own if any(number & 2 for number in told) else None
+        everyone = gather_numbers([bool(waived), common], context.device)
+        own.mixed = any(has_common for _, has_common in everyone)
+        return own if any(has_waived for has_waived, _ in everyone) else None
 
     @property
     def count(self) -> int:

@@ -7,7 +7,6 @@ started too early leaves a late gradient beside it, which `wait` finds and adds 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import weakref
@@ -26,6 +25,7 @@ from colonnade.gradients.gather import give_back
 from colonnade.gradients.sums import Sum
 from colonnade.gradients.uneven import GroupNotes, PiggybackedFlags, SumState, explain, finish_uneven, notes_of_all
 from colonnade.parallel.dtensor import local_part
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # Before the first step: the groups that sums go over, and a check that all their ranks have the same sums.
@@ -70,8 +70,7 @@ def check_alike(sums: Sequence[Sum], groups: Mapping[tuple[int, ...], RankGroup]
     problems = []
     for ranks, group in sorted(groups.items()):
         table = [line for one in sums if one.ranks == ranks for line in _described(one)]
-        digest = hashlib.blake2b(json.dumps([text for _, text in table]).encode(), digest_size=16).digest()
-        if len(set(group.gather_bytes(digest))) > 1:
+        if len(set(group.gather_objects(digest_of(json.dumps([text for _, text in table]))))) > 1:
             problems.append(_difference(group, group.gather_objects(table)))
     if problems:
         raise GradientError(problems[0])

@@ -8,7 +8,6 @@ the optimizer skips it.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from colonnade.gradients.sums import HALVES, Sum
 from colonnade.gradients.transport import CollectiveTransport, LocalTransport
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.flat import flattened
+from colonnade.texts import digest_of
 
 # --------------------------------------------------------------------------------------------------
 # One sum at run time: which of its parameters are in buckets, which are not, and the notes about them.
@@ -251,8 +251,8 @@ class GroupNotes:
         """Tell the others; does not wait. `counts`: this rank's loss of the step was given as (sum, count)."""
         self._own, self._reports = [state.close_notes() for state in self.states], None
         self._counts = bytes([counts])
-        digest = hashlib.blake2b(b"".join(self._own) + self._counts, digest_size=8).digest()
-        self.group.signal(_STEP.pack(step) + digest)
+        digest = digest_of(b"".join(self._own) + self._counts)
+        self.group.signal(_STEP.pack(step) + digest.to_bytes(8, "little"))
 
     def resolve(self) -> list[list[bytes]]:
         """Wait for the others: per sum, the notes of every rank in group order."""
