@@ -433,13 +433,6 @@ class Synchroniser:
             with torch.no_grad():
                 bucket.move([index])
 
-    def _on_large(self, at: int, index: int) -> None:
-        """A gradient that is moved by itself, while it is in the cache, has come."""
-        bucket = self._gradient_arrived(at)
-        if not bucket.started:
-            with torch.no_grad():
-                bucket.move([index])
-
     def _on_last(self, at: int, _: int) -> None:
         """The gradient that comes last in a bucket has come."""
         bucket = self._gradient_arrived(at)
@@ -499,9 +492,6 @@ class Synchroniser:
                 for index, parameter in enumerate(bucket.parameters):
                     self._hook(parameter, Synchroniser._on_gradient, at, index)
                 continue
-            for position in bucket.large:
-                index = bucket.positions.index(position)
-                self._hook(bucket.parameters[index], Synchroniser._on_large, at, index)
             bucket.left = bucket.firings
             self._hook(bucket.parameters[bucket.last], Synchroniser._on_last, at, bucket.last)
 

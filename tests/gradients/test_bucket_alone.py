@@ -105,12 +105,12 @@ def test_slices_of_the_ranks_are_neighbours_and_what_is_used_of_them_makes_up_th
     assert [(span.start, span.stop, span.at) for span in whole.spans] == [(0, 3, 0), (0, 20, STEP), (0, 1, 3 * STEP)]
 
 
-def test_which_buckets_carry_numbers_and_which_large_ones():
+def test_which_buckets_carry_numbers_and_which_carry_counts():
     for carries in (True, False):
-        for dtype, large in ((torch.float32, True), (torch.float64, True), (torch.bfloat16, False)):
+        for dtype, exact in ((torch.float32, True), (torch.float64, True), (torch.bfloat16, False)):
             bucket = made(5, dtype=dtype)
             bucket.transport.carries = carries
-            assert (bucket.carries, bucket.carries_counts) == (carries, carries and large)
+            assert (bucket.carries, bucket.carries_counts) == (carries, carries and exact)
             bucket.shard = GradientShard(torch.zeros(5, dtype=dtype))
             assert (bucket.carries, bucket.carries_counts) == (False, False)
     bucket = made(5)
@@ -221,10 +221,9 @@ def test_where_starting_early_is_of_no_use_a_bucket_is_never_complete():
     assert not bucket.is_complete()
 
 
-def test_large_gradients_that_no_hook_has_moved_are_moved_when_it_is_asked(monkeypatch):
+def test_large_gradients_are_not_offered_and_moved_when_the_bucket_is_full(monkeypatch):
     monkeypatch.setattr(bucket_module, "LARGE_BYTES", 20)
     bucket = made(5, 6)
-    assert (bucket.large, bucket.positions) == ([0, 1], (0, 1))
     bucket.begin()
     assert [parameter.grad for parameter in bucket.parameters] == [None, None]  # they are not offered
     come(bucket, 3, 4)
@@ -249,7 +248,6 @@ def test_which_gradients_are_large(monkeypatch, sharding, device, large):
     monkeypatch.setattr(bucket_module, "LARGE_BYTES", 40)
     with torch.device(device):
         bucket = made(9, 10, 11, 2, sharding=sharding)
-    assert bucket.large == large
     assert bucket.positions == ((0, 3, 1, 2) if large else (0, 1, 2, 3))
     assert bucket.names == tuple(f"p{at}" for at in bucket.positions)
 
