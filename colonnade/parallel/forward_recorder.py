@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 
 from colonnade.comm.torch_versions import fake_mode
 from colonnade.errors import ScheduleError
+from colonnade.parallel.forward import subclass_with
 
 # --------------------------------------------------------------------------------------------------
 # The tree of a model's modules: which of its calls can lie in a stage each, and copies of the tree.
@@ -145,7 +146,7 @@ def catch_calls(name: str, unit: nn.Module) -> None:
     """Have calls of the unit go through the watcher, where there is one. Its class changes; else nothing does."""
     vars(unit)["_colonnade_unit"] = name
     if not isinstance(unit, _Caught):
-        unit.__class__ = derived(_Caught, type(unit))
+        unit.__class__ = subclass_with(_Caught, type(unit))
 
 
 class _Caught:
@@ -156,16 +157,6 @@ class _Caught:
         return (
             own(*args, **kwargs) if watcher is None else watcher.call(vars(self)["_colonnade_unit"], own, args, kwargs)
         )
-
-
-_derived: dict[Any, Any] = {}
-
-
-def derived(base: type, kind: type) -> Any:
-    """A class of the same name as `kind` that inherits `base` first; the same one each time."""
-    if (base, kind) not in _derived:
-        _derived[base, kind] = type(kind.__name__, (base, kind), {"__module__": kind.__module__})
-    return _derived[base, kind]
 
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -21,14 +21,13 @@ from torch.utils._pytree import (
 )
 
 from colonnade.errors import ScheduleError
-from colonnade.parallel.forward import has_hooks
+from colonnade.parallel.forward import has_hooks, subclass_with
 from colonnade.parallel.forward_recorder import (
     WATCHER,
     Recording,
     Value,
     catch_calls,
     copy_tree,
-    derived,
     has_parameters,
     outside,
     record,
@@ -279,7 +278,7 @@ class ModelStage(nn.Module):
 
 def stage_class(kind: type) -> Any:
     """The class of the stages of a model. Who unwraps its forward pass finds the model's."""
-    made = derived(ModelStage, kind)
+    made = subclass_with(ModelStage, kind)
     if "forward" not in vars(made):
 
         def forward(self: ModelStage, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +355,7 @@ def take_out(owner: nn.Module, absent: dict[str, Absent]) -> None:
     """Have these children of a module be no modules of it, though its forward pass still finds them."""
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         vars(owner)["_colonnade_members"] = {name: absent.get(name) for name in owner._modules}
-        owner.__class__ = derived(_Dict if isinstance(owner, nn.ModuleDict) else _List, type(owner))
+        owner.__class__ = subclass_with(_Dict if isinstance(owner, nn.ModuleDict) else _List, type(owner))
     if not isinstance(owner, (nn.ModuleList, nn.Sequential)):
         vars(owner).update(absent)
     for name in absent:
