@@ -8,10 +8,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from colonnade.proof.case import Case, near
+from colonnade.proof.case import Case, NormCase, near
 from colonnade.proof.claims import Claim, hypothesis
 from colonnade.proof.compare import WEIGHTS, HeldPart, at_positions, flat, length
-from colonnade.proof.hypotheses.norms import NormCase
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WHERE = "casts on the way, and the dtype of the reduction"
