@@ -59,7 +59,7 @@ def plan(
     home = config.parent if config is not None else Path()
     from colonnade.config import least_world, load_config
     from colonnade.proof.planner.hardware import load_hardware
-    from colonnade.proof.scripts import import_named
+    from colonnade.proof.user_functions import import_named
 
     for name in imports or ():
         import_named(name, home)
@@ -90,7 +90,7 @@ def _plan(loaded: Any, count: int, machine: Any, job: Any, as_json: bool) -> Any
 def _job(model: str, folder: Path) -> Any:
     """The model's function, with those beside it."""
     from colonnade.proof.planner.job import Job
-    from colonnade.proof.scripts import function_named, import_named
+    from colonnade.proof.user_functions import function_named, import_named
 
     build = function_named(model, folder, "--model")
     beside = vars(import_named(model.rpartition(":")[0], folder))

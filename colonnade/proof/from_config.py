@@ -26,7 +26,7 @@ from colonnade.hf.model_loss import criterion_of
 from colonnade.nn.layer.arrangement import arrange
 from colonnade.parallel.split import Split
 from colonnade.proof.record import first_tensor, micro_batches
-from colonnade.proof.scripts import call_given, function_named, import_named
+from colonnade.proof.user_functions import call_given, function_named, import_named
 from colonnade.registry import LOSSES, OPTIMIZERS, Registry
 
 _LENGTH = 8
