@@ -15,7 +15,7 @@ from torch import Tensor
 from colonnade.errors import listed
 from colonnade.proof.dropout_masks import Dropped
 from colonnade.proof.record import Loss, Piece, Record, RecordedStep
-from colonnade.proof.reference import RoundingSpread, Truth, norm_of
+from colonnade.proof.reference import RoundingSpread, TrueRun, Truth, norm_of
 
 # --------------------------------------------------------------------------------------------------
 # What a parallel run did and what one process did on the same weights and batches, side by side.
@@ -112,7 +112,7 @@ class Evidence:
     norm_type: float = 2.0
     notes: Sequence[str] = ()
     """What was changed for the comparison: dropout set to 0, say."""
-    resting_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    eval_apart: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of each module that trains on some ranks and is in evaluation mode on others: those."""
     cut_apart: Sequence[str] = ()
     """The modes of which each rank took its part of a batch of its own, where all should cut the same one."""
@@ -332,7 +332,7 @@ def compare(evidence: Evidence) -> list[Row]:
     """A row for everything that was recorded, in the order in which a step makes it."""
     tolerance = Tolerance.for_run(evidence)
     rows = list(_tensors(WEIGHTS_AT_START, None, evidence.weights_at_start, tolerance))
-    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.resting_apart.items()]
+    rows += [Row(MODE, name, None, "differs", inf, 0.0, ranks) for name, ranks in evidence.eval_apart.items()]
     for name, ranks in evidence.masks_apart.items():
         rows.append(Row(MASKS, name, None, "differs" if ranks else "equal", inf if ranks else 0.0, 0.0, ranks))
     for at, step in enumerate(evidence.steps):
@@ -564,50 +564,37 @@ def whole_shapes(records: Sequence[Record], names: Names) -> dict[str, tuple[int
     }
 
 
-def assemble(
-    records: Sequence[Record],
-    truth: Sequence[Truth],
-    spreads: Sequence[RoundingSpread],
-    start: Mapping[str, Tensor],
-    names: Names,
-    terms: int,
-    notes: Sequence[str] = (),
-    masks_apart: Mapping[str, tuple[int, ...]] | None = None,
-) -> Evidence:
-    """The evidence. `spreads`: by step, how far the reference moves."""
-    about = records[0].about
-    side_by_side = _SideBySide(records, names, terms)
+def assemble(records: Sequence[Record], truth: TrueRun) -> Evidence:
+    """The evidence: the notes of all ranks beside what one process gave."""
+    run, side_by_side = records[0].run, _SideBySide(records, truth.names, truth.terms)
+    notes = [
+        *(note for record in records for note in record.notes),
+        *truth.notes,
+        *_not_stepped(records, truth.names),
+        *_not_cut(records),
+    ]
     return Evidence(
         world_size=len(records),
-        groups=about["groups"],
-        distinct_data=about["distinct_data"],
-        parameters=_parameters(records, names),
+        groups=run.groups,
+        distinct_data=run.distinct_data,
+        parameters=_parameters(records, truth.names),
         weights_at_start={
-            name: Compared(start[name], side_by_side.held(name, lambda record: record.start))
-            for name in side_by_side.names(start)
+            name: Compared(truth.start[name], side_by_side.held(name, lambda record: record.start))
+            for name in side_by_side.names(truth.start)
         },
         steps=[
             side_by_side.step(at, one, spread)
-            for at, (one, spread) in enumerate(zip(truth, spreads, strict=True))
+            for at, (one, spread) in enumerate(zip(truth.steps, truth.spreads, strict=True))
             if all(at < len(record.steps) for record in records)
         ],
-        dtype=about["dtype"],
-        accumulation=about["accumulation"],
-        max_norm=about["max_norm"],
-        norm_type=about["norm_type"],
-        notes=list(
-            dict.fromkeys(
-                [
-                    *(note for record in records for note in record.notes),
-                    *notes,
-                    *_not_stepped(records, names),
-                    *_not_cut(records),
-                ]
-            )
-        ),
-        masks_apart=masks_apart or {},
-        resting_apart=_resting_apart(records),
-        cut_apart=side_by_side.cut_apart(truth[0].activations) if truth else (),
+        dtype=run.dtype,
+        accumulation=run.accumulation,
+        max_norm=run.max_norm,
+        norm_type=run.norm_type,
+        notes=list(dict.fromkeys(notes)),
+        masks_apart=truth.masks_apart,
+        eval_apart=_eval_apart(records),
+        cut_apart=side_by_side.cut_apart(truth.steps[0].activations) if truth.steps else (),
     )
 
 
@@ -634,7 +621,7 @@ def _not_cut(records: Sequence[Record]) -> list[str]:
     """A warning of pipeline stages that all hold the same parameters, none of them tied: each rank has the whole model."""
     stages: dict[int, set[str]] = {}
     for record in records:
-        stage = record.about.get("coordinates", {}).get("pipeline", 0)
+        stage = record.run.coordinates.get("pipeline", 0)
         untied = {name for name, note in record.tensors.items() if note.is_parameter and "Tied(" not in note.placement}
         stages.setdefault(stage, set()).update(untied)
     (first, *others) = stages.values()
@@ -648,11 +635,11 @@ def _not_cut(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _resting_apart(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
+def _eval_apart(records: Sequence[Record]) -> dict[str, tuple[int, ...]]:
     """Of modules that train on some ranks: the ranks on which they are in evaluation mode, if there are any."""
     rests: dict[str, dict[bool, list[int]]] = {}
     for record in records:
-        for name, value in record.resting.items():
+        for name, value in record.ran_in_eval.items():
             rests.setdefault(name, {}).setdefault(value, []).append(record.rank)
     return {name: tuple(ranks[True]) for name, ranks in rests.items() if len(ranks) > 1}
 
@@ -661,15 +648,15 @@ def dropped_by(records: Sequence[Record], off: Collection[str]) -> Dropped:
     """What the ranks dropped. Ranks see the same share of the data that differ in no axis by which batches are cut."""
     shares: dict[Any, list[int]] = {}
     for record in records:
-        at = record.about["coordinates"]
-        cut = tuple(at[axis.name] for axis in record.about["axes"] if axis.distinct and not axis.may_repeat)
+        at = record.run.coordinates
+        cut = tuple(at[axis.name] for axis in record.run.axes or () if axis.distinct and not axis.may_repeat)
         shares.setdefault(cut, []).append(record.rank)
     steps = [
         {record.rank: record.steps[at].masks for record in records}
         for at in range(min(len(record.steps) for record in records))
     ]
-    nowhere = {*off, *(name for record in records for name in record.about["zeroed"])}
-    return Dropped(steps, records[0].about["groups"], [shares[key] for key in sorted(shares)], nowhere)
+    nowhere = {*off, *(name for record in records for name in record.run.zeroed)}
+    return Dropped(steps, records[0].run.groups, [shares[key] for key in sorted(shares)], nowhere)
 
 
 class _SideBySide:
@@ -680,7 +667,7 @@ class _SideBySide:
         self.local: list[dict[str, str]] = [
             {names.get(name, name): name for name in reversed(list(record.tensors))} for record in records
         ]
-        self.axes = records[0].about["axes"]
+        self.axes = records[0].run.axes or ()
 
     def names(self, known: Iterable[str]) -> list[str]:
         return [name for name in known if any(name in local for local in self.local)]
@@ -775,7 +762,7 @@ class _SideBySide:
         return found
 
     def _same_but_data(self, rank: int, other: int) -> bool:
-        here, there = (self.records[each].about["coordinates"] for each in (rank, other))
+        here, there = (self.records[each].run.coordinates for each in (rank, other))
         return all(here[axis.name] == there[axis.name] for axis in self.axes if not axis.distinct)
 
     def _norms(self, truth: Truth, steps: Sequence[RecordedStep]) -> dict[str, float]:
@@ -789,7 +776,7 @@ class _SideBySide:
                 if slot is not None:
                     slots.setdefault(slot, []).append(gradient)
                     break
-        kind = self.records[0].about["norm_type"]
+        kind = self.records[0].run.norm_type
         return {slot: norm_of(gradients, kind) for slot, gradients in slots.items() if slot in steps[0].norms}
 
     def _activations(
@@ -838,7 +825,7 @@ class _SideBySide:
             for axis in chosen:
                 if places.dim() <= axis.dim or places.shape[axis.dim] % axis.size:
                     break
-                places = places.chunk(axis.size, axis.dim)[record.about["coordinates"][axis.name]]
+                places = places.chunk(axis.size, axis.dim)[record.run.coordinates[axis.name]]
             if places.shape == mine.shape:
                 return HeldPart(record.rank, mine, places)
         return None

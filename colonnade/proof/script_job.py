@@ -31,7 +31,7 @@ from colonnade.engine import build
 from colonnade.engine.engine import Engine
 from colonnade.errors import ParityError
 from colonnade.parallel.split import Split
-from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, Replays, notes_of
+from colonnade.proof.dropout_masks import Dropping, Nothing, Noting, Replaying, notes_of
 from colonnade.proof.mutation import plant
 from colonnade.proof.record import EngineRecorder, name_in_whole, on_cpu, options_of
 from colonnade.proof.reference import canonical_names, load, moved_by_an_ulp
@@ -451,13 +451,13 @@ class ScriptRecorder:
         """Write what was seen, and end this process: nothing of the script after its last step is run."""
         record = self.recorder.record
         record.notes += [*notes_of(self.dropping, self.part.off), *self.notes]
-        record.about["zeroed"] = self.dropping.zeroed
-        record.about["replays"] = self.dropping.found if isinstance(self.dropping, Replaying) else Replays()
-        record.about["names"] = (
-            canonical_names(self._model, self._rename) if self.part.alone and self._model is not None else {}
-        )
-        record.about["given"] = self.given if not self.part.alone else {}
-        record.about["config"] = self._config
+        record.run.zeroed, record.run.config = self.dropping.zeroed, self._config
+        if not self.part.alone:
+            record.run.given = self.given
+        elif self._model is not None:
+            record.run.names = canonical_names(self._model, self._rename)
+        if isinstance(self.dropping, Replaying):
+            record.run.replays = self.dropping.found
         with torch._C.DisableTorchFunction():
             torch.save(record, self.folder / self.part.result.format(rank=record.rank))
             if dist.is_initialized():

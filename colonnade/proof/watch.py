@@ -17,7 +17,8 @@ from colonnade.comm.torch_versions import leave_out_mixed_precision
 from colonnade.errors import ParityError
 from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.placement import is_dtensor
-from colonnade.proof.record import BatchAxis, Record, StepRecorder, TensorNote, Tracked, all_same, groups_of
+from colonnade.proof.record import BatchAxis, Record, RunInfo, StepRecorder, TensorNote, Tracked, groups_of
+from colonnade.proof.reference import all_same
 from colonnade.proof.script_job import Batches, ScriptRecorder, current_stage
 
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
@@ -61,7 +62,7 @@ class PlainRecorder:
             model, self.tracked, rank, rename=plain_name, by_count=True, dropping=stage.dropping
         )
         self.record = self.recorder.record
-        self.record.about |= {"dtype": _dtype(self.tracked), "data_parallel": _is_data_parallel(model)}
+        self.record.run = RunInfo(dtype=_dtype(self.tracked), data_parallel=_is_data_parallel(model))
         self.record.tensors = {
             one.name: TensorNote(
                 one.names,
@@ -101,14 +102,9 @@ class PlainRecorder:
         self.recorder.note_gradients(into="clipped" if self._limit is not None else "total")
 
     def _after_step(self) -> None:
-        limit = self._limit or (None, 2.0)
-        passes = [len(each) for each in self.recorder.passes()]
-        self.record.about |= {
-            "accumulation": max(passes, default=1),
-            "micro_batches": 1,
-            "max_norm": limit[0],
-            "norm_type": limit[1],
-        }
+        run, passes = self.record.run, [len(each) for each in self.recorder.passes()]
+        run.accumulation = max(passes, default=1)
+        run.max_norm, run.norm_type = self._limit or (None, 2.0)
         self.recorder.note_step(self._norm)
         self._norm = self._limit = None
         self._stage.end_of_step()
@@ -172,12 +168,12 @@ def _make_double(model: nn.Module) -> None:
 
 def with_layout(records: Sequence[Record]) -> list[Record]:
     """Records of plain torch say nothing of a layout: ranks that were given the same batches share their data."""
-    if all("axes" in record.about for record in records):
+    if all(record.run.axes is not None for record in records):
         return list(records)
     kinds: list[list[Record]] = []
     for record in records:
         for kind in kinds:
-            if all_same([kind[0].about["given"], record.about["given"]]):
+            if all_same([kind[0].run.given, record.run.given]):
                 kind.append(record)
                 break
         else:
@@ -195,7 +191,7 @@ def with_layout(records: Sequence[Record]) -> list[Record]:
             record.tensors = {name: replace(note, owed=owed) for name, note in record.tensors.items()}
             if staged:  # torch's stages run once on made-up inputs, to learn their shapes
                 record.steps[0].activations.clear()
-            record.about |= {"axes": axes, "coordinates": {"data": data, "model": at}}
-            record.about["groups"] = {name: lists for name, lists in groups.items() if any(len(g) > 1 for g in lists)}
-            record.about["distinct_data"] = ["DATA"] if len(kinds) > 1 else []
+            record.run.axes, record.run.coordinates = axes, {"data": data, "model": at}
+            record.run.groups = {name: lists for name, lists in groups.items() if any(len(g) > 1 for g in lists)}
+            record.run.distinct_data = ["DATA"] if len(kinds) > 1 else []
     return list(records)
