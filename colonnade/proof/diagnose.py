@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +36,7 @@ from colonnade.proof.compare import (
     differing_elements,
     short_ranks,
 )
+from colonnade.texts import pattern_of
 
 _SURE = 80
 """Claims of this rank and above say that something differs, and little of why."""
@@ -244,7 +244,7 @@ class _Diagnosis:
     def _kind(self, name: str) -> str:
         """The name without its numbers, and the placement."""
         info = self.evidence.parameters.get(name)
-        return re.sub(r"\d+", "*", name) + (f" {info.placement}" if info is not None else "")
+        return pattern_of(name, inside=True) + (f" {info.placement}" if info is not None else "")
 
     def _gradient_case(self, row: Row, healthy: frozenset[str], scale: float) -> GradientCase:
         gradient = self.step.gradients[row.name]
