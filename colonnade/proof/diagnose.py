@@ -1,4 +1,9 @@
-"""Why a parallel run differs from one process: hypotheses are tested on the numbers, upstream first."""
+"""Why a parallel run differs from one process: hypotheses are tested on the numbers, upstream first.
+
+`diagnose` compares, and `_Diagnosis.findings` looks at what differs in the order in which a step makes it. What follows
+from an earlier mistake is a row of the table and no finding. Each look builds a case (case.py), asks the hypotheses of its
+kind (claims.py) and turns the claims that explain most into findings (`_group`).
+"""
 
 from __future__ import annotations
 
@@ -61,21 +66,38 @@ class _Diagnosis:
         self.at = next((row.step for row in self.wrong if row.step is not None), 0)
 
     def findings(self) -> list[Finding]:
-        """Of the first step that differs: later ones follow from it."""
+        """The mistakes of the first step that differs. Later steps start from its weights, and follow from it."""
+        # NaN spreads to everything that it is added to, so that no other difference means anything.
         if broken := self._not_finite():
             return broken
+
+        # One process begins with the weights of the ranks. Where these are not those of one model, all else differs too.
         if start := self._at_start():
             return start
+
+        # Each rank cut its part out of a batch of its own: every activation is of other data.
         if apart := self._cut_apart():
             return apart
+
+        # The forward pass. Other masks make other activations, so masks come first. Of a module whose output changes when it
+        # is computed again either of the two may be the right one, so that is said, and not that its output differs.
         again = self._recomputed()
         forward = self._masks() or ([] if again else self._forward())
+
+        # Gradients follow from activations, and are looked at where these are right.
         backward = forward or again or self._gradients()
+
+        # The loss that is reported may be wrong by itself, as a mean over the wrong ranks. It may also be that from which
+        # gradients are wrong for a reason that no hypothesis has found; then it is the better thing to name.
         loss = [] if forward else self._loss(backward)
         known = [finding for finding in backward if finding.cause != "unknown"]
         found = [*known, *loss] if loss else [*backward]
+
+        # Norm, clipped gradient and weight: each follows from the one before.
         if not backward:
             found += self._norm() or self._clipped() or self._weights()
+
+        # Buffers (running statistics) follow from activations alone.
         if not forward:
             found += self._buffers()
         return found or [self._unknown()]
@@ -89,7 +111,7 @@ class _Diagnosis:
         """What differs of a quantity, in that step."""
         return [row for row in self.wrong if row.quantity in quantities and row.step in (None, self.at)]
 
-    # -- from the start weights to the loss ----------------------------------------------------------------
+    # --- From the start weights to the loss ---
 
     def _not_finite(self) -> list[Finding]:
         broken = [row for row in self.wrong if row.status == "not finite" and row.step in (None, self.at)]
@@ -174,7 +196,7 @@ class _Diagnosis:
         return [Finding("replicas-differ", (), self.at, sentence) for sentence in some]
 
     def _recomputed(self) -> list[Finding]:
-        """Whichever of the two outputs is right."""
+        """A module that runs again in the backward pass and gives another output, whichever of the two is right."""
         rows = self.rows_of(RECOMPUTED)
         if not rows:
             return []
@@ -204,7 +226,7 @@ class _Diagnosis:
         sentence = f"the loss is {how}, while {seen}; look at how the loss is averaged over passes, tokens and ranks."
         return [Finding("loss-differs", (), self.at, sentence, factor)]
 
-    # -- gradients -----------------------------------------------------------------------------------------
+    # --- Gradients ---
 
     def _gradients(self) -> list[Finding]:
         rows = self.rows_of(GRADIENT)
@@ -222,7 +244,7 @@ class _Diagnosis:
         return self._group(named, self.at, "the gradient of", "", rows)
 
     def _tested(self, case: Case, *kinds: str) -> list[Claim]:
-        """What explains all of it; or, where a part of its elements is right, what explains the others."""
+        """The claims that explain all of it; or, where a part of its elements is right, those that explain the others."""
         found = [claim for kind in kinds for claim in claims(kind, case)]
         if all(claim.rank >= _SURE for claim in found):
             elements = differing_elements(case.compared, case.row.tolerance)
@@ -233,7 +255,7 @@ class _Diagnosis:
         return found
 
     def _to_test(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """All of them; of a large model the first and the last of each kind, since the others are layers like these."""
+        """The gradients that are tested: all; of a large model the first and the last of each kind, the others being layers like these."""
         if sum(self.step.gradients[row.name].total.truth.numel() for row in rows) <= _TESTED_ELEMENTS:
             return rows
         kinds: dict[str, list[Row]] = {}
@@ -269,7 +291,7 @@ class _Diagnosis:
         total = self.evidence.steps[at].gradients[name].total
         return total.truth if which == "truth" else total
 
-    # -- norm, clipping, weights, buffers ------------------------------------------------------------------
+    # --- Norm, clipping, weights, buffers ---
 
     def _norm(self) -> list[Finding]:
         found = []
@@ -310,7 +332,7 @@ class _Diagnosis:
         named = {row.name: claims("tensor", self._case(self.step.buffers[row.name], row)) for row in rows}
         return self._group(named, self.at, "the buffer", "buffers-differ", rows, always=True)
 
-    # -- words ---------------------------------------------------------------------------------------------
+    # --- From claims to findings ---
 
     def _case(self, tensor: Compared, row: Row, before: Tensor | None = None) -> Case:
         return Case(evidence=self.evidence, groups=self.groups, compared=tensor, row=row, before=before)
@@ -324,7 +346,7 @@ class _Diagnosis:
         rows: Sequence[Row],
         always: bool = False,
     ) -> list[Finding]:
-        """The fewest claims that explain all: that which explains most first. `cause` is for claims that have no key."""
+        """The fewest claims that explain all parameters, that which explains most first. `cause`: of claims whose own is none of `CAUSES`."""
         left = dict(named)
         found = []
         while left and any(left.values()):
@@ -362,14 +384,14 @@ class _Diagnosis:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """The first and how many more."""
+    """The first names, and how many more there are."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def _simplest(some: Sequence[Claim]) -> Claim | None:
-    """The simplest."""
+    """The simplest claim."""
     return min(some, key=lambda claim: (claim.rank, claim.doubt), default=None)
 
 
@@ -407,6 +429,6 @@ def _ledger_line(evidence: Evidence, name: str, claim: Claim | None = None) -> s
 
 
 def _ledger_under(evidence: Evidence, module: str) -> str:
-    """The same for the first parameter of a module."""
+    """The ledger's line for the first parameter of a module."""
     inside = (name for name in evidence.parameters if name.startswith(f"{module}."))
     return next((text for name in inside if (text := _ledger_line(evidence, name))), "")

@@ -26,9 +26,7 @@ from colonnade.parallel.dtensor import local_part
 from colonnade.parallel.forward import ModelHook
 from colonnade.parallel.held import checksum
 
-# --------------------------------------------------------------------------------------------------
-# Which part of one process's tensor each rank's tensor is: found from the shapes, the groups of the modes, and the numbers.
-# --------------------------------------------------------------------------------------------------
+# --- Places: which part of one process's tensor each rank's tensor is, by the shapes, the groups of the modes and the numbers ---
 
 
 Shape = tuple[int, ...]
@@ -131,6 +129,8 @@ def _numbers(ranks: Sequence[int], groups: Groups) -> dict[str, dict[int, int]]:
             found[mode] = {rank: order[number] for rank, number in at.items()}
     return found
 
+
+# --- Dropout that is seen, noted and repeated ---
 
 DRAWN_BYTES = 256 << 20
 """Masks of a rank are kept up to this size in all."""

@@ -1,6 +1,7 @@
-"""What one process does in its first steps, noted as it happens: losses, gradients at each stage, weights, activations.
+"""The record of one process: losses, gradients at each stage of a step, weights and activations of its first steps.
 
-A `Recorder` looks at a model through hooks; an engine, or a script of plain torch, tells it where a step has got to.
+A `StepRecorder` watches a model through hooks and fills a `Record`. The steps themselves are reported to it by
+`EngineRecorder` here, which observes an engine, or by `PlainRecorder` of watch.py, which follows a torch optimizer.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Tracked:
 
 @dataclass(frozen=True)
 class TensorNote:
-    """What is told of a tracked tensor to others."""
+    """The facts of a tracked tensor, for comparison with those of other ranks."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -163,7 +164,7 @@ class RunInfo:
 
 @dataclass
 class Record:
-    """All that one process noted."""
+    """Everything that one process noted."""
 
     rank: int
     tensors: dict[str, TensorNote] = field(default_factory=dict)
@@ -215,7 +216,7 @@ class StepRecorder:
             handle.remove()
         self._handles = []
 
-    # -- told by who runs the step ----------------------------------------------------------------------
+    # --- Called by the owner of the step, in the order of a step ---
 
     def note_start(self) -> None:
         """Training starts from the weights that are there now."""
@@ -267,7 +268,7 @@ class StepRecorder:
         self.dropping.begin_step(len(self.record.steps), self.dropping.share)
         self._step, self._fired, self._seen_room = RecordedStep(), {}, 0
 
-    # -- hooks ------------------------------------------------------------------------------------------
+    # --- Hooks ---
 
     def _watch_gradients(self) -> None:
         for one in self.tracked:
@@ -310,7 +311,7 @@ class StepRecorder:
             into[name] = copied(value)
 
     def _is_another_call(self, name: str, given: Any, again: bool) -> bool:
-        """Of a module that is called several times: whether what is computed again is another call than the first."""
+        """Whether a call of a module computes another call again than the first. Only the output of the first is kept."""
         value = first_tensor(given)
         bits = () if value is None else tuple(checksum(value.contiguous()).tolist())
         calls = self._calls.setdefault(name, [])
@@ -377,9 +378,7 @@ def positions_of(tensor: LocalTensor) -> Tensor | None:
     return places
 
 
-# --------------------------------------------------------------------------------------------------
-# A `Recorder` on an engine: what its tensors are in the whole, and which of its steps it is at.
-# --------------------------------------------------------------------------------------------------
+# --- An engine that is recorded ---
 
 
 _FP16_SCALE = 256.0
@@ -431,7 +430,7 @@ class EngineRecorder(Observer):
         if self in self._engine.observers:
             self._engine.observers.remove(self)
 
-    # -- what the engine tells ----------------------------------------------------------------------------
+    # --- Events of the engine ---
 
     def on_loss(self, loss: Any) -> None:
         self.recorder.note_loss(self._loss(loss))
@@ -448,8 +447,6 @@ class EngineRecorder(Observer):
         norm = self._engine.grad_norm
         norms = {name: float(value) for name, value in self._engine.grad_norms().items()}
         self.recorder.note_step(None if norm is None else float(norm), norms, self._divisors())
-
-    # -- inside -------------------------------------------------------------------------------------------
 
     def _loss(self, loss: Any) -> Loss | None:
         if loss is None:

@@ -60,7 +60,7 @@ def similar(case: GradientCase) -> Iterator[GradientCase]:
         yield replace(case, name=name, gradient=gradient, compared=gradient.total, row=row)
 
 
-# -- passes -----------------------------------------------------------------------------------------------------------
+# --- Passes ---
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _same_passes(case: GradientCase) -> tuple[int, int] | None:
     return None
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+# --- Ranks ---
 
 _Weights = dict[tuple[int, ...], float]
 """Of ranks whose raw gradients are the same: what they count in the sum, where it should be 1 each."""

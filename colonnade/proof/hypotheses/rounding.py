@@ -80,9 +80,7 @@ def rounded_norm(case: NormCase) -> Iterator[Claim]:
         yield Claim("rounded", f"is rounded to {dtype}", _WHERE, residual=0.2, rank=_RANK)
 
 
-# --------------------------------------------------------------------------------------------------
-# Right gradients and wrong weights: what the optimizer did instead.
-# --------------------------------------------------------------------------------------------------
+# --- Right gradients and wrong weights: what the optimizer did instead ---
 
 
 @hypothesis("weights")
