@@ -1,7 +1,6 @@
-"""What `colonnade verify config.py --model MODULE:FUNCTION` runs on each rank: that model, trained as the config says.
+"""The script of `colonnade verify config.py --model MODULE:FUNCTION` on each rank: that model, trained as the config says.
 
-Batches are what the user's function gives, or are drawn to fit the first layer. What a rank is given depends on its data
-rank alone.
+Batches come from the user's function, or are drawn to fit the first layer. They depend on the data rank alone.
 """
 
 from __future__ import annotations
