@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from colonnade._launch import launch
 from colonnade.checkpoint import CheckpointManager, save, storage
 from colonnade.checkpoint.agreement import before_save
 from colonnade.checkpoint.storage import check_space
@@ -229,6 +230,15 @@ def test_every_next_call_waits_for_a_save_in_the_background_and_raises_its_error
     if call not in ("close", "leave"):
         manager.close()
     CheckpointManager(tmp_path, ParallelContext()).close()  # the folder is given back
+
+
+def test_ranks_of_a_world_say_in_which_call_they_wait(tmp_path, monkeypatch):
+    places = set()
+    with launch({}, context=ParallelContext(), verbose=False) as context:
+        monkeypatch.setattr(storage, "hook", lambda point: places.add(context.waits._place[0]))
+        with CheckpointManager(tmp_path, context) as manager:
+            manager.save(1, nn.Linear(1, 1))
+    assert "outside the engine, in CheckpointManager.save()" in places
 
 
 def test_the_launcher_is_told_what_a_run_would_go_on_from(manager, monkeypatch):
