@@ -196,11 +196,11 @@ class RecordedCall:
 
 @dataclass
 class Recording:
-    """What one pass showed."""
+    """The calls and values of one pass."""
 
     calls: list[RecordedCall]
     results: list[Value]
-    """What the model returned."""
+    """The values among the result of the model."""
     uses: dict[str, set[int]]
     """Parameters and buffers that were used outside of calls, by name, and when."""
     fake_units: dict[str, nn.Module]
@@ -339,7 +339,7 @@ class _Recorder(TorchDispatchMode):
         self._oldest[memory] = min(oldest, self._oldest.get(memory, oldest))
 
     def value_of(self, leaf: Any) -> Value | None:
-        """What is known of a tensor; None for what does not depend on parameters."""
+        """The value that a tensor is; None for one that does not depend on parameters."""
         oldest = self._oldest_of(leaf) if isinstance(leaf, Tensor) else None
         if oldest is None:
             return None
