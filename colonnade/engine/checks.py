@@ -509,9 +509,9 @@ class LoopWatch:
             self._step_guard.watches.add(self)
 
     @property
-    def strayed(self) -> bool:
+    def unprepared_gradients(self) -> bool:
         """Whether gradients came from a backward pass that was none of the engine's."""
-        return self._sync is not None and self._sync.synchroniser.strayed
+        return self._sync is not None and self._sync.synchroniser.unprepared_gradients
 
     def end_sums(self, complete: bool) -> None:
         """Gradients are summed now. `complete`: this rank has made all passes of the step."""
@@ -559,7 +559,7 @@ class LoopWatch:
 class _StepGuard:
     """A step hook that only checks: a flat step need not treat its optimizer as one that somebody watches.
 
-    One for all engines of an optimizer: what one of them sums has strayed for the others.
+    One for all engines of an optimizer: the synchronisers of the others see gradients that no pass of theirs prepared.
     """
 
     only_looks = True
@@ -576,7 +576,7 @@ class _StepGuard:
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         watches = list(self.watches)
         unsummed = any(watch.unsummed for watch in watches)
-        if not unsummed and watches and all(watch.strayed for watch in watches):
+        if not unsummed and watches and all(watch.unprepared_gradients for watch in watches):
             unsummed = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if unsummed:
             raise GradientError(

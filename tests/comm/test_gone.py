@@ -120,9 +120,9 @@ def _dies(config: dict[str, Any], where: str, folder: str) -> tuple[str, str, fl
                 manager.save(2, model=engine.model)
             else:
                 of, name = {
-                    "vote": (engine._book, "someone_has"),
-                    "counts": (engine._book, "_added"),
-                    "norm": (engine._stepper, "_decide"),
+                    "vote": (engine._book, "any_rank_has_batch"),
+                    "counts": (engine._book, "scale"),
+                    "norm": (engine._stepper, "step"),
                 }[where]
                 part(of, name)
                 steps(2)
