@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import conftest
+
 PACKAGE = Path(__file__).parents[1] / "colonnade"
 SHARED = {"colonnade._lazy", "colonnade._launch", "colonnade._moved"}
 """What the package itself, which is the folder of these, lets its parts use."""
@@ -68,3 +70,13 @@ def test_a_class_name_and_a_file_name_occur_once():
     files = Counter(file.path.name for file in own if file.path.name not in ("__init__.py", "__main__.py"))
     classes = Counter(name for file in own for name in file.classes)
     assert [name for name, count in (files + classes).items() if count > 1] == []
+
+
+def test_the_lists_of_slow_and_long_tests_name_tests_that_exist():
+    """A test that is moved or renamed would otherwise run in `make test` again, unnoticed."""
+    folder = Path(__file__).parent
+    for entry in (*conftest.SLOW_MODULES, *conftest.LONG, *conftest.ONE_WORKER):
+        file, _, test = entry.partition("::")
+        path = folder / file
+        assert path.exists(), entry
+        assert not test or f"def {test.partition('[')[0]}(" in path.read_text(encoding="utf-8"), entry
