@@ -52,11 +52,13 @@ class GradientSync:
         """Called before anything else of a backward pass: gathers that run on must end."""
         self.log: CallLog | None = None
         """The log of the collectives that handlers make; the guard sets one."""
+        self._outcome: StepOutcome | None = None
 
     def prepare(self, last: bool) -> None:
         """Before each backward pass."""
         if self.before_pass is not None:
             self.before_pass()
+        self._outcome = None
         self.synchroniser.prepare(last)
         for handler in self.handlers:
             handler.prepare(last)
@@ -66,16 +68,19 @@ class GradientSync:
 
         `scale` and `counts` as of `Synchroniser.wait`, whose outcome is returned.
         """
-        # Gradients that were changed by hand are an error of this rank alone. The other ranks have begun to sum: they learn
-        # of it in the sums, so that all ranks raise the error, and none waits for this one.
-        try:
-            self.synchroniser.check_untouched()
-        except GradientError as error:
-            self.synchroniser.fail(note_of(error))
+        if self._outcome is None:
+            # Gradients that were changed by hand are an error of this rank alone. The other ranks have begun to sum: they learn
+            # of it in the sums, so that all ranks raise the error, and none waits for this one.
+            try:
+                self.synchroniser.check_untouched()
+            except GradientError as error:
+                self.synchroniser.fail(note_of(error))
 
-        # Sums of planned handlers come first: a user's handler may look at any gradient. There is none in a failed step.
-        outcome = self.synchroniser.wait(scale, counts=counts)
-        if outcome.failed_ranks:
+            # Sums of planned handlers come first: a user's handler may look at any gradient. They are made once: after a step
+            # that failed later than its sums the loop may call `step` again, and without a pass in between they are there.
+            self._outcome = self.synchroniser.wait(scale, counts=counts)
+        outcome = self._outcome
+        if outcome.failed_ranks:  # there is no gradient that a handler could look at
             return outcome
 
         # Handlers in their order. What is in no bucket is multiplied by its handler, if that can, or afterwards here.

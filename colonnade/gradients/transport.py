@@ -183,6 +183,7 @@ class CollectiveTransport(Transport):
         if self._shard is not None:
             yield None, total
             return
+        # Sent back as a mean where the dtype of the wire is narrower: a sum could overflow it. `finish` multiplies by the size again.
         part = total if self._rescale == 1.0 else total.div_(size).to(self._wire)
         work = all_gather_flat(sent, part.contiguous(), group=self._group.group, async_op=True)
         yield work, whole if sent is whole else None

@@ -312,6 +312,7 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
     dense: list[int] = []
     absent: dict[int, set[int]] = {}
     uneven: dict[int, list[int]] = {}
+    # The notes of all ranks decide for each parameter, never those of one: so every rank makes the same collectives here.
     for position, notes in enumerate(zip(*reports, strict=True)):
         if not any(note & (MISSING | OUTSIDE | SPARSE) for note in notes):
             continue
@@ -323,6 +324,9 @@ def finish_uneven(state: SumState, reports: Sequence[bytes], factor: float | Ten
                 f"the gradient of {sum_.names[position]!r} is sparse, and ZeRO shards dense gradients only; build its "
                 f"layer with sparse=False, or turn zero off"
             )
+        # A gradient beside its bucket on some rank is added densely, to the bucket's sum of the others. Sparse everywhere it
+        # stays sparse. In the bucket of some ranks and zero in that of the others the sum is there already: `.grad` is given
+        # back. On no rank at all: `.grad` stays None, as in one process.
         if outside or (sparse and in_bucket):
             dense.append(position)
         elif sparse:

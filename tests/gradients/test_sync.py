@@ -134,6 +134,8 @@ def test_handlers_run_once_when_sums_have_ended(failed, scale):
         assert handler.told == [("prepare", True), *([] if failed else [("scale", scale), "handle"])]
     assert weight.grad.item() == (1.0 if failed else scale)  # its handler does not multiply
     assert bias.grad.item() == 1.0
+    sync.finish(3.0, counts=True)  # without a pass in between the sums are there
+    assert len(synchroniser.told) == 3
     sync.close()
     assert (notes.told[-1], scales.told[-1], synchroniser.told[-1]) == ("close", "close", ("close",))
 
